@@ -173,7 +173,7 @@ def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, st
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "Return a text on a built data set in a few lines."
-    from leakmel.audio.problems import format_counts, wrap_list
+    from leakmel.audio.problems import format_counts
     from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.publish import kept_sentence, rate_text
     from leakmel.insight.dashboard import cache_sentence
@@ -183,7 +183,7 @@ def _build_text(result: Any) -> str:
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [
-        *([wrap_list("  ", kept, width=line_width())] if kept else []),
+        *([f"  {kept}"] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
         f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports)",
         *([] if kept else [f"  {rate_text(s)}"]),
@@ -191,9 +191,9 @@ def _build_text(result: Any) -> str:
         f"  {result.verified.verdict}",
     ]
     if s["status_counts"]:
-        lines.append(wrap_list("  changed to fit: ", format_counts(s["status_counts"]), width=line_width()))
+        lines.append(f"  changed to fit: {format_counts(s['status_counts'])}")
     if problems:
-        lines.append(wrap_list("  problems: ", listed, width=line_width()))
+        lines.append(f"  problems: {listed}")
     if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
         lines.append(f"  rejected: {share}")
     lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]
@@ -333,9 +333,6 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
 class _ShowAllOptions(argparse.Action):
     "The option --help-all."
 
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-
     def __call__(self, parser: Any, *_: Any) -> None:
         print(parser.format_help_all(), end="")
         parser.exit()
@@ -410,7 +407,13 @@ def _parser(
             name, help=run.__doc__, description=run.__doc__, epilog=status, allow_abbrev=False
         )
         p.short, p.example = SHORT_HELP[name]
-        p.add_argument("--help-all", action=_ShowAllOptions, help="show every option")
+        p.add_argument(
+            "--help-all",
+            action=_ShowAllOptions,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="show every option",
+        )
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="show no progress")
         p.set_defaults(run=run)

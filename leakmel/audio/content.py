@@ -28,7 +28,7 @@ __all__ = [
 # %% ../../nbs/audio/content.ipynb #ae5bd657
 import math, os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,7 @@ import numpy as np
 from .conform import FIGURES, LSB, check_range, quality_figures, to_mono
 from .listing import Listing
 from .problems import Problem, show_place
-from .wav import OutOfMemory, ReadFailureGuard
-from .wav import read_wav
+from .wav import OutOfMemory, ReadFailureGuard, read_wav
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
@@ -359,14 +358,9 @@ def read_content(
         Progress(len(files), label="reading", show=progress) as bar,
         ThreadPoolExecutor(usable_cores()) as pool,
     ):
-        try:
-            for job in as_completed(
-                [pool.submit(read_block, i) for i in range(0, len(files), FILES_PER_TASK)]
-            ):
-                bar.update(bar.n_done + job.result())
-        except BaseException:  # a fault of the machine, or Ctrl-C: cancel the tasks that have not started
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        # an error cancels the blocks that have not begun
+        for n in pool.map(read_block, range(0, len(files), FILES_PER_TASK)):
+            bar.add(n)
     numbers = sorted(refused)
     code = np.full(len(files), "", object)
     code[numbers] = [refused[i].reject_code for i in numbers]
@@ -387,8 +381,7 @@ def read_content(
             table[name] = column.str.decode("ascii").astype(object)
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
-    shown = ((i, *files[i]) for i in numbers)
-    return table, [Problem(code[i], x.show(k), message[i]) for i, x, k in shown]
+    return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
 
 
 # %% ../../nbs/audio/content.ipynb #33a28c36

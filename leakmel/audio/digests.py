@@ -6,14 +6,11 @@
 __all__ = ["MIN_BYTES", "write_digest", "to_hex", "can_digest", "digest_rows", "int16_moments"]
 
 # %% ../../nbs/audio/digests.ipynb #1395ac5e
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from leakmel.core.jit import (
-    LANES,
     WORD,
     Vector,
     address,
@@ -22,7 +19,6 @@ from leakmel.core.jit import (
     emitted,
     load,
     moved,
-    source_key,
 )
 
 # %% ../../nbs/audio/digests.ipynb #b34e72b6
@@ -131,20 +127,10 @@ def to_hex(words: np.ndarray) -> np.ndarray:
     return _HEX[words.astype(">u8").view(np.uint8)].view("S32").ravel()
 
 
-def _make_hash_rows(key: str) -> Any:
-    "Compile digests of rows; numba compares `key` with that of its cache."
-
-    @compiled("void(u1[:, ::1], u8[:, ::1])")
-    def hash_rows(rows, out):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        for i in range(len(rows)):
-            write_digest((address(rows[i]), rows.shape[1], address(out[i])))
-
-    return hash_rows
-
-
-_KEY = source_key(globals().get("__file__"))
-_hash_rows = _make_hash_rows(_KEY)
+@compiled("void(u1[:, ::1], u8[:, ::1])")
+def _hash_rows(rows, out):
+    for i in range(len(rows)):
+        write_digest((address(rows[i]), rows.shape[1], address(out[i])))
 
 
 def can_digest(
@@ -165,77 +151,36 @@ def digest_rows(
     return to_hex(out)
 
 
-# %% ../../nbs/audio/digests.ipynb #8c179b6c
-_PAIRS = 2 * LANES  # samples taken at once, as pairs
-_FLUSH = 1 << 14  # steps after which the sums of 32 bits are added up
-
-
-@emitted
-def _add_moments(builder, samples, n_steps, sums):
-    "Update minimum, maximum, sum and sum of squares (four int64 at an address) with samples."
-    pairs = ir.VectorType(ir.IntType(16), _PAIRS)
-    wide = ir.VectorType(ir.IntType(32), LANES)
-    words = ir.VectorType(WORD, LANES)
-    starts = [constant(pairs, 32_767), constant(pairs, -32_768), *3 * [constant(wide, 0)]]
-    kept = [cgutils.alloca_once_value(builder, start) for start in starts]
-    with cgutils.for_range(builder, n_steps) as loop:
-        x = load(builder, moved(builder, samples, builder.mul(loop.index, WORD(2 * _PAIRS))), pairs, 2)
-        low, high, total, low_square, high_square = (Vector(builder, builder.load(place)) for place in kept)
-        first, second = (x.picked(range(k, _PAIRS, 2)).wide(wide) for k in (0, 1))
-        square = first * first + second * second  # at most 2**31, taken as unsigned
-        for place, value in zip(
-            kept,
-            (
-                low.where(low < x, x),
-                high.where(high > x, x),
-                total + (first + second),
-                low_square + (square & 0xFFFF),
-                high_square + square.high(16),
-            ),
-        ):
-            builder.store(value.value, place)
-    low, high, total, low_square, high_square = (Vector(builder, builder.load(place)) for place in kept)
-    squares = low_square.wide(words) + (high_square.wide(words) << 16)
-    for i, (vector, how) in enumerate(
-        ((low, "smin"), (high, "smax"), (total.wide(words), "add"), (squares, "add"))
-    ):
-        place = builder.inttoptr(moved(builder, sums, 8 * i), WORD.as_pointer())
-        known = builder.load(place)
-        found = vector.across(how)
-        sign = "<" if how == "smin" else ">"
-        chosen = builder.select(builder.icmp_signed(sign, known, found), known, found)
-        builder.store(builder.add(known, found) if how == "add" else chosen, place)
-
-
 # %% ../../nbs/audio/digests.ipynb #3239eed8
-def _make_moments(key: str) -> Any:
-    "Compile moments of rows; numba compares `key` with that of its cache."
-
-    @compiled("void(i2[:, ::1], i8[:, ::1])")
-    def moments(rows, out):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        n_steps = rows.shape[1] // _PAIRS
-        for i in range(len(rows)):
-            x = rows[i]
-            sums = out[i]
-            sums[0] = 32_767
-            sums[1] = -32_768
-            for start in range(0, n_steps, _FLUSH):
-                _add_moments((address(x) + 2 * _PAIRS * start, min(_FLUSH, n_steps - start), address(sums)))
-            for k in range(n_steps * _PAIRS, len(x)):
-                value = np.int64(x[k])
-                sums[0] = min(sums[0], value)
-                sums[1] = max(sums[1], value)
-                sums[2] += value
-                sums[3] += value * value
-            if sums[1] == 32_767 or sums[0] <= -32_767:
-                for k in range(len(x)):
-                    sums[4] += x[k] == 32_767 or x[k] <= -32_767
-
-    return moments
+_PART = 1 << 14  # samples whose sums fit into 32 bits
 
 
-_moments = _make_moments(_KEY)
+@compiled("void(i2[:, ::1], i8[:, ::1])")
+def _moments(rows, out):
+    for i in range(len(rows)):
+        x = rows[i]
+        low = np.int16(32_767)
+        high = np.int16(-32_768)
+        for start in range(0, len(x), _PART):
+            part = x[start : start + _PART]
+            total = np.int32(0)
+            low_square = np.uint32(0)
+            high_square = np.uint32(0)
+            for k in range(len(part)):
+                low = min(low, part[k])
+                high = max(high, part[k])
+                value = np.int32(part[k])
+                square = np.uint32(value * value)
+                total = np.int32(total + value)
+                low_square = np.uint32(low_square + (square & np.uint32(0xFFFF)))
+                high_square = np.uint32(high_square + (square >> np.uint32(16)))
+            out[i, 2] += total
+            out[i, 3] += np.int64(low_square) + (np.int64(high_square) << 16)
+        out[i, 0] = low
+        out[i, 1] = high
+        if high == 32_767 or low <= -32_767:
+            for k in range(len(x)):
+                out[i, 4] += x[k] == 32_767 or x[k] <= -32_767
 
 
 def int16_moments(

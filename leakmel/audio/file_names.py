@@ -8,11 +8,12 @@ __all__ = ["SPLITS", "split_name", "iso_time", "number_in", "NameParts", "parse_
 # %% ../../nbs/audio/file_names.ipynb #b9e583c6
 import math, os, re
 from collections.abc import Iterator, Sequence
-from datetime import date, datetime
+from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy import strings
 
 # %% ../../nbs/audio/file_names.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
@@ -47,13 +48,6 @@ def iso_time(
     text: str,  # YYYYMMDD_HHMMSS, YYYYMMDDTHHMMSS, YYYY-MM-DD_HH-MM-SS or ISO 8601 with date and time
 ) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
     "A time as loggers and tables write it, in ISO 8601."
-    if (
-        len(text) == 15 and text[8] == "_" and text.isascii() and text[:8].isdigit() and text[9:].isdigit()
-    ):  # nearly all of them
-        day = _iso_day(text[:8])
-        hour, minute, second = text[9:11], text[11:13], text[13:]
-        is_time = day and hour < "24" and minute < "60" and second < "60"
-        return f"{day}T{hour}:{minute}:{second}" if is_time else ""
     if len(text) > 40:
         return ""
     if m := _DIGITS.fullmatch(text):
@@ -64,15 +58,6 @@ def iso_time(
         return ""
     try:
         return datetime.fromisoformat(text).isoformat()
-    except ValueError:
-        return ""
-
-
-@lru_cache(4096)
-def _iso_day(text: str) -> str:
-    "YYYYMMDD as YYYY-MM-DD; empty for a day that does not exist."
-    try:
-        return date(int(text[:4]), int(text[4:6]), int(text[6:])).isoformat()
     except ValueError:
         return ""
 
@@ -111,24 +96,6 @@ def parse_name(
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
 
 
-# %% ../../nbs/audio/file_names.ipynb #553b2d0f
-def _cut(data: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    "The stretches from `first` up to `last`, as one column."
-    lengths = np.maximum(last - first, 0)
-    places = np.arange(max(1, int(lengths.max(initial=0))), dtype=np.int32)
-    found = data[np.minimum(first.astype(np.int32)[:, None] + places, np.int32(len(data) - 1))]
-    return np.where(places < lengths[:, None], found, 0).astype(np.uint8).view(f"S{len(places)}").ravel()
-
-
-def _last_before(marks: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    "Place of the last mark in each stretch, -1 where it has none."
-    if not len(marks):
-        return np.full(len(begin), -1)
-    at = np.searchsorted(marks, end) - 1
-    found = marks[np.maximum(at, 0)]
-    return np.where((at >= 0) & (found >= begin), found, -1)
-
-
 # %% ../../nbs/audio/file_names.ipynb #62ec4fb2
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
 _DASHES = tuple(zip((4, 7, 10, 13, 16), b"--T::"))
@@ -137,33 +104,26 @@ _MOVES = [(0, 0, 4), (5, 4, 2), (8, 6, 2), (11, 9, 2), (14, 11, 2), (17, 13, 2)]
 
 def _times(texts: np.ndarray) -> np.ndarray:
     "`iso_time` of a column."
-    texts = texts.astype(f"S{max(15, texts.dtype.itemsize)}")
-    letters = texts.view(np.uint8).reshape(len(texts), texts.dtype.itemsize)
+    wide = texts.astype(f"S{max(15, texts.dtype.itemsize)}")
+    letters = wide.view(np.uint8).reshape(len(wide), wide.dtype.itemsize)
     digits = (letters[:, :15] >= ord("0")) & (letters[:, :15] <= ord("9"))
     usual = (digits == _SHAPE).all(axis=1) & (letters[:, 8] == ord("_")) & (letters[:, 15:] == 0).all(axis=1)
-    out = np.zeros((len(texts), 19), np.uint8)
+    usual &= (letters[:, :4] != ord("0")).any(axis=1)  # NumPy has a year 0
+    column = np.zeros((len(wide), 19), np.uint8)
     for to, start, n in _MOVES:
-        out[usual, to : to + n] = letters[usual, start : start + n]
+        column[usual, to : to + n] = letters[usual, start : start + n]
     for at, letter in _DASHES:
-        out[usual, at] = letter
-    column = out.view("S19").ravel()
-    numbers = letters[:, :15].astype(np.int64) - ord("0")
-    hour, minute, second = (10 * numbers[:, k] + numbers[:, k + 1] for k in (9, 11, 13))
-    days, which = np.unique(column[usual].astype("S10"), return_inverse=True)
-    known = np.array(
-        [bool(iso_time(day.decode().replace("-", "") + "_000000")) for day in days], bool
-    )  # a day that exists
-    right = (hour < 24) & (minute < 60) & (second < 60)
-    if len(days):
-        right[usual] &= known[which]
-    column[usual & ~right] = b""
-    others = {
-        int(i): os.fsencode(iso_time(os.fsdecode(texts[i]))) for i in np.flatnonzero(~usual & (texts != b""))
-    }
-    column = column.astype(f"S{max([19, *map(len, others.values())])}")
-    for i, text in others.items():
-        column[i] = text
-    return column
+        column[usual, at] = letter
+    times = column.view("S19").ravel()
+    try:
+        times[usual].astype("M8[s]")  # raises for a day or an hour that does not exist
+    except ValueError:
+        usual[:] = False
+    rest = np.flatnonzero(~usual & (texts != b""))
+    others = [os.fsencode(iso_time(os.fsdecode(texts[i]))) for i in rest]
+    times = times.astype(f"S{max([19, *map(len, others)])}")
+    times[rest] = others
+    return times
 
 
 # %% ../../nbs/audio/file_names.ipynb #d7c032a0
@@ -185,31 +145,27 @@ def _blocks(paths: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 # %% ../../nbs/audio/file_names.ipynb #76841f24
 def _columns(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
     "`columns_of_names` of some thousand paths."
-    data = np.frombuffer(b"\0".join(paths) + b"\0", np.uint8)
-    ends = np.flatnonzero(data == 0)
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    slashes = np.flatnonzero(data == ord("/"))
-    tildes = np.flatnonzero(data == ord("~"))
-    last_slash = _last_before(slashes, begins, ends)
-    first_slash = np.append(slashes, len(data))[np.searchsorted(slashes, begins)]
-    name = np.where(last_slash < 0, begins, last_slash + 1)
-    dot = _last_before(np.flatnonzero(data == ord(".")), name, ends)
-    stem = np.where(dot > name, dot, ends)  # where it ends
-    at = np.searchsorted(tildes, name)
-    whole = np.searchsorted(tildes, stem) - at == 3  # four parts
-    one, two, three = (np.append(tildes, [0, 0, 0])[at + k] for k in range(3))
-
-    def part(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        return _cut(data, np.where(whole, first, 0), np.where(whole, last, 0))
-
-    numbers, which = np.unique(part(three + 1, stem), return_inverse=True)
+    folder, _, name = strings.rpartition(np.array(paths, "S"), b"/")
+    stem = strings.rpartition(name, b".")[0]
+    rest = np.where(stem == b"", name, stem)
+    is_whole = strings.count(rest, b"~") == 3
+    parts = []
+    for _ in range(3):
+        part, _, rest = strings.partition(rest, b"~")
+        parts.append(np.where(is_whole, part, b""))
+    numbers, which = np.unique(np.where(is_whole, rest, b""), return_inverse=True)
     return {
-        "sensor": part(name, one),
-        "recording": part(one + 1, two),
-        "start_time": _times(part(two + 1, three)),
+        "sensor": _shortest(parts[0]),
+        "recording": _shortest(parts[1]),
+        "start_time": _times(parts[2]),
         "gain": np.array([number_in(os.fsdecode(text)) for text in numbers], np.float32)[which],
-        "folder": _cut(data, np.where(last_slash < 0, 0, first_slash + 1), last_slash),
+        "folder": _shortest(strings.partition(folder, b"/")[2]),
     }
+
+
+def _shortest(texts: np.ndarray) -> np.ndarray:
+    "Return a column that is as wide as its longest text."
+    return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
 
 
 def columns_of_names(

@@ -345,8 +345,9 @@ class Listing:
         "Parts of the names, one for each recording."
         if self.parts is not None:
             return list(self.parts)
-        parse = parse_name if self.naming.source == "folders" else self.naming.parse
-        return [parse(path) for path in self.paths]
+        if self.naming.source == "folders":
+            return [parse_name(path) for path in self.paths]
+        return [self.naming.read(path).parts for path in self.paths]
 
 
 # %% ../../nbs/audio/listing.ipynb #90297a75

@@ -256,18 +256,6 @@ class Naming:
         split = split_name(found["split"]) if "split" in found else None
         return ParsedPath(split, folder if self.labels_by_folder else found["label"], parts)
 
-    def parse(self, path: bytes) -> NameParts:
-        "Return the parts of a name."
-        return self.read(path).parts
-
-    def label_of(self, path: bytes) -> str | None:
-        "Return the label of a path."
-        return self.read(path).label
-
-    def split_of(self, path: bytes) -> str | None:
-        "Return the split of a path, for a pattern with {split}."
-        return self.read(path).split
-
     def to_json(self) -> str:
         "Return JSON for the data set."
         return json.dumps(asdict(self), sort_keys=True)

@@ -4,8 +4,18 @@
 
 # %% auto #0
 __all__ = [
+    "openat",
+    "preadv",
+    "statx",
+    "fadvise",
+    "close",
+    "errno_at",
+    "HERE",
     "READ",
     "USE_FALLBACK",
+    "declare_function",
+    "int32_at",
+    "as_bytes",
     "digest_file_rows",
     "read_rows",
     "stat_files",
@@ -14,42 +24,91 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/native.ipynb #fdef530b
-import os, stat
+import ctypes, os, stat, sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import config, njit, types
+from numba.extending import intrinsic
 
 from . import digests
 from .digests import MIN_BYTES, to_hex, digest_rows, int16_moments, write_digest
 from .digests import can_digest as can_digest
-from ..core import system_calls as calls
-from ..core.jit import address, compiled, source_key
+from .wav import OPEN_FLAGS
+from ..core.jit import address, compiled
 from ..core.monitor import usable_cores
 
+if not sys.platform.startswith("linux"):
+    raise ImportError("compiled system calls are for Linux")
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and system calls exist only in compiled code")
+
+# %% ../../nbs/audio/native.ipynb #cdcf1ee3
+_LIBRARY = ctypes.CDLL(None)
+
+
+def declare_function(
+    name: str,
+    result: Any,  # numba's types
+    *arguments: Any,
+) -> Any:  # for functions that numba compiles; raises ImportError if the C library lacks it
+    "Declare a function of the C library."
+    if not hasattr(_LIBRARY, name):
+        raise ImportError(f"the C library has no {name}")
+    return types.ExternalFunction(name, result(*arguments))
+
+
+openat = declare_function("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
+preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
+statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
+fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
+close = declare_function("close", types.int32, types.int32)
+errno_at = declare_function(
+    "__errno_location", types.intp
+)  # address of the error number of this thread's last failed call
+
+HERE = -100  # AT_FDCWD: paths are relative to the working folder of the process
+
+
+# %% ../../nbs/audio/native.ipynb #e963a9ed
+@intrinsic
+def int32_at(typing_context: Any, place: Any) -> Any:
+    "32-bit integer at an address."
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], ir.PointerType(ir.IntType(32))))
+
+    return types.int32(place), codegen
+
+
+def as_bytes(
+    paths: list[bytes],  # at least one
+) -> tuple[np.ndarray, np.ndarray]:  # uint8 and int64
+    "Concatenated zero-terminated paths, and the offset of each."
+    starts = np.zeros(len(paths), np.int64)
+    np.cumsum([len(path) + 1 for path in paths[:-1]], out=starts[1:])
+    return np.frombuffer(
+        b"\0".join(paths) + b"\0", np.uint8
+    ).copy(), starts  # a copy: the compiled function expects a writable array
+
+
 # %% ../../nbs/audio/native.ipynb #e8b94302
-_KEY = source_key(globals().get("__file__"), digests.__file__, calls.__file__)
+_FILES = (digests.__file__,)  # modules whose code is part of the functions
 
 
 # %% ../../nbs/audio/native.ipynb #90934970
-def _make_digest_file_rows(key: str) -> Any:
-    "Compile the digests of rows; numba compares `key` with that of its cache."
-
-    @compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])")
-    def look(rows, digests, largest):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        for i in range(len(rows)):
-            top = np.uint16(0)
-            for k in range(rows.shape[1]):
-                top = max(top, np.uint16(rows[i, k] & np.uint16(0x7FFF)))
-            largest[i] = top
-            write_digest((address(rows[i]), 2 * rows.shape[1], address(digests[i])))
-
-    return look
+@compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])", *_FILES)
+def _digest_file_rows(rows, digests, largest):
+    for i in range(len(rows)):
+        top = np.uint16(0)
+        for k in range(rows.shape[1]):
+            top = max(top, np.uint16(rows[i, k] & np.uint16(0x7FFF)))
+        largest[i] = top
+        write_digest((address(rows[i]), 2 * rows.shape[1], address(digests[i])))
 
 
-_digest_file_rows = _make_digest_file_rows(_KEY)
 _ROWS_BUFFER = 1 << 20  # bytes; fits into the caches of a core
 
 
@@ -95,56 +154,46 @@ def _time_ns(stat, word):
 
 
 # %% ../../nbs/audio/native.ipynb #6d0e9ac4
-def _make_read_rows(key: str) -> Any:
-    "Compile the reading of rows; numba compares `key` with that of its cache."
-
-    @compiled(
-        "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])"
-    )
-    def read_rows(
-        wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests
-    ):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        n_head = len(header)
-        n_row = 2 * samples.shape[1]
-        # three pieces, each an address and bytes: header, samples, one byte more
-        pieces[0] = address(head)
-        pieces[1] = n_head
-        pieces[3] = n_row
-        pieces[4] = address(head) + n_head
-        pieces[5] = 1
-        nothing = address(head) + n_head + 1  # an empty name
-        for i in range(len(wanted)):
-            if not wanted[i]:
-                continue
-            fd = calls.openat(calls.HERE, address(paths) + starts[i], calls.OPEN_FLAGS, 0)
-            if fd < 0:
-                outcomes[i] = calls.int32_at(calls.errno_at())  # why the last call of this thread failed
-                continue
-            pieces[2] = address(samples[i])
-            outcomes[i] = READ
-            got = calls.preadv(fd, address(pieces), 3, 0)
-            if got < 0:
-                outcomes[i] = calls.int32_at(calls.errno_at())
-            elif (
-                got != n_head + n_row or calls.statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0
-            ):
+@compiled(
+    "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])",
+    *_FILES,
+)
+def _read_rows(
+    wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests
+):
+    n_head = len(header)
+    n_row = 2 * samples.shape[1]
+    # three pieces, each an address and bytes: header, samples, one byte more
+    pieces[0] = address(head)
+    pieces[1] = n_head
+    pieces[3] = n_row
+    pieces[4] = address(head) + n_head
+    pieces[5] = 1
+    nothing = address(head) + n_head + 1  # an empty name
+    for i in range(len(wanted)):
+        if not wanted[i]:
+            continue
+        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
+        if fd < 0:
+            outcomes[i] = int32_at(errno_at())  # why the last call of this thread failed
+            continue
+        pieces[2] = address(samples[i])
+        outcomes[i] = READ
+        got = preadv(fd, address(pieces), 3, 0)
+        if got < 0:
+            outcomes[i] = int32_at(errno_at())
+        elif got != n_head + n_row or statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0:
+            outcomes[i] = USE_FALLBACK
+        close(fd)
+        if outcomes[i] == READ:
+            ctimes_ns[i] = _time_ns(stat, _CTIME)
+            if _time_ns(stat, _MTIME) != mtimes_ns[i]:
                 outcomes[i] = USE_FALLBACK
-            calls.close(fd)
-            if outcomes[i] == READ:
-                ctimes_ns[i] = _time_ns(stat, _CTIME)
-                if _time_ns(stat, _MTIME) != mtimes_ns[i]:
+            for k in range(n_head):
+                if head[k] != header[k]:
                     outcomes[i] = USE_FALLBACK
-                for k in range(n_head):
-                    if head[k] != header[k]:
-                        outcomes[i] = USE_FALLBACK
-                if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
-                    write_digest((pieces[2], n_row, address(digests[i])))
-
-    return read_rows
-
-
-_read_rows = _make_read_rows(_KEY)
+            if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
+                write_digest((pieces[2], n_row, address(digests[i])))
 
 
 # %% ../../nbs/audio/native.ipynb #ba386557
@@ -167,7 +216,7 @@ def read_rows(
     ctimes_ns = np.zeros(n, np.int64)
     words = np.zeros((n, 2), np.uint64)
     if n:
-        names, starts = calls.as_bytes(paths)
+        names, starts = as_bytes(paths)
         head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
         _read_rows(
             wanted.view(np.uint8),
@@ -194,28 +243,15 @@ _MODE = 24 // 8
 _SIZE = 40 // 8
 
 
-def _make_stat_files(key: str) -> Any:
-    "Compile `stat` of many files; numba compares `key` with that of its cache."
+@compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])", *_FILES)
+def _stat_files(paths, starts, words, out):
+    for i in range(len(starts)):
+        if statx(HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
+            out[i, 0] = (words[_MODE] >> 32) & 0o170000
+            out[i, 1] = words[_SIZE]
+            out[i, 2] = _time_ns(words, _MTIME)
+            out[i, 3] = _time_ns(words, _CTIME)
 
-    @compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])")
-    def look(paths, starts, words, out):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        for i in range(len(starts)):
-            if (
-                calls.statx(
-                    calls.HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)
-                )
-                == 0
-            ):
-                out[i, 0] = (words[_MODE] >> 32) & 0o170000
-                out[i, 1] = words[_SIZE]
-                out[i, 2] = _time_ns(words, _MTIME)
-                out[i, 3] = _time_ns(words, _CTIME)
-
-    return look
-
-
-_stat_files = _make_stat_files(_KEY)
 
 _FILES_PER_THREAD = 2000  # for fewer, another thread does not pay
 
@@ -230,9 +266,7 @@ def stat_files(
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
     def look(start: int) -> None:
-        _stat_files(
-            *calls.as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step]
-        )
+        _stat_files(*as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step])
 
     if 0 < len(paths) <= step:
         look(0)
@@ -246,24 +280,15 @@ def stat_files(
 _WILL_NEED = 3  # POSIX_FADV_WILLNEED
 
 
-def _make_prefetch_files(key: str) -> Any:
-    "Compile the read-ahead of files; numba compares `key` with that of its cache."
-
-    @compiled("i8(u1[::1], i8[::1], i8[::1])")
-    def prefetch(paths, starts, sizes):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        n_accepted = 0
-        for i in range(len(starts)):
-            fd = calls.openat(calls.HERE, address(paths) + starts[i], calls.OPEN_FLAGS, 0)
-            if fd >= 0:
-                n_accepted += calls.fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
-                calls.close(fd)
-        return n_accepted
-
-    return prefetch
-
-
-_prefetch_files = _make_prefetch_files(_KEY)
+@compiled("i8(u1[::1], i8[::1], i8[::1])", *_FILES)
+def _prefetch_files(paths, starts, sizes):
+    n_accepted = 0
+    for i in range(len(starts)):
+        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
+        if fd >= 0:
+            n_accepted += fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
+            close(fd)
+    return n_accepted
 
 
 def prefetch_files(
@@ -271,7 +296,7 @@ def prefetch_files(
     sizes: np.ndarray,  # [n] bytes from the beginning of each file
 ) -> int:  # files that the system accepted
     "Ask the system to prefetch files, without waiting; never raises."
-    return int(_prefetch_files(*calls.as_bytes(paths), np.ascontiguousarray(sizes, np.int64))) if paths else 0
+    return int(_prefetch_files(*as_bytes(paths), np.ascontiguousarray(sizes, np.int64))) if paths else 0
 
 
 # %% ../../nbs/audio/native.ipynb #970d467b

@@ -16,7 +16,6 @@ __all__ = [
     "count_kinds",
     "how_many",
     "format_counts",
-    "wrap_list",
     "show_place",
     "name_problems",
     "label_problems",
@@ -29,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from textwrap import fill
 
 import numpy as np
 
@@ -137,25 +135,6 @@ def format_counts(
     "Format counts on one line, the largest first."
     words = [f"{n:,} x {word}" for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
-
-
-def wrap_list(
-    head: str,  # beginning of the first line
-    text: str,
-    indent: int = 4,  # of the lines below
-    width: int = 100,
-) -> str:
-    "Wrap a long list into lines; each count stays on the line of its noun."
-    kept = text.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}")
-    lines = fill(
-        kept,
-        width,
-        initial_indent=head,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return lines.replace("\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}", " x ")
 
 
 def show_place(

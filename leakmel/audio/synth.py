@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
-import errno, fcntl, os, shutil, struct, threading, time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+import os, shutil, struct, time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from leakmel.audio.scenes import (
     stream,
 )
 from .wav import canonical_header
-from ..core.errors import LeakmelError, MachineError, OutputError, SpaceError, UsageError
+from ..core.errors import OutputError, SpaceError, UsageError, write_error
 from ..core.monitor import usable_cores
 
 # %% ../../nbs/audio/synth.ipynb #7a07404b
@@ -244,31 +244,6 @@ class DemoSummary:
 
 
 # %% ../../nbs/audio/synth.ipynb #3d586d1d
-def _write_error(error: OSError, path: str | os.PathLike) -> LeakmelError:
-    "Convert an OSError of writing to the matching leakmel error."
-    name = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(
-            f"the disk is full: the file could not be written ({name})",
-            code="no-space",
-            path=path,
-            remedy="free some space or ask for fewer files",
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
-        return MachineError(
-            f"the machine failed while writing ({name})",
-            code="io-fault",
-            path=path,
-            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
-        )
-    return OutputError(
-        f"the path cannot be written ({name})",
-        code="not-writable",
-        path=path,
-        remedy="choose a folder with write permission",
-    )
-
-
 def _check_target(root: Path, n_bytes: int) -> None:
     "Refuse a target that is in use, not empty or too small, before any work."
     if os.path.lexists(root) and not root.is_dir():
@@ -298,41 +273,6 @@ def _check_target(root: Path, n_bytes: int) -> None:
         )
 
 
-# %% ../../nbs/audio/synth.ipynb #dac71137
-@contextmanager
-def _partial_folder(root: Path, n_bytes: int) -> Iterator[Path]:
-    "Lock a new folder next to `root`; rename it to `root` at the end of the body, remove it if the body fails."
-    root.parent.mkdir(parents=True, exist_ok=True)
-    _check_target(root, n_bytes)
-    partial = root.with_name(f".{root.name}.partial")
-    partial.mkdir(exist_ok=True)
-    fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = os.path.samestat(os.stat(partial), os.fstat(fd))
-        except (BlockingIOError, FileNotFoundError):
-            is_mine = False  # another process holds the lock, or has just renamed the folder
-        if not is_mine:
-            raise OutputError(
-                "another process is writing this demo set",
-                code="output-busy",
-                path=partial,
-                remedy="wait until it has finished, or choose another folder",
-            )
-        try:
-            for old in partial.iterdir():
-                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-            yield partial
-            _check_target(root, 0)  # another process may have filled it
-            partial.rename(root)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        os.close(fd)
-
-
 # %% ../../nbs/audio/synth.ipynb #20c3f37b
 _BATCH = 32  # recordings in a task
 
@@ -344,29 +284,19 @@ def _write_recordings(
     workers: int,
     progress: Callable[[int], object] | None,
 ) -> None:
-    "Make and write all recordings of a plan; the first error stops the work."
-    stop = threading.Event()
-    n_done = 0
+    "Make and write all recordings of a plan; the first error cancels the batches that have not begun."
 
-    def write_batch(batch: list[PlannedRecording]) -> int:
+    def write_batch(start: int) -> int:
+        batch = plan[start : start + _BATCH]
         for planned in batch:
-            if stop.is_set():
-                break
             path, samples = render_planned(planned, seed)
             write_wav(folder / path, samples)
-        return len(batch)
+        return start + len(batch)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="demo") as pool:
-        try:
-            tasks = [pool.submit(write_batch, plan[i : i + _BATCH]) for i in range(0, len(plan), _BATCH)]
-            for task in as_completed(tasks):
-                n_done += task.result()
-                if progress is not None:
-                    progress(n_done)
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        for n_done in pool.map(write_batch, range(0, len(plan), _BATCH)):
+            if progress is not None:
+                progress(n_done)
 
 
 # %% ../../nbs/audio/synth.ipynb #3815de37
@@ -399,15 +329,20 @@ def write_demo(
     planted = plan_faults(plan, seed) if faults else []
     n_bytes = n_files * WAV_BYTES + sum(len(content) for _, _, content in planted)
     try:
-        with _partial_folder(root, n_bytes) as partial:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        _check_target(root, n_bytes)
+        with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
+            partial = Path(folder, root.name)
             for split in SPLIT_SIZES:
                 for label in LABELS:
                     Path(partial, split, label).mkdir(parents=True)
             _write_recordings(partial, plan, seed, workers or min(8, usable_cores()), progress)
             for path, _, content in planted:
                 Path(partial, path).write_bytes(content)
+            _check_target(root, 0)  # another process may have filled it
+            partial.rename(root)
     except OSError as e:
-        raise _write_error(e, e.filename or root) from e
+        raise write_error(e, e.filename or root) from e
     splits: dict[str, dict[str, int]] = {split: {} for split in SPLIT_SIZES}
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
         split, *folders, _ = path.split("/")

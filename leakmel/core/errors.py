@@ -17,12 +17,13 @@ __all__ = [
     "EngineError",
     "VerifyError",
     "RecordingError",
+    "write_error",
     "MissingPackageError",
     "missing_package",
 ]
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
-import os
+import errno, os
 
 from .error_codes import ERROR_CODES, RECORDING
 
@@ -145,6 +146,28 @@ class RecordingError(DataError):
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
         super().__init__(self.message, code=reject_code.replace("_", "-"), path=path)
+
+
+# %% ../../nbs/core/errors.ipynb #5c1d7e90
+def write_error(
+    error: OSError,  # of writing a file or folder
+    path: str | bytes | os.PathLike,  # that was to be written
+) -> OutputError:  # to be raised; a SpaceError where the disk is full
+    "Turn an OSError of writing into an error with a remedy."
+    reason = os.strerror(error.errno or 0)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(
+            f"there is no room left on the file system ({reason})",
+            code="no-space",
+            path=path,
+            remedy="free some space, or choose another folder",
+        )
+    return OutputError(
+        f"the path cannot be written ({reason})",
+        code="output",
+        path=path,
+        remedy="choose another folder, or change its permissions",
+    )
 
 
 # %% ../../nbs/core/errors.ipynb #668a898e

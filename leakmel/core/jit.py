@@ -70,16 +70,6 @@ def _operator(float_name: str, int_name: str) -> Callable[["Vector", Any], "Vect
     return method
 
 
-def _comparison(sign: str) -> Callable[["Vector", Any], ir.Value]:
-    "Create a method of Vector that compares with another vector or a number, lane by lane."
-
-    def method(self: "Vector", other: Any) -> ir.Value:
-        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed
-        return compare(sign, self.value, self._operand(other))
-
-    return method
-
-
 class Vector:
     "SIMD vector in generated code: operators work lane by lane, a plain number is used in all lanes."
 
@@ -105,9 +95,10 @@ class Vector:
     __lshift__ = _operator("", "shl")
     __rshift__ = _operator("", "ashr")
     high = _operator("", "lshr")  # logical right shift of integers
-    __lt__ = _comparison("<")
-    __gt__ = _comparison(">")
-    __ge__ = _comparison(">=")
+
+    def __lt__(self, other: Any) -> ir.Value:
+        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed
+        return compare("<", self.value, self._operand(other))
 
     def __neg__(self) -> "Vector":
         return Vector(self.builder, self.builder.fneg(self.value))
@@ -143,24 +134,9 @@ class Vector:
         "Truncate integers to fewer bits."
         return Vector(self.builder, self.builder.trunc(self.value, kind))
 
-    def wide(self, kind: ir.VectorType) -> "Vector":
-        "Sign-extend integers to more bits."
-        return Vector(self.builder, self.builder.sext(self.value, kind))
-
     def bits(self, kind: ir.VectorType) -> "Vector":
         "Reinterpret the bits as another type (bitcast)."
         return Vector(self.builder, self.builder.bitcast(self.value, kind))
-
-    def across(self, name: str) -> ir.Value:
-        'Reduce the integers of all lanes to a 64-bit word: sum ("add"), minimum ("smin") or maximum ("smax").'
-        kind = self.value.type
-        function = cgutils.get_or_insert_function(
-            self.builder.module,
-            ir.FunctionType(kind.element, [kind]),
-            f"llvm.vector.reduce.{name}.v{kind.count}i{kind.element.width}",
-        )
-        value = self.builder.call(function, [self.value])
-        return value if kind.element.width == 64 else self.builder.sext(value, WORD)
 
     def picked(self, lanes: Sequence[int], other: "Vector | None" = None) -> "Vector":
         "Shuffle: select lanes by number; numbers from the lane count on are lanes of `other`."
@@ -171,9 +147,7 @@ class Vector:
 # %% ../../nbs/core/jit.ipynb #eca6d685
 def moved(builder: ir.IRBuilder, place: ir.Value, n_bytes: int | ir.Value) -> ir.Value:
     "Add a byte offset to an address."
-    if isinstance(n_bytes, int):
-        return builder.add(place, WORD(n_bytes)) if n_bytes else place
-    return builder.add(place, n_bytes)
+    return builder.add(place, WORD(n_bytes) if isinstance(n_bytes, int) else n_bytes)
 
 
 def _load(builder: ir.IRBuilder, place: ir.Value, kind: ir.Type, align: int) -> ir.Value:
@@ -276,7 +250,7 @@ def source_key(
     *files: str | None,  # modules whose code is part of the function; None in a notebook, which has no file
 ) -> str:
     "Digest that changes when one of these files or this module changes."
-    contents = [Path(name).read_bytes() for name in (*files, __file__) if name is not None]
+    contents = [Path(name).read_bytes() for name in (*files, globals().get("__file__")) if name is not None]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
@@ -292,11 +266,14 @@ def _warn_once() -> None:
 
 def compiled(
     signature: str,
+    *files: str,  # other modules whose code is part of the function
 ) -> Callable[[Callable[..., Any]], Any]:  # a decorator
     "Compile a function now; it releases the interpreter lock (GIL), and its code is cached if possible."
     options = {"nogil": True, "no_cfunc_wrapper": True}
 
     def decorate(function: Callable[..., Any]) -> Any:
+        # part of the name of numba's file
+        function.__qualname__ += f"-{source_key(function.__globals__.get('__file__'), *files)}"
         try:
             return njit(signature, cache=True, **options)(function)
         except Exception as e:

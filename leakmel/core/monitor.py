@@ -14,7 +14,6 @@ __all__ = [
     "Monitor",
     "peak",
     "mean",
-    "rate",
     "size_text",
     "cgroup_limits",
     "read_small_file",
@@ -237,17 +236,6 @@ def mean(
     spans = [(b["time_s"] - a["time_s"], b[key]) for a, b in pairwise(samples) if b.get(key) is not None]
     weight = sum(seconds for seconds, _ in spans)
     return sum(seconds * value for seconds, value in spans) / weight if weight > 0 else peak(samples, key)
-
-
-# %% ../../nbs/core/monitor.ipynb #8e9e0782
-def rate(
-    samples: list[dict],  # as in Timeline.samples
-    key: str,  # a key that only grows, such as "disk_read_bytes"
-) -> float | None:  # per second; None where nothing was measured
-    "Return the growth per second from the first to the last sample."
-    known = [s for s in samples if s.get(key) is not None]
-    seconds = known[-1]["time_s"] - known[0]["time_s"] if known else 0.0
-    return (known[-1][key] - known[0][key]) / seconds if seconds > 0 else None
 
 
 # %% ../../nbs/core/monitor.ipynb #90755b43

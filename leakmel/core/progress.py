@@ -52,11 +52,8 @@ class _Notebook:
 
 
 # %% ../../nbs/core/progress.ipynb #09804c96
-_MAX_NOTE_LENGTH = 32  # characters that fit next to a bar; a longer note is printed below it
-
-
 class _Terminal:
-    "tqdm bar, with a line below it for a long note."
+    "tqdm bar; a long note is cut at the end of the line."
 
     every_s = 0.2
 
@@ -70,21 +67,11 @@ class _Terminal:
             file=sys.stderr,
             dynamic_ncols=True,
         )
-        self.below: Any = None
 
     def show(self, progress: "Progress") -> None:
         note = progress.note
         if progress.state == "stopped":
             note = f"stopped at {progress.n_done:,} of {progress.total:,} {progress.unit}"
-        if progress.state == "running" and len(note) > _MAX_NOTE_LENGTH:
-            if self.below is None:
-                self.below = type(self.bar)(total=0, bar_format="{desc}", leave=False, file=sys.stderr)
-            width = line_width(120, sys.stderr) - 3
-            self.below.set_description_str(f"  {textwrap.shorten(note, width, placeholder=' ...')}")
-            note = ""
-        elif self.below is not None:
-            self.below.close()
-            self.below = None
         self.bar.last_print_t = self.bar._time()
         self.bar.start_t = self.bar.last_print_t - progress.seconds  # the clock may be stopped
         self.bar.n = progress.n_done

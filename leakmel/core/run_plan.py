@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/run_plan.ipynb #cb516256
-import errno, json, os
+import json, os
 from collections.abc import Iterable
 from datetime import datetime
 from contextlib import suppress
@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .errors import OutputError, SpaceError
+from .errors import write_error
 
 
 # %% ../../nbs/core/run_plan.ipynb #7ed0a4aa
@@ -97,20 +97,7 @@ def write_run_file(
     except OSError as e:
         with suppress(OSError):
             new.unlink()
-        reason = os.strerror(e.errno or 0)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SpaceError(
-                f"the file cannot be written: no room left on the file system ({reason})",
-                code="no-space",
-                path=path,
-                remedy="free some space, or choose another folder",
-            ) from e
-        raise OutputError(
-            f"the file cannot be written ({reason})",
-            code="output",
-            path=path,
-            remedy="choose another folder, or change its permissions",
-        ) from e
+        raise write_error(e, path) from e
     return path
 
 

@@ -6,10 +6,8 @@
 __all__ = [
     "STAGE_MEANING",
     "STAGES",
-    "MAX_SPANS",
-    "MAX_SAMPLES",
     "SCHEMA",
-    "MAX_GAUGES",
+    "MAX_SAMPLES",
     "META",
     "Span",
     "Gauge",
@@ -18,23 +16,19 @@ __all__ = [
     "Timeline",
     "covered_s",
     "lane_key",
-    "thin",
-    "thin_samples",
     "write_timeline",
     "read_timeline",
 ]
 
 # %% ../../nbs/core/timeline.ipynb #74e2f8d0
 import json, math, os, sys, time
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .monitor import mean, peak
 
 # %% ../../nbs/core/timeline.ipynb #4c10acda
 STAGE_MEANING = {
@@ -168,100 +162,9 @@ def lane_key(s: Span) -> str:
     return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
 
 
-# %% ../../nbs/core/timeline.ipynb #116bb5da
-MAX_SPANS = 6000
-
-
-def thin(
-    spans: list[Span],  # any order
-    max_spans: int = MAX_SPANS,  # upper limit, as far as neighbours can be joined
-) -> list[Span]:  # by start time
-    "Join the spans of each lane and split within time slices, until at most `max_spans` are left."
-    kept = sorted(spans, key=lambda s: s.start_s)
-    if len(kept) <= max_spans:
-        return kept
-    groups: dict[tuple[str, str], list[Span]] = {}
-    for s in kept:
-        groups.setdefault((lane_key(s), s.split), []).append(s)
-    # a slice has a span of each stage of each group
-    n_slices = max(1, max_spans // sum(len({s.stage for s in group}) for group in groups.values()))
-    first_s = kept[0].start_s
-    seconds = max(s.end_s for s in kept) - first_s
-    edges = [first_s + seconds * k / n_slices for k in range(n_slices + 1)]
-    slices: list[list[Span]] = [[] for _ in range(n_slices)]
-    for s in (s for group in groups.values() for s in _cut_overlaps(group)):
-        k = min(max(0, bisect_right(edges, s.start_s) - 1), n_slices - 1)
-        while k + 1 < n_slices and s.end_s > edges[k + 1]:  # cut at the edge
-            slices[k].append(replace(s, end_s=edges[k + 1]))
-            k += 1
-            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
-        slices[k].append(s)
-    kept = [s for part, start_s in zip(slices, edges) for s in _lay_out_slice(part, start_s)]
-    return sorted(kept, key=lambda s: s.start_s)
-
-
-def _cut_overlaps(group: list[Span]) -> list[Span]:
-    "Spans of one lane, by start, cut so that they do not overlap; a span inside another one stays whole."
-    found: list[Span] = []
-    for s in group:
-        rest = []
-        # it starts inside another stage, which continues after it
-        while found and found[-1].end_s > s.start_s and s.stage != found[-1].stage:
-            outer = found.pop()
-            if outer.end_s > s.end_s:
-                rest.append(replace(outer, start_s=s.end_s, n_files=0, n_bytes=0))
-            if outer.start_s < s.start_s:
-                found.append(replace(outer, end_s=s.start_s))
-        until = found[-1].end_s if found else -math.inf
-        found += [replace(s, start_s=max(s.start_s, until), end_s=max(s.end_s, until)), *reversed(rest)]
-    return found
-
-
-# %% ../../nbs/core/timeline.ipynb #2ddb2232
-def _lay_out_slice(part: list[Span], start_s: float) -> list[Span]:
-    "Place one span for each lane, split and stage within the busy time of a slice."
-    lanes: dict[tuple[str, str], dict[str, list[Span]]] = {}
-    for s in part:
-        lanes.setdefault((lane_key(s), s.split), {}).setdefault(s.stage, []).append(s)
-    lengths = {key: sum(s.seconds for same in stages.values() for s in same) for key, stages in lanes.items()}
-    busy_s = covered_s(s for s in part if s.stage != "wait")
-    found: list[Span] = []
-    covered = 0.0
-    for k, (key, length) in enumerate(sorted(lengths.items(), key=lambda item: -item[1])):
-        room = max(0.0, busy_s - length)
-        at = start_s + (min(covered, room) if covered < busy_s * (1 - 1e-9) else k * 0.618 % 1 * room)
-        covered = max(covered, at - start_s + length)
-        for same in lanes[key].values():
-            n_files, n_bytes = sum(s.n_files for s in same), sum(s.n_bytes for s in same)
-            end_s = at + sum(s.seconds for s in same)
-            found.append(replace(same[0], start_s=at, end_s=end_s, n_files=n_files, n_bytes=n_bytes))
-            at = end_s
-    return found
-
-
-# %% ../../nbs/core/timeline.ipynb #6650215e
-MAX_SAMPLES = 1000
-
-
-def thin_samples(
-    samples: list[dict[str, Any]],  # by time
-    most: int = MAX_SAMPLES,
-) -> list[dict[str, Any]]:  # the first is kept as it is: counters start there
-    "Join neighbouring samples of the machine until at most `most` are left."
-    if len(samples) <= most:
-        return samples
-    step = -(-(len(samples) - 1) // max(1, most - 1))
-    found = [samples[0]]
-    for i in range(1, len(samples), step):
-        group = samples[i : i + step]
-        means = {key: mean(samples[i - 1 : i + step], key) for key in group[-1] if key.endswith("_percent")}
-        found.append({key: peak(group, key) for key in group[-1]} | means)
-    return found
-
-
 # %% ../../nbs/core/timeline.ipynb #0426a282
 SCHEMA = 2
-MAX_GAUGES = 4000
+MAX_SAMPLES = 10_000
 META: dict[str, str] = {
     "engine": "identity of the engine",
     "device": "cpu, or the device that computed",
@@ -274,10 +177,9 @@ META: dict[str, str] = {
     "inflow": "by split: bytes requested from files, bytes read from storage, state of the page cache, prefetched files",
     "machine": "result of core.monitor.machine_facts",
     "monitor": "seconds between samples, usable cores, and the reasons for missing figures",
-    **{
-        f"joined_{what}": f"{what} that were removed to limit the size"
-        for what in ("spans", "gauges", "samples")
-    },
+    "joined_spans": "0: all spans are stored",
+    "joined_gauges": "0: all values of gauges are stored",
+    "joined_samples": "samples of the machine that were left out to limit the size",
 }
 
 
@@ -288,25 +190,20 @@ def write_timeline(
     *,
     split: str | None = None,  # only spans of this split and spans without a split
 ) -> Path:
-    "Write a timeline as JSON, thinned where it is long."
+    "Write a timeline as JSON, with at most MAX_SAMPLES samples of the machine."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
-    kept = thin(spans)
-    step = max(1, -(-len(timeline.gauges) // MAX_GAUGES))
-    series: dict[str, list[Gauge]] = {}
-    for g in timeline.gauges:
-        series.setdefault(g.name, []).append(g)
-    gauges = sorted((g for s in series.values() for g in [*s[:-1:step], s[-1]]), key=lambda g: g.time_s)
-    samples = thin_samples(timeline.samples)
+    spans.sort(key=lambda s: s.start_s)
+    samples = timeline.samples[:: -(-len(timeline.samples) // MAX_SAMPLES) or 1]
     joined = {
-        "joined_spans": len(spans) - len(kept),
-        "joined_gauges": len(timeline.gauges) - len(gauges),
+        "joined_spans": 0,
+        "joined_gauges": 0,
         "joined_samples": len(timeline.samples) - len(samples),
     }
     body = {
         "schema": SCHEMA,
         "wall_s": round(max((s.end_s for s in spans), default=0.0), 6),
-        "spans": {name: [_rounded(getattr(s, name)) for s in kept] for name in Span.__dataclass_fields__},
-        "gauges": [[g.name, _rounded(g.time_s), _rounded(g.value)] for g in gauges],
+        "spans": {name: [_rounded(getattr(s, name)) for s in spans] for name in Span.__dataclass_fields__},
+        "gauges": [[g.name, _rounded(g.time_s), _rounded(g.value)] for g in timeline.gauges],
         "samples": [{k: _rounded(v, 6 if k == "time_s" else 2) for k, v in s.items()} for s in samples],
         "meta": timeline.meta | joined,
     }
@@ -320,19 +217,12 @@ def _rounded(value: Any, digits: int = 6) -> Any:
 
 
 # %% ../../nbs/core/timeline.ipynb #1bf905b7
-def _number(value: Any, kind: Any = int | float) -> Any:
-    "Check that a value of a timeline file is a finite number (not a bool); raises ValueError."
-    if isinstance(value, bool) or not isinstance(value, kind) or not abs(value) <= 1e18:
-        raise ValueError("a value is not a finite number of the expected type")
-    return value
-
-
 def read_timeline(path: str | os.PathLike) -> Timeline:
-    "Read a timeline file; raises DataError if it is damaged or another kind of file."
+    "Read a timeline file; raises DataError if it is damaged, of another schema or another kind of file."
     timeline = Timeline()
     try:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
-        if body["schema"] not in (1, SCHEMA):
+        if body["schema"] != SCHEMA:
             raise DataError(
                 "this version of leakmel cannot read the schema of the timeline",
                 code="unknown-schema",
@@ -342,21 +232,13 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
                 remedy="use the version of leakmel that wrote it",
             )
         columns = [body["spans"][name] for name in Span.__dataclass_fields__]
-        for stage, lane, start_s, end_s, split, *numbers in zip(*columns, strict=True):
-            if stage not in STAGES:
-                raise ValueError(f"unknown stage {stage!r}")
-            counts = [_number(number, int) for number in numbers]
-            span = Span(stage, str(lane), _number(start_s), _number(end_s), str(split), *counts)
-            timeline.spans.append(span)
-        for name, at_s, value in body["gauges"]:
-            timeline.gauges.append(Gauge(str(name), _number(at_s), _number(value)))
-        for sample in body["samples"]:
-            # earlier versions stored a list of loads, core by core
-            figures = {k: v for k, v in sample.items() if v is not None and not isinstance(v, list)}
-            known = {k: _number(v) for k, v in figures.items()}
-            timeline.samples.append(dict.fromkeys(sample) | known | {"time_s": _number(sample["time_s"])})
+        timeline.spans = [Span(*values) for values in zip(*columns, strict=True)]
+        if unknown := {s.stage for s in timeline.spans}.difference(STAGES):
+            raise ValueError(f"unknown stage {min(unknown)!r}")
+        timeline.gauges = [Gauge(*values) for values in body["gauges"]]
+        timeline.samples = list(body["samples"])
         timeline.meta = dict(body["meta"])
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
             "the file is not a timeline of leakmel, or it is damaged",
             code="not-a-timeline",

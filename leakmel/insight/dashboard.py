@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..audio.problems import how_many, format_counts, show_place, wrap_list
+from ..audio.problems import how_many, format_counts, show_place
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
@@ -177,7 +178,19 @@ class Card:
     def __repr__(self) -> str:
         lines = [self.title]
         for name, facts in self.blocks:
-            lines += [f"\n{name}", *(wrap_list(f"  {k:>14}  ", v, 18) for k, v in facts)]
+            lines += [
+                f"\n{name}",
+                *(
+                    fill(
+                        v,
+                        100,
+                        initial_indent=f"  {k:>14}  ",
+                        subsequent_indent=" " * 18,
+                        break_long_words=False,
+                    )
+                    for k, v in facts
+                ),
+            ]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -10,8 +10,7 @@ import threading
 
 import numpy as np
 
-from ..audio.conform import int16_moments
-from ..audio.conform import moments_of
+from ..audio.conform import int16_moments, moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .cpu_kernel import BINS_AT_ONCE, RADICES, kernel, places_of, work_space

@@ -10,16 +10,15 @@ __all__ = [
     "Making",
     "RADICES",
     "BINS_AT_ONCE",
-    "kernel",
     "places_of",
     "work_space",
+    "kernel",
 ]
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #f8469067
 import math, sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -41,9 +40,9 @@ from leakmel.core.jit import (
     load_for_all,
     load_word,
     moved,
-    source_key,
+    store,
+    transposed,
 )
-from ..core.jit import store, transposed
 
 if sys.byteorder != "little":
     raise ImportError("the compiled kernel needs a little-endian machine")
@@ -57,30 +56,25 @@ POINT = (
 )  # bytes of a complex point for each lane: a vector of real parts, then one of imaginary parts
 
 
-def _take_vectors(vectors_of_point: int) -> Any:
+def _take_vectors(vectors_of_point: int, builder, frames, offset, places, work) -> None:
     "Load a vector of samples of each frame from a byte offset, and store it at the places of their points."
-
-    @emitted
-    def written(builder, frames, offset, places, work):
-        rows = [
-            load(builder, moved(builder, load_word(builder, moved(builder, frames, 8 * i)), offset), INTS, 2)
-            for i in range(LANES)
-        ]
-        for k, samples in enumerate(transposed(rows)):
-            point, part = divmod(k, vectors_of_point)
-            store(
-                samples,
-                moved(
-                    builder,
-                    builder.add(work, load_word(builder, moved(builder, places, 8 * point))),
-                    VECTOR * part,
-                ),
-            )
-
-    return written
+    rows = [
+        load(builder, moved(builder, load_word(builder, moved(builder, frames, 8 * i)), offset), INTS, 2)
+        for i in range(LANES)
+    ]
+    for k, samples in enumerate(transposed(rows)):
+        point, part = divmod(k, vectors_of_point)
+        store(
+            samples,
+            moved(
+                builder,
+                builder.add(work, load_word(builder, moved(builder, places, 8 * point))),
+                VECTOR * part,
+            ),
+        )
 
 
-_take_words, _take_floats = _take_vectors(1), _take_vectors(2)
+_take_words, _take_floats = (emitted(partial(_take_vectors, n)) for n in (1, 2))
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #fafce1bf
 Complex = tuple[Vector, Vector]
@@ -189,46 +183,41 @@ def _windowed_words(builder: ir.IRBuilder, place: ir.Value, window: ir.Value, q:
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #97490071
-def _pass(r: int, loaded: Callable[[ir.IRBuilder, ir.Value, ir.Value, int], Complex]) -> Any:
+def _pass(
+    r: int,
+    loaded: Callable[[ir.IRBuilder, ir.Value, ir.Value, int], Complex],
+    builder,
+    first,
+    stride,
+    factors,
+) -> None:
     "A DFT of r points in place."
-
-    @emitted
-    def written(builder, first, stride, factors):
-        places = [first]
-        for _ in range(r - 1):
-            places.append(moved(builder, places[-1], stride))
-        for j, result in _dft(
-            [partial(loaded, builder, place, factors, q) for q, place in enumerate(places)]
-        ):
-            for i, part in enumerate(result):
-                store(part, moved(builder, places[j], VECTOR * i))
-
-    return written
+    places = [first]
+    for _ in range(r - 1):
+        places.append(moved(builder, places[-1], stride))
+    for j, result in _dft([partial(loaded, builder, place, factors, q) for q, place in enumerate(places)]):
+        for i, part in enumerate(result):
+            store(part, moved(builder, places[j], VECTOR * i))
 
 
 _first_8_of_words, _first_16_of_words, _first_8_of_floats, _first_16_of_floats = (
-    _pass(r, how) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
+    emitted(partial(_pass, r, how)) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
 )
-_pass_4, _pass_8, _pass_16 = (_pass(r, _turned_point) for r in (4, 8, 16))
+_pass_4, _pass_8, _pass_16 = (emitted(partial(_pass, r, _turned_point)) for r in (4, 8, 16))
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #6d694f4c
-def _bins(power: int) -> Any:
+def _bins(power: int, builder, here, there, turn, bin_here, bin_there) -> None:
     "Two bins of the spectrum, k and m - k: magnitudes, or their squares."
-
-    @emitted
-    def written(builder, here, there, turn, bin_here, bin_there):
-        (a, b), (c, d) = _loaded(builder, here), _loaded(builder, there)
-        even, odd = (a + c, b - d), (b + d, c - a)
-        odd = _times(odd, _factors(builder, turn))
-        for (re, im), place in ((_sum(even, odd), bin_here), (_difference(even, odd), bin_there)):
-            square = re.fma(re, im * im)
-            store(square.sqrt() if power == 1 else square, place)
-
-    return written
+    (a, b), (c, d) = _loaded(builder, here), _loaded(builder, there)
+    even, odd = (a + c, b - d), (b + d, c - a)
+    odd = _times(odd, _factors(builder, turn))
+    for (re, im), place in ((_sum(even, odd), bin_here), (_difference(even, odd), bin_there)):
+        square = re.fma(re, im * im)
+        store(square.sqrt() if power == 1 else square, place)
 
 
-_magnitudes, _squares = _bins(1), _bins(2)
+_magnitudes, _squares = (emitted(partial(_bins, power)) for power in (1, 2))
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #10250670
 # bins in one step of a filter's loop; filters are padded to a multiple of this with zero weights
@@ -268,20 +257,15 @@ def _band(builder, bins, weights, n_steps, levels, band):
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #0261d350
-def _write_bands(is_half: bool) -> Any:
+def _write_bands(is_half: bool, builder, bands, targets, offset) -> None:
     "Store LANES bands of all lanes in the rows of their frames, from a byte offset."
-
-    @emitted
-    def written(builder, bands, targets, offset):
-        rows = transposed([load(builder, moved(builder, bands, VECTOR * i)) for i in range(LANES)])
-        for i, row in enumerate(rows):
-            target = moved(builder, load_word(builder, moved(builder, targets, 8 * i)), offset)
-            store(half_bits(row) if is_half else row, target, 2)
-
-    return written
+    rows = transposed([load(builder, moved(builder, bands, VECTOR * i)) for i in range(LANES)])
+    for i, row in enumerate(rows):
+        target = moved(builder, load_word(builder, moved(builder, targets, 8 * i)), offset)
+        store(half_bits(row) if is_half else row, target, 2)
 
 
-_write_halves, _write_floats = _write_bands(True), _write_bands(False)
+_write_halves, _write_floats = (emitted(partial(_write_bands, is_half)) for is_half in (True, False))
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #b20820e6
@@ -370,83 +354,75 @@ def work_space(
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #4ff20925
-def _make_kernel(key: str) -> Any:
-    "Compile the pass; numba compares `key` with that of its cache."
-
-    @compiled(
-        f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
-    )
-    def kernel(
-        samples,
-        rows,
-        space,
-        lanes,
-        tile,
-        numbers,
-        starts,
-        first_place,
-        places,
-        radices,
-        inputs,
-        where,
-        window,
-        twiddles,
-        turns,
-        filters,
-        weights,
-        levels,
-    ):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        n_bytes, n_words, n_mels, n_frames, power = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-        n_points, n_distinct, n_bands = len(window) // 2, len(starts), (n_mels + LANES - 1) // LANES * LANES
-        work = (address(space) + VECTOR - 1) // VECTOR * VECTOR
-        bins = work + where[n_points - 1] + POINT
-        bands = bins + VECTOR * (n_points + 1 + BINS_AT_ONCE)
-        frames, targets = lanes[0], lanes[1]
-        n, is_direct = len(samples) * n_distinct, n_frames == 1 and n_bands == n_mels
-        for begin in range(0, n, LANES):
-            for i in range(LANES):
-                row, frame = divmod(min(begin + i, n - 1), n_distinct)
-                frames[i] = address(samples[row]) + n_bytes * starts[frame]
-                targets[i] = (
-                    address(rows[row]) + 2 * n_words * places[first_place[frame]]
-                    if is_direct
-                    else address(tile[i])
+@compiled(
+    f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
+)
+def kernel(
+    samples: np.ndarray,  # [n, bytes] uint8: recordings of int16 or float32
+    rows: np.ndarray,  # [n, words] uint16: rows of float16 or float32, which are filled
+    space: np.ndarray,  # as `work_space` allocates it, like `lanes` and `tile`
+    lanes: np.ndarray,
+    tile: np.ndarray,
+    numbers: np.ndarray,  # bytes of a sample, words of a value, M, T, power
+    starts: np.ndarray,  # tables of a spec, as `cpu_engine.make_tables` returns them, like all below
+    first_place: np.ndarray,
+    places: np.ndarray,
+    radices: np.ndarray,
+    inputs: np.ndarray,
+    where: np.ndarray,
+    window: np.ndarray,
+    twiddles: np.ndarray,
+    turns: np.ndarray,
+    filters: np.ndarray,
+    weights: np.ndarray,
+    levels: np.ndarray,
+) -> None:
+    "Compute the rows of recordings, LANES frames at a time: samples, FFT, magnitudes, mel bands in decibels, places in the row."
+    n_bytes, n_words, n_mels, n_frames, power = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    n_points, n_distinct, n_bands = len(window) // 2, len(starts), (n_mels + LANES - 1) // LANES * LANES
+    work = (address(space) + VECTOR - 1) // VECTOR * VECTOR
+    bins = work + where[n_points - 1] + POINT
+    bands = bins + VECTOR * (n_points + 1 + BINS_AT_ONCE)
+    frames, targets = lanes[0], lanes[1]
+    n, is_direct = len(samples) * n_distinct, n_frames == 1 and n_bands == n_mels
+    for begin in range(0, n, LANES):
+        for i in range(LANES):
+            row, frame = divmod(min(begin + i, n - 1), n_distinct)
+            frames[i] = address(samples[row]) + n_bytes * starts[frame]
+            targets[i] = (
+                address(rows[row]) + 2 * n_words * places[first_place[frame]]
+                if is_direct
+                else address(tile[i])
+            )
+        _take(frames, n_bytes, n_points, inputs, work)
+        _first_pass(work, n_points, radices[0], where, n_bytes, address(window))
+        _later_passes(work, n_points, radices, where, address(twiddles))
+        _to_bins(work, bins, n_points, where, address(turns), power)
+        for m in range(n_mels):
+            _band(
+                (
+                    bins + VECTOR * filters[m, 0],
+                    address(weights) + 4 * filters[m, 1],
+                    filters[m, 2],
+                    address(levels),
+                    bands + VECTOR * m,
                 )
-            _take(frames, n_bytes, n_points, inputs, work)
-            _first_pass(work, n_points, radices[0], where, n_bytes, address(window))
-            _later_passes(work, n_points, radices, where, address(twiddles))
-            _to_bins(work, bins, n_points, where, address(turns), power)
-            for m in range(n_mels):
-                _band(
-                    (
-                        bins + VECTOR * filters[m, 0],
-                        address(weights) + 4 * filters[m, 1],
-                        filters[m, 2],
-                        address(levels),
-                        bands + VECTOR * m,
-                    )
-                )
-            for m in range(0, n_bands, LANES):
-                if n_words == 1:
-                    _write_halves((bands + VECTOR * m, address(targets), 2 * m))
-                else:
-                    _write_floats((bands + VECTOR * m, address(targets), 4 * m))
-            for i in range(min(LANES, n - begin)):
-                row, frame = divmod(begin + i, n_distinct)
-                _place(
-                    rows[row],
-                    tile[i],
-                    places,
-                    first_place[frame],
-                    first_place[frame + 1],
-                    n_mels,
-                    n_frames,
-                    n_words,
-                    is_direct,
-                )
-
-    return kernel
-
-
-kernel = _make_kernel(source_key(globals().get("__file__")))
+            )
+        for m in range(0, n_bands, LANES):
+            if n_words == 1:
+                _write_halves((bands + VECTOR * m, address(targets), 2 * m))
+            else:
+                _write_floats((bands + VECTOR * m, address(targets), 4 * m))
+        for i in range(min(LANES, n - begin)):
+            row, frame = divmod(begin + i, n_distinct)
+            _place(
+                rows[row],
+                tile[i],
+                places,
+                first_place[frame],
+                first_place[frame + 1],
+                n_mels,
+                n_frames,
+                n_words,
+                is_direct,
+            )

@@ -12,7 +12,6 @@ __all__ = [
     "DeviceRunner",
     "DeviceLane",
     "DeviceEngine",
-    "CheckedChain",
     "open_chain",
 ]
 
@@ -20,7 +19,6 @@ __all__ = [
 import itertools, logging, threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,10 +28,30 @@ import torch
 from ..core.errors import EngineError, LeakmelError, UsageError
 from ..core.timeline import Timeline
 from .device import Device
-from .device_buffers import Chain, DeviceBlock, DeviceBuffers, DeviceTicket, EventSet, ChainFactory
-from .device_buffers import BatchPart, SpanLog, next_block
-from .engines import DEVICE_ENGINES, Batch, DeviceOptions, Engine, EngineLane, Label, Ticket
-from .engines import check_recording, check_rows, load_class, log_skipped_engine
+from leakmel.mel.device_buffers import (
+    BatchPart,
+    Chain,
+    ChainFactory,
+    DeviceBlock,
+    DeviceBuffers,
+    DeviceTicket,
+    EventSet,
+    SpanLog,
+    next_block,
+)
+from leakmel.mel.engines import (
+    DEVICE_ENGINES,
+    Batch,
+    DeviceOptions,
+    Engine,
+    EngineLane,
+    Label,
+    Ticket,
+    check_recording,
+    check_rows,
+    load_class,
+    log_skipped_engine,
+)
 from .reference import reference_features
 from .spec import MelSpec
 
@@ -375,21 +393,13 @@ class DeviceEngine(Engine):
 
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
-@dataclass(frozen=True)
-class CheckedChain:
-    "Chain that passed the self-check against the reference."
-
-    chain: Chain
-    identity: str  # of the engine
-
-
 def open_chain(
     engine: str,  # "auto" or one of DEVICE_ENGINES
     spec: MelSpec,
     device: Device,
     stream: Any,  # of the device
     n_block: int,  # most recordings in a launch
-) -> CheckedChain:
+) -> tuple[Chain, str]:  # and the identity of the engine
     "Create and check the chain of an engine; `auto` takes the first engine that works. Raises EngineError, or the memory error of the device."
     names = DEVICE_ENGINES if engine == "auto" else (engine,)
     for name in names[:-1]:
@@ -400,7 +410,7 @@ def open_chain(
     return _checked_chain(names[-1], spec, device, stream, n_block)
 
 
-def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_block: int) -> CheckedChain:
+def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_block: int) -> tuple[Chain, str]:
     "Create the chain of an engine, and check it on `check_recording`, from int16 and from float32."
     cls: Any = load_class(name)
     identity = f"{cls.name}@{cls.version}/{device.kind}"
@@ -425,4 +435,4 @@ def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_bloc
         raise EngineError(
             f"engine {name} cannot be used on {device.name} ({type(e).__name__}: {e})", code="device-failed"
         ) from e
-    return CheckedChain(chain, identity)
+    return chain, identity

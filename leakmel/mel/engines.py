@@ -99,18 +99,6 @@ class DeviceOptions:
     graph: bool = True  # replay repeated launches as a CUDA graph
     max_block: int | None = None  # most recordings per launch; None: as free memory allows
 
-    def __post_init__(self):
-        for name in ("gpu_streams", "buffers_per_stream", "max_block"):
-            value = getattr(self, name)
-            if name == "max_block" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(
-                    f"{name} must be a whole number of at least 1",
-                    code="not-a-positive-integer",
-                    found=repr(value),
-                )
-
 
 # %% ../../nbs/mel/engines.ipynb #bfa208df
 class Engine(ABC):

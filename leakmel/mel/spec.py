@@ -28,8 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..audio.conform import ConformRules
-from ..audio.conform import SegmentGrid
+from ..audio.conform import ConformRules, SegmentGrid
 from ..core.errors import SpecError
 
 # %% ../../nbs/mel/spec.ipynb #f5133487
@@ -253,14 +252,13 @@ class MelSpec:
     @staticmethod
     def preset_names() -> tuple[str, ...]:
         "Names of the presets, each with its newest version."
-        newest = {p.split("@")[0]: p for p in sorted(PRESETS, key=_preset_version)}
+        newest = {p.split("@")[0]: p for p in PRESETS}
         return tuple(sorted(newest.values()))
 
     @staticmethod
     def preset(name: str, **changes: Any) -> "MelSpec":
         'A preset by name ("disjoint" is the newest version), with some fields changed; windows follow sample_rate (`window_scale`).'
-        versions = [p for p in PRESETS if p.split("@")[0] == name]
-        full = max(versions, key=_preset_version, default=name)
+        full = next((p for p in reversed(PRESETS) if p.split("@")[0] == name), name)
         if full not in PRESETS:
             raise SpecError(
                 "no preset has this name",
@@ -351,7 +349,7 @@ def frame_places(
 
 # %% ../../nbs/mel/spec.ipynb #b7c14e24
 _OVERLAP = {"long_hop": 512, "short_hop": 256, "n_mels": 32, "mel_norm": "slaney", "power": 2.0}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {  # of each name the newest version last
     "disjoint@1": {},
     "overlap@1": _OVERLAP,
     "disjoint@2": {},
@@ -359,10 +357,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESET_RATE = 4096  # Hz, the rate at which a preset has the windows listed here
 WINDOW_FIELDS = ("long_window", "long_hop", "short_window", "short_hop", "n_fft", "hop_length")  # in samples
-
-
-def _preset_version(name: str) -> int:
-    return int(name.split("@")[1])
 
 
 def window_scale(
@@ -379,7 +373,7 @@ def preset_values(
     "Return all fields of a preset at a sample rate, which are not checked together."
     values: dict[str, Any] = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"}
     values |= PRESETS[name]
-    if _preset_version(name) > 1 and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
+    if not name.endswith("@1") and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
         values |= {n: max(1, int(values[n] * window_scale(int(sample_rate)))) for n in WINDOW_FIELDS}
     return values
 

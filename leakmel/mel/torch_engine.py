@@ -26,9 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..audio.conform import int16_moments
-from ..audio.conform import FULL_SCALE, moments_of
-from ..audio.conform import even_step
+from ..audio.conform import FULL_SCALE, even_step, int16_moments, moments_of
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
@@ -244,7 +242,8 @@ class TorchEngine(DeviceEngine):
 
     name = "torch"
     version = "2"
-    make_chain = TorchChain  # of a device
+    make_chain: Any = TorchChain  # of a device
+    host_chain: Any = _HostChain  # of a thread
 
     def __init__(
         self,
@@ -256,7 +255,7 @@ class TorchEngine(DeviceEngine):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         devices = ([] if device == "cpu" else open_devices(device)) if isinstance(device, str) else device
-        super().__init__(spec, devices, partial(TorchChain, spec), options)
+        super().__init__(spec, devices, partial(self.make_chain, spec), options)
         self.workers = len(devices) or usable_cores()
         self._local = threading.local()
 
@@ -268,7 +267,7 @@ class TorchEngine(DeviceEngine):
         # also for buffers: torch's own threads do not survive a fork
         with torch.inference_mode(), exactly_float32(), one_thread():
             if not hasattr(self._local, "chain"):
-                self._local.chain = _HostChain(self.spec)
+                self._local.chain = self.host_chain(self.spec)
             chain = self._local.chain
             for start in range(0, len(samples), chain.n_block):
                 part = slice(start, start + chain.n_block)

@@ -6,22 +6,19 @@
 __all__ = ["import_torchaudio", "TorchaudioLogMel", "TorchaudioChain", "TorchaudioEngine"]
 
 # %% ../../nbs/mel/torchaudio_engine.ipynb #a1b74e9e
-import sys, threading
-from functools import partial
+import sys
 from importlib import import_module
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from ..audio.conform import even_step, int16_moments, moments_of
+from ..audio.conform import even_step
 from ..core.errors import EngineError
-from ..core.monitor import usable_cores
-from .device import Device, open_devices
-from .device_engine import DeviceEngine
+from .device import Device
 from .engines import DeviceOptions, EngineUnavailable, UnsupportedSpec
 from .spec import MelSpec
-from .torch_engine import DeviceMoments, block_files, one_thread
+from .torch_engine import DeviceMoments, TorchEngine, block_files
 
 
 # %% ../../nbs/mel/torchaudio_engine.ipynb #e04babf4
@@ -138,11 +135,29 @@ class TorchaudioChain:
                 self.moments.launch(some, moments[part])
 
 
-class TorchaudioEngine(DeviceEngine):
+class _HostChain:
+    "Chain for the CPU, with the buffer of one thread."
+
+    def __init__(self, spec: MelSpec):
+        self.n_block = block_files(spec, "cpu")
+        self.log_mel = TorchaudioLogMel(spec)
+        self.samples = torch.zeros(self.n_block, spec.n_samples)
+
+    def features(self, samples: np.ndarray, out: np.ndarray) -> None:
+        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `n_block`; a whole block is always computed."
+        some = self.samples[: len(samples)].copy_(torch.from_numpy(samples))
+        if samples.dtype == np.int16:
+            some.mul_(1 / 32_768)
+        torch.from_numpy(out).copy_(self.log_mel(self.samples)[: len(some)])
+
+
+class TorchaudioEngine(TorchEngine):
     "Engine: log-mel features by the stock torchaudio transform, in float32."
 
     name = "torchaudio"
-    make_chain = TorchaudioChain  # of a device
+    version = "1"
+    make_chain = TorchaudioChain
+    host_chain = _HostChain
 
     def __init__(
         self,
@@ -151,30 +166,5 @@ class TorchaudioEngine(DeviceEngine):
         device: str | list[Device] = "auto",
         options: DeviceOptions | None = None,
     ):
-        self._log_mel = TorchaudioLogMel(spec)  # rejects a spec before a device is opened
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        devices = ([] if device == "cpu" else open_devices(device)) if isinstance(device, str) else device
-        super().__init__(spec, devices, partial(TorchaudioChain, spec), options)
-        self.workers = len(devices) or usable_cores()
-        self._local = threading.local()
-
-    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        "Compute block by block; thread-safe."
-        if self.runners:
-            return super().run(samples, out)
-        moments = np.empty((len(samples), 5))
-        moments_in = int16_moments if samples.dtype == np.int16 else moments_of
-        n_block = block_files(self.spec, "cpu")
-        with torch.inference_mode(), one_thread():
-            if not hasattr(self._local, "block"):
-                self._local.block = torch.zeros(n_block, self.spec.n_samples)
-            block = self._local.block
-            for start in range(0, len(samples), n_block):
-                part = slice(start, start + n_block)
-                some = block[: len(samples[part])].copy_(torch.from_numpy(samples[part]))
-                if samples.dtype == np.int16:
-                    some.mul_(1 / 32_768)
-                torch.from_numpy(out[part]).copy_(self._log_mel(block)[: len(some)])
-                moments[part] = moments_in(samples[part])
-        return moments
+        TorchaudioLogMel(spec)  # rejects a spec before a device is opened
+        super().__init__(spec, device=device, options=options)

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..audio.conform import FULL_SCALE, MOMENTS
+from ..audio.conform import FULL_SCALE
 from ..core.errors import EngineError
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
@@ -378,7 +378,6 @@ class TritonChain:
     def __init__(self, spec: MelSpec, device: torch.device, n_block: int, *, launch: Launch | None = None):
         self.spec = spec
         self.device = torch.device(device)
-        self.n_block = n_block
         self.launch = launch or launch_for(self.device)
         self._constants = kernel_constants(spec, self.launch, self.device.type)
         tables = kernel_tables(spec, self._constants)
@@ -386,23 +385,6 @@ class TritonChain:
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
-        n = min(len(x), self.n_block)
-        kinds = (torch.int16, torch.float32) if moments is None else (torch.int16,)
-        wanted = [
-            ("samples", x, (n, self.spec.n_samples), kinds),
-            ("features", mels, (n, *self.spec.row_shape), (torch.float16,)),
-        ]
-        if moments is not None:
-            wanted.append(("moments", moments, (n, len(MOMENTS)), (torch.float64,)))
-        for what, tensor, shape, dtypes in wanted:
-            fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
-            if not fits or tensor.device.type != self.device.type:
-                raise EngineError(
-                    f"the triton kernel cannot process the {what}",
-                    code="not-a-batch",
-                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
-                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
-                )
         n_rows, groups = len(x) * self._constants["n_distinct"], len(self._tables[-1])
         if not n_rows:
             return

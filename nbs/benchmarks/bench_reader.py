@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from leakmel.audio import native as calls
 from leakmel.audio.conform import digests_of
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import scan
 from leakmel.audio.wav import OPEN_FLAGS
 from leakmel.audio.wav import HEADER_BYTES, digest_of
-from leakmel.core import system_calls as calls
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.core.jit import address
 from leakmel.core.monitor import usable_cores

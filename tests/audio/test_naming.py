@@ -105,7 +105,7 @@ def test_a_name_made_from_fields_parses_back_to_them(made):
     assert match_pattern(pattern, name) == values
     naming = pattern_naming(pattern)
     assert Naming.from_json(naming.to_json()) == naming
-    parts = naming.parse(os.fsencode(name + ".WAV"))
+    parts = naming.read(os.fsencode(name + ".WAV")).parts
     for field in ("sensor", "recording", "session", "folder"):
         if field in values:
             assert getattr(parts, field) == values[field]

@@ -7,7 +7,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from errors import raises
@@ -15,60 +14,16 @@ from errors import raises
 from leakmel.core.errors import DataError
 from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.core.timeline import (
-    MAX_SPANS,
+    MAX_SAMPLES,
     STAGE_MEANING,
     STAGES,
     Gauge,
     Span,
     Timeline,
-    covered_s,
     nvtx_range,
     read_timeline,
-    thin,
-    thin_samples,
     write_timeline,
 )
-from leakmel.insight.diagnose import attribute, amdahl_bounds, stage_table
-
-
-def large_run(n_files: int = 200_000, *, device: bool, n_samples: int = 12_000) -> Timeline:
-    "What a build of many recordings leaves behind: on the CPU by four workers, or by eight readers, a device and a writer."
-    rng, timeline, at = np.random.default_rng(0), Timeline(), dict[str, float]()
-
-    def work(stage: str, lane: str, seconds: float, batch: int, after_s: float = 1.0) -> float:
-        start = max(at.get(lane, 1.0), after_s)
-        name = lane.split()[0]
-        timeline.spans.append(Span(stage, name, start, start + seconds, "TRAINING", batch, 32, 32 * 81_964))
-        at[lane] = start + seconds + rng.uniform(0, 0.004)
-        return start + seconds
-
-    timeline.spans.append(Span("start_up", "main", 0.0, 1.0))
-    for batch in range(-(-n_files // 32)):
-        times = rng.uniform(0.5, 1.5, 5) * (0.010, 0.002, 0.020, 0.001, 0.003)
-        if device:
-            ready = work("read", f"reader-{batch % 8}", times[0], batch)
-            for stage, lane, t in zip(
-                ("copy_in", "compute", "copy_out"),
-                ("cuda:0 in", "cuda:0 compute", "cuda:0 out"),
-                times[1:] / 4,
-            ):
-                ready = work(stage, lane, t, batch, ready)
-            work("write", "writer-0", times[4], batch, ready)
-            timeline.gauges += [
-                Gauge("queue.compute", ready, batch % 7),
-                Gauge("queue.write", ready, batch % 3),
-            ]
-        else:
-            for stage, t in zip(("read", "compute", "write"), times[[0, 2, 4]]):
-                work(stage, f"worker-{batch % 4}", t, batch)
-    end = max(s.end_s for s in timeline.spans)
-    timeline.spans += [
-        Span("publish", "publisher-0", end, end + 1, "TRAINING"),
-        Span("verify", "publisher-0", end + 0.2, end + 0.6, "TRAINING"),
-    ]
-    for t in np.linspace(0, end + 1, n_samples):
-        timeline.samples.append({"time_s": float(t)} | {k: float(rng.uniform(0, 1e10)) for k in SAMPLE_KEYS})
-    return timeline
 
 
 # ---- parts of a span
@@ -96,95 +51,18 @@ def test_parts_stand_behind_the_body_and_last_as_long_together():
 # ---- size
 
 
-@pytest.mark.parametrize("device", [False, True])
-def test_200_000_files_take_less_than_a_megabyte(tmp_path, device):
-    timeline = large_run(device=device)
-    path = write_timeline(timeline, tmp_path / "t.json")
-    assert path.stat().st_size < 1_000_000
-    back = read_timeline(path)
-    assert len(back.spans) <= MAX_SPANS
-    assert back.meta["joined_spans"] == len(timeline.spans) - len(back.spans) > 10_000
-    assert back.meta["joined_samples"] == len(timeline.samples) - len(back.samples)
-    assert back.samples[0]["rss_bytes"] == pytest.approx(timeline.samples[0]["rss_bytes"])
-    assert back.samples[-1]["time_s"] == pytest.approx(timeline.samples[-1]["time_s"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("device", "near"), [(False, 0.04), (True, 0.02)]
-)  # what overlapped by chance is not kept instant by instant
-def test_the_stored_timeline_tells_the_same_story(tmp_path, device, near):
-    timeline = large_run(device=device, n_samples=10)
+def test_all_spans_are_stored_and_samples_are_limited(tmp_path):
+    timeline = Timeline()
+    timeline.spans = [
+        Span("read", f"reader-{i % 4}", i / 8, i / 8 + 0.1, "T", i, 32, 99) for i in range(20_000)
+    ]
+    timeline.gauges = [Gauge("queue.compute", i / 8, i % 7) for i in range(20_000)]
+    timeline.samples = [{"time_s": i / 8} | dict.fromkeys(SAMPLE_KEYS, float(i)) for i in range(25_000)]
     back = read_timeline(write_timeline(timeline, tmp_path / "t.json"))
-    wall_s = sum(attribute(timeline).values())
-    for stage, seconds in attribute(timeline).items():
-        assert attribute(back)[stage] == pytest.approx(seconds, abs=near * wall_s), stage
-    for a, b in zip(amdahl_bounds(timeline), amdahl_bounds(back)):
-        assert (a.stage, a.gain_s) == (b.stage, pytest.approx(b.gain_s, abs=0.03 * wall_s))
-    for old, new in zip(stage_table(timeline), stage_table(back)):
-        assert (old.stage, old.n_files, old.n_bytes) == (new.stage, new.n_files, new.n_bytes)
-        if old.stage != "publish":
-            assert new.total_s == pytest.approx(old.total_s, rel=1e-3)  # the check inside it is cut out
-
-
-def test_pauses_are_not_counted_as_work():
-    spans = [Span("read", "reader-0", i, i + 0.25, "T", i, 1, 10) for i in range(1000)]
-    kept = thin(spans, 100)
-    assert len(kept) <= 100
-    assert covered_s(kept) == pytest.approx(250)
-
-
-def test_what_lies_inside_of_a_span_is_cut_out_of_it():
-    spans = [
-        s
-        for i in range(0, 400, 2)
-        for s in (
-            Span("publish", "publisher-0", i, i + 1.5, "T"),
-            Span("verify", "publisher-0", i + 0.5, i + 1, "T"),
-        )
-    ]
-    kept = thin(spans, 100)
-    assert len(kept) <= 100
-    assert covered_s(s for s in kept if s.stage == "verify") == pytest.approx(100)
-    assert covered_s(s for s in kept if s.stage == "publish") == pytest.approx(
-        200
-    )  # without the check inside of it
-
-
-def test_more_lanes_than_spans_may_be_kept_are_one_slice():
-    spans = [Span("read", f"reader-{i}", t, t + 0.5, "T") for t in range(3) for i in range(50)]
-    kept = thin(spans, 20)
-    assert len(kept) == 50
-    assert sum(s.seconds for s in kept) == pytest.approx(75)
-
-
-def test_samples_are_joined_by_what_they_are():
-    made: list[dict[str, Any]] = [
-        dict(
-            time_s=float(t),
-            cpu_percent=None if t < 2 else 10.0 * t,
-            rss_bytes=[9, 1, 5, 2, 3][t],
-            disk_read_bytes=t,
-            gpu_percent=None,
-        )
-        for t in range(5)
-    ]
-    first, a, b = thin_samples(made, 3)
-    assert first == made[0]
-    assert a == dict(
-        time_s=2.0,
-        cpu_percent=20.0,
-        rss_bytes=5,
-        disk_read_bytes=2,
-        gpu_percent=None,
-    )
-    assert b == dict(
-        time_s=4.0,
-        cpu_percent=35.0,
-        rss_bytes=3,
-        disk_read_bytes=4,
-        gpu_percent=None,
-    )
-    assert thin_samples(made, 5) == made
+    assert (back.spans, back.gauges) == (timeline.spans, timeline.gauges)
+    assert len(back.samples) <= MAX_SAMPLES
+    assert back.meta["joined_samples"] == len(timeline.samples) - len(back.samples)
+    assert back.samples == timeline.samples[::3]
 
 
 # ---- schema
@@ -198,7 +76,7 @@ def stored(tmp_path) -> Path:
         Span("compute", "engine-0", 1.0, 2.0, "T", 0, 32),
     ]
     timeline.gauges = [Gauge("queue.compute", 0.5, 1)]
-    timeline.samples = [{"time_s": 0.1, "cpu_percent": None, "cpu_cores_percent": [1, 2], "rss_bytes": 5}]
+    timeline.samples = [{"time_s": 0.1, "cpu_percent": None, "rss_bytes": 5}]
     return write_timeline(timeline, tmp_path / "t.json")
 
 
@@ -210,20 +88,12 @@ def test_the_schema_is_documented_whole(stored):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda b: b["spans"].update(start_s=["now", 1.0]),
-        lambda b: b["spans"].update(start_s=[float("nan"), 1.0]),
         lambda b: b["spans"].update(stage=["read", "reed"]),
-        lambda b: b["spans"].update(n_files=["x", 1]),
-        lambda b: b["spans"].update(n_files=[float("inf"), 1]),
         lambda b: b["spans"]["lane"].pop(),
         lambda b: b["spans"].pop("lane"),
         lambda b: b.pop("schema"),
         lambda b: b.pop("meta"),
-        lambda b: b.update(samples=["x"]),
         lambda b: b["gauges"].append(["q", 1]),
-        lambda b: b["samples"].append({"time_s": None}),
-        lambda b: b["samples"].append({"rss_bytes": 1}),
-        lambda b: b["samples"].append({"time_s": 1, "rss_bytes": "much"}),
     ],
 )
 def test_a_damaged_file_is_one_error(stored, change):
@@ -241,15 +111,11 @@ def test_a_file_of_something_else_is_one_error(stored, text):
         read_timeline(stored)
 
 
-def test_a_later_schema_is_not_read(stored):
-    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"schema": 3}))
-    with raises("unknown-schema", DataError, path=stored, found=3):
+@pytest.mark.parametrize("schema", [1, 3])
+def test_another_schema_is_not_read(stored, schema):
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"schema": schema}))
+    with raises("unknown-schema", DataError, path=stored, found=schema):
         read_timeline(stored)
-
-
-def test_files_of_the_schema_before_are_read(stored):
-    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"schema": 1}))
-    assert [s.stage for s in read_timeline(stored).spans] == ["read", "compute"]
 
 
 # ---- the monitor

@@ -704,14 +704,6 @@ def test_devices_have_to_agree() -> None:
         self_check(engine)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"gpu_streams": 0}, {"buffers_per_stream": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
-)
-def test_options_are_checked(bad: dict[str, Any]) -> None:
-    with raises("not-a-positive-integer", UsageError):
-        DeviceOptions(**bad)
-
-
 # ---- the torch engine on devices -------------------------------------------------------------------------------------------
 
 SHORT = MelSpec.preset("overlap", duration_s=0.5)

@@ -23,7 +23,6 @@ from conftest import need
 from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 
 from leakmel.audio.conform import moments_of
-from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
 from leakmel.mel.reference import compare, hann_periodic, reference_features
 from leakmel.mel.spec import PRESETS, MelSpec
@@ -165,40 +164,6 @@ def between_walls(fields: dict[str, Any], samples: np.ndarray) -> np.ndarray:
         found.append(computed(fields, x, {})[0])
     assert np.array_equal(found[0], found[1])
     return found[0]
-
-
-def refusals(fields: dict[str, Any]) -> list[str]:
-    "The messages of calls with tensors the kernels cannot work on."
-    from leakmel.mel.triton_kernel import TritonChain
-
-    spec = MelSpec(**fields)
-    chain = TritonChain(spec, torch.device("cpu"), 4)
-    x, mels = (
-        torch.zeros((2, spec.n_samples), dtype=torch.int16),
-        torch.zeros((2, *spec.row_shape), dtype=torch.float16),
-    )
-    moments, found = torch.zeros((2, 5), dtype=torch.float64), []
-    wrong: list[tuple[Any, Any, Any]] = [
-        (x[:, 1:], mels, None),
-        (x.int(), mels, None),
-        (x.T.contiguous().T, mels, None),
-        (x, mels[:1], None),
-        (x, mels.float(), None),
-        (x, mels, moments.float()),
-        (x, mels, moments[:1]),
-        (x.float(), mels, moments),
-        (x.repeat(3, 1), mels.repeat(3, 1, 1, 1, 1), None),
-        (x.to("meta"), mels, None),
-    ]
-    for arguments in wrong:
-        try:
-            chain.features(*arguments)
-        except EngineError as e:
-            found.append(str(e).split(";")[0])
-        else:
-            found.append("")
-    chain.features(x[:0], mels[:0], moments[:0])
-    return found
 
 
 # -- parity -------------------------------------------------------------------------------------------------------------------
@@ -432,12 +397,6 @@ def test_nothing_beyond_the_samples_is_read(
         assert np.array_equal(
             interpreter.submit(between_walls, spec.to_dict(), samples).result(), compute(spec, samples)
         )
-
-
-def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -> None:
-    messages = interpreter.submit(refusals, MelSpec(duration_s=0.25).to_dict()).result()
-    what = ["samples"] * 3 + ["features"] * 2 + ["moments"] * 2 + ["samples"] * 3
-    assert messages == [f"the triton kernel cannot process the {w}" for w in what]
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------------------

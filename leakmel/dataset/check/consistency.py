@@ -138,7 +138,9 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     for at, _, names in os.walk(folder):  # not through links
         there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root":
-        there = {p for p in there if naming.source == "pattern" and naming.split_of(p) == file.attrs["split"]}
+        there = {
+            p for p in there if naming.source == "pattern" and naming.read(p).split == file.attrs["split"]
+        }
     if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
         yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
     full = {os.path.join(folder, p): p for p in there - known}
@@ -282,10 +284,10 @@ def rejected_problems(
         try:
             if naming.source == "table" and code in ("no_label", "dry"):
                 continue  # the table was compared
-            if code == "dry" and naming.parse(path).gain == 1:
+            if code == "dry" and naming.read(path).parts.gain == 1:
                 continue  # it was not read
             if naming.source != "table":
-                label = naming.label_of(path)
+                label = naming.read(path).label
                 if label is None or show_path(label) not in labels:
                     raise RecordingError("no_label", "the name contains no label")
             row, _ = expected_row(read_wav(whole), spec)

@@ -308,7 +308,7 @@ def _compare_rows(
     paths = columns["path"].tolist()
     names = {}
     if naming.source != "table":
-        names = name_columns(paths, [naming.parse(path) for path in paths])
+        names = name_columns(paths, [naming.read(path).parts for path in paths])
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):

@@ -112,7 +112,7 @@ class DeviceScorer:
         self.under_way = deque[_Buffers]()
         self.n_started = 0
         self.too_small: list[MachineError] = []  # of a callback of the stream, which must not raise it
-        self.ready: Any = None  # chain of the engine
+        self.chain: Any = None  # of the engine
         try:
             self._tried(partial(self._open, engine, n_files))
         except BaseException:
@@ -125,12 +125,13 @@ class DeviceScorer:
         self.copies = self.on.stream()
 
         def opened(n: int) -> int:
-            self.ready = open_chain(engine, spec, self.on, self.stream, min(n, MOST_RECORDINGS))
+            self.chain, self.identity = open_chain(
+                engine, spec, self.on, self.stream, min(n, MOST_RECORDINGS)
+            )
             self.buffers += [_Buffers(self.on, n, n_files, spec) for _ in range(self.depth)]
             return n
 
         n = AdaptiveBatches(n_files, self._let_go).fit(opened)
-        self.identity = self.ready.identity
         self.launches = AdaptiveBatches(min(n, MOST_RECORDINGS), self.on.trim)
         self.portions = AdaptiveBatches(n, self.on.trim)
         self.on.synchronize()  # the memory may have been in use until now
@@ -140,7 +141,7 @@ class DeviceScorer:
         with suppress(Exception):
             self.on.synchronize()
         self.buffers.clear()
-        self.ready = None
+        self.chain = None
         self.on.trim()
 
     def _tried(self, work: Callable[[], None]) -> None:
@@ -222,7 +223,7 @@ class DeviceScorer:
 
         def features(part: slice) -> None:
             moments = buffers.moments[part] if samples.dtype == torch.int16 else None
-            self.ready.chain.features(samples[part], buffers.mels[part], moments)
+            self.chain.features(samples[part], buffers.mels[part], moments)
 
         def scores(part: slice) -> None:
             buffers.scores[part].copy_(self.detector.segment_scores(buffers.mels[part], counts[part]))
