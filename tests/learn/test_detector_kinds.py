@@ -139,7 +139,8 @@ def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(set
 def test_no_network_is_tried_with_few_recordings(sets, tmp_path):
     result = lm.train(sets["training"], out=tmp_path / "run", settings=lm.TrainSettings(), **QUIET)
     choice = result.summary["choice"]
-    assert [t["kind"] for t in choice["tried"]] == ["spectral"] and result.detector.kind == "spectral"
+    assert [t["kind"] for t in choice["tried"]] == ["spectral"]
+    assert result.detector.kind == "spectral"
     assert str(folds_module.MIN_FOR_NETWORK) in choice["reason"]
 
 
