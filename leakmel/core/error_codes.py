@@ -250,7 +250,6 @@ LEARN_TRAIN = {
     "other-split": "The split belongs to other data sets.",
     "other-training": "The folder or state belongs to a training with other settings or data.",
     "output-in-source": "The output is inside the folder of the recordings.",
-    "removed-setting": "A model or checkpoint uses a setting that this version no longer has.",
     "scores-not-finite": "The model gives scores that are not numbers.",
     "training-diverged": "The loss became NaN or infinity.",
     "unused-option": "An option has no effect together with the other options.",

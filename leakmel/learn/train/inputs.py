@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/train/inputs.ipynb #973cc227
-import json, os, warnings
+import json, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -30,11 +30,11 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...core.run_plan import RowTable
 from ...dataset.file.reader import MelDataset, read_rows
-from ..data.segments import DataSource, Segments, open_sources
+from ..data.segments import DataSource, Segments, close_opened, open_sources
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
 from ..model.provenance import Provenance, provenance_of
-from ..model.settings import SPEED_ONLY, TrainSettings, current_names
+from ..model.settings import SPEED_ONLY, TrainSettings
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
@@ -181,14 +181,11 @@ def open_training(
 @contextmanager
 def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
     "Open data sets; those that were given open stay open."
-    sources = [given] if isinstance(given, (str, os.PathLike, MelDataset)) else list(given)
-    opened = open_sources(sources, legacy=legacy)
+    opened = open_sources(given, legacy=legacy)
     try:
         yield opened
     finally:
-        for ds, source in zip(opened, sources):
-            if ds is not source:
-                ds.close()
+        close_opened(opened, given)
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
@@ -249,9 +246,9 @@ def row_digests(
 def differences(
     before: Mapping[str, Any],  # of `training_identity`, from a checkpoint
     now: Mapping[str, Any],
-) -> list[str]:  # empty: a training can be resumed; raises DataError for a net that reads short segments
+) -> list[str]:  # empty: a training can be resumed
     "List the differences of two trainings, a few words each."
-    then = current_names(before.get("settings", {}))
+    then = before.get("settings", {})
     changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return changes + [text for name, text in words.items() if before.get(name) != now[name]]
