@@ -473,7 +473,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
 
 def _record(model: str, found: Any, testing: Sequence[Path]) -> str:  # a sentence
     "Record the evaluation in the model file; a file that cannot be written does not spoil the evaluation."
-    from leakmel.learn.evaluate.record import record_evaluation
+    from leakmel.learn.evaluate.evaluation import record_evaluation
 
     name = ", ".join(show_path(path.name) for path in testing)
     try:

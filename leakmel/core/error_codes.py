@@ -205,7 +205,7 @@ LEARN_DATA = {
     "invalid-task": "A task contradicts itself, leaves the leak out or has fewer than two classes.",
     "no-such-rows": "Row numbers are not whole numbers within the data set.",
     "broken-column": "A column of a data set does not hold a whole number for each recording.",
-    "order-differs": "A stored loader position belongs to another order of items or another loader.",
+    "order-differs": "A stored loader position belongs to another order of items.",
     "unknown-column": "A data set has no such column to group by.",
     "no-group": "Some recordings have no group.",
     "lengths-differ": "The number of values is not the number of recordings or classes.",

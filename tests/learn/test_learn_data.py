@@ -777,13 +777,6 @@ def test_abandoned_epoch_is_resumed(small):
         assert (loader.order.epoch, loader.order.batch) == (1, 0)
 
 
-def test_place_of_another_loader(small):
-    state = open_loader(small, 7, kind="device").state_dict()
-    stream = open_loader(small, 7, kind="stream")
-    with raises("order-differs", UsageError, found="'device'", expected="'stream'"):
-        stream.load_state_dict(state)
-
-
 def test_errors_of_readers_arrive(tmp_path):
     path = legacy_file(tmp_path / "x.h5")
     with Segments(path, legacy=True, preload_to_ram=False) as ds:

@@ -158,14 +158,6 @@ class Loader(ABC):
         state: dict[str, Any],  # of `state_dict`
     ) -> None:  # raises UsageError if the remaining batches would differ
         "Resume from a stored position."
-        if state.get("kind") != self.kind:
-            raise UsageError(
-                "the checkpoint was written with another kind of loader",
-                code="order-differs",
-                found=repr(state.get("kind")),
-                expected=repr(self.kind),
-                remedy=f"open the loader with kind={state.get('kind')!r}",
-            )
         self.order.load_state_dict(state)
 
     def transfer(
