@@ -32,7 +32,7 @@ from leakmel.learn.data.segments import LEVELS, Batch, Segments
 from leakmel.learn.data.loaders import Loader, BatchOrder, open_loader
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import recordings_table
-from leakmel.learn.data.task import LEFT_OUT, Task, find_label, make_task
+from leakmel.learn.data.task import LEFT_OUT, find_label, make_task
 from leakmel.learn.model.settings import TrainSettings
 
 SHAPE = (4, 2, 16, 1)  # L, S, M, T
@@ -581,13 +581,6 @@ def test_numbers_of_data_set_and_model_are_apart():
 def test_bad_tasks(names, options, code, found):
     with raises(code, UsageError, found=found):
         make_task(names, "LEAK", **options)
-
-
-def test_task_that_contradicts_itself():
-    with raises("invalid-task", UsageError, found=(1, 0)):
-        Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 0, (0, 1))
-    with raises("invalid-task", UsageError, found=(1, 1)):
-        Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 1, (1, 1))
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------

@@ -498,7 +498,7 @@ def test_untrained_detector_does_not_beat_the_baselines(sets, split, tmp_path):
     assert e.cautions == ()
     assert len(e.table) == len(split.parts["testing"]) == len(e.segment_scores)
     assert set(e.table["sensor"]) <= set(e.groups.names)
-    assert e.judged.threshold_from == "validation"
+    assert e.judged.threshold_from == UNCHOSEN
     assert {n: j.title for n, j in e.votes.items()} == {
         "mean": "Mean of segments",
         "long_vote": "20 of 40 segments",

@@ -7,7 +7,6 @@ __all__ = ["KINDS", "BLOCK_BYTES", "BatchOrder", "Loader", "DeviceLoader", "Stre
 
 # %% ../../../nbs/learn/data/loaders.ipynb #244ef61e
 import math, zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -130,7 +129,7 @@ class BatchOrder:
 
 
 # %% ../../../nbs/learn/data/loaders.ipynb #0a1ab8ce
-class Loader(ABC):
+class Loader:
     "Batches of successive epochs in an order that can be resumed; a context manager."
 
     kind = ""
@@ -146,8 +145,8 @@ class Loader(ABC):
     def __len__(self) -> int:
         return len(self.order)
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[Batch]:
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         "Return the position in the order as plain values for a checkpoint."

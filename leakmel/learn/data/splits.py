@@ -165,6 +165,27 @@ class Split:
             return ""
         return f"{LEAKY_SPLIT} {'; '.join(map(str, self.shared))}"
 
+    def require(
+        self,
+        n: int,  # rows of the data sets
+        part: str,
+    ) -> None:  # raises UsageError
+        "Check that the split was made of data sets with so many rows, and has a part."
+        if len(self.labels) != n:
+            raise UsageError(
+                "the split was made from other data sets",
+                code="other-split",
+                found=f"{len(self.labels):,} rows",
+                expected=f"{n:,}",
+            )
+        if part not in self.parts:
+            raise UsageError(
+                "the split has no part of this name",
+                code="no-such-part",
+                found=repr(part),
+                expected=", ".join(self.parts),
+            )
+
     def table(self) -> "pd.DataFrame":
         "Count the recordings of each label, and the groups, in each part."
         import pandas as pd

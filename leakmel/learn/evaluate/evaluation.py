@@ -101,21 +101,7 @@ def _open_parts(
             if split is None:
                 parts[name] = Segments(opened[name], level="recording", task=task, preload_to_ram=False)
         if split is not None:
-            n = sum(map(len, opened[part]))
-            if len(split.labels) != n:
-                raise UsageError(
-                    "the split was made from other data sets",
-                    code="other-split",
-                    found=f"{len(split.labels):,} rows",
-                    expected=f"{n:,}",
-                )
-            if part not in split.parts:
-                raise UsageError(
-                    "the split has no part of this name",
-                    code="no-such-part",
-                    found=repr(part),
-                    expected=", ".join(split.parts),
-                )
+            split.require(sum(map(len, opened[part])), part)
             for name, rows in split.parts.items():
                 if name in (part, "training", "validation"):
                     parts[name] = Segments(
@@ -193,38 +179,24 @@ def _score_votes(
     detector: Detector,
     ds: Segments,
     segments: np.ndarray,  # [B, L] scores
-    held: tuple[np.ndarray, np.ndarray] | None,  # truth and scores of validation, to choose thresholds on
     votes: Sequence[str],
 ) -> dict[str, ScoredModel]:
     "Score the detector with each voting rule, its own first."
     lengths = np.unique(ds.segment_counts)
     ways = {}
     for rule in dict.fromkeys((detector.vote, *votes)):
-        chosen = detector.threshold_from
-        threshold = 0.5 if chosen == UNCHOSEN else detector.thresholds[rule]
-        if held is not None:
-            threshold = best_threshold(held[0], detector.recording_scores(held[1], rule))
-            chosen = "validation"
         ways[rule] = score_model(
             boot,
             detector.recording_scores(segments, rule),
             name=rule,
             title=vote_title(rule, int(lengths[0]) if len(lengths) == 1 else None, detector.share),
-            threshold=threshold,
-            threshold_from=chosen,
+            threshold=detector.thresholds[rule],
+            threshold_from=detector.threshold_from,
         )
     return ways
 
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #cb32c535
-def _scores(
-    detector: Detector, parts: Mapping[str, Segments], part: str, how: Mapping[str, Any], progress: str
-) -> np.ndarray:
-    "Compute [n, L] scores of a part, NaN after the end of a recording."
-    with Progress(len(parts[part].rows), label=f"scoring {part}", show=progress) as bar:
-        return score_rows(detector, parts[part], progress=bar.update, **how)
-
-
 def _has_both(ds: Segments | None) -> bool:
     "Whether both classes occur."
     return ds is not None and 0 < leak_mask(ds).sum() < len(ds.rows)
@@ -248,12 +220,10 @@ def _evaluation(
     "Score the test set, and compare the scores with labels and baselines."
     ds, validation = parts[part], parts.get("validation")
     began = time.perf_counter()
-    segments = _scores(detector, parts, part, how, progress)
+    with Progress(len(ds.rows), label=f"scoring {part}", show=progress) as bar:
+        segments = score_rows(detector, ds, progress=bar.update, **how)
     seconds = time.perf_counter() - began
-    held = None
-    if validation is not None and detector.threshold_from == UNCHOSEN and _has_both(validation):
-        held = leak_mask(validation), _scores(detector, parts, "validation", how, progress)
-    ways = _score_votes(boot, detector, ds, segments, held, votes)
+    ways = _score_votes(boot, detector, ds, segments, votes)
     simple = {}
     if _has_both(parts.get("training")):
         simple = score_baselines(boot, ds, parts["training"], validation, progress=progress)

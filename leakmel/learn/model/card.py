@@ -37,7 +37,7 @@ import torch
 from ...core.errors import show_path
 from ..metrics.bootstrap import Groups
 from ..metrics.decisions import HeldOutScores, alarm_threshold, fit_calibration
-from ..metrics.significance import ScoredModel, Verdict
+from ..metrics.significance import ScoredModel, Verdict, plain
 from .files import require_kind, write_whole
 
 if TYPE_CHECKING:
@@ -88,10 +88,6 @@ class EvaluationRecord:
         return f"{where} ({of}, {self.method}): {auc}, {result}{leaky}"
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def evaluation_record(
     kind: str,  # CROSS_VALIDATION or TEST_SET
     method: str,
@@ -113,10 +109,10 @@ def evaluation_record(
         by=groups.by,
         groups_with_leak=len(np.unique(groups.code[truth])),
         groups_without_leak=len(np.unique(groups.code[~truth])),
-        auc=_finite(model.figures["auc"]),
-        auc_low=_finite(interval.low) if interval.known else None,
-        auc_high=_finite(interval.high) if interval.known else None,
-        balanced_accuracy=_finite(model.figures["balanced_accuracy"]),
+        auc=plain(model.figures["auc"]),
+        auc_low=plain(interval.low) if interval.known else None,
+        auc_high=plain(interval.high) if interval.known else None,
+        balanced_accuracy=plain(model.figures["balanced_accuracy"]),
         beats=verdict.beats,
         verdict=str(verdict),
         cautions=tuple(cautions),
