@@ -53,13 +53,6 @@ def conform_recording(
     np.ndarray, str
 ]:  # [n] int16 or float32 at the model's rate, and the status; raises RecordingError (wrong_rate, too_short, ...)
     "Convert a recording to the sample rate and channel of the model."
-    if length not in LENGTHS:
-        raise UsageError(
-            "the value of length is unknown",
-            code="usage",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
     rules = spec.rules
     n = resampled_length(len(recording.samples), recording.sample_rate, rules.sample_rate)
     if n < spec.long_window:

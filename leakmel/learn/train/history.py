@@ -15,7 +15,6 @@ __all__ = [
     "epochs_from",
     "write_history",
     "learning_curves",
-    "choice_figure",
     "save_figures",
     "TrainingDisplay",
 ]
@@ -230,35 +229,6 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
     end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
     return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
-
-
-# %% ../../../nbs/learn/train/history.ipynb #choi0001
-def choice_figure(
-    choice: Mapping[str, Any],  # of summary.json: kind, tried, reason, folds, recordings, by
-) -> "go.Figure":
-    "Draw the AUC of each kind of detector in cross-validation."
-    import plotly.graph_objects as go
-
-    tried = choice["tried"]
-    names = [t["kind"] for t in tried]
-    colours = [F1_COLOR if name == choice["kind"] else LOSS_COLOR for name in names]
-    points = go.Scatter(
-        x=_f32([t["auc"] for t in tried]),
-        y=names,
-        error_x=dict(type="data", array=_f32([t["error"] for t in tried]), color="rgba(128,128,128,0.8)"),
-        mode="markers",
-        marker=dict(size=11, color=colours),
-        hovertemplate="%{y}: AUC %{x:.3f}<extra></extra>",
-    )
-    own = next(t for t in tried if t["kind"] == choice["kind"])
-    folds = f"{choice['folds']} folds" if choice["folds"] > 1 else "a fifth held out"
-    note = f"{choice['reason']} {choice['recordings']:,} recordings, {folds} by {choice['by']}; bars: one standard error"
-    title = f"{choice['kind']}: AUC {own['auc']:.3f} on recordings that were not trained on"
-    axes: dict[str, Any] = {
-        "xaxis": dict(title=dict(text="AUC of recordings")),
-        "yaxis": dict(autorange="reversed"),
-    }
-    return _figure([points], title, note, height=170 + 40 * len(tried), **axes)
 
 
 # %% ../../../nbs/learn/train/history.ipynb #d8daa30e
