@@ -506,7 +506,6 @@ def test_gradient_norms_are_recorded(sets: Path, tmp_path: Path, monkeypatch: py
         real(self, figures)
 
     monkeypatch.setattr(training_state.EpochSums, "add", noting)
-    monkeypatch.setattr(training_state, "_MAX_SEPARATE_NORMS", 2)
     (epoch,) = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
     counted = [n for n in norms if math.isfinite(n)]
     n = len(counted)
@@ -713,12 +712,11 @@ def test_use_of_the_machine_is_that_of_each_epoch(
 
 def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
-    assert main(["train", str(sets), "--out", str(out), *WORDS, "--figures"]) == 0
+    assert main(["train", str(sets), "--out", str(out), *WORDS]) == 0
     said = capsys.readouterr()
     assert "F1" in said.out
     assert max(map(len, said.out.splitlines())) <= 100
     assert_same(out, right)
-    assert (out / "figures" / "learning_curves.html").is_file()
     assert main(["train", str(sets), "--out", str(out), *WORDS, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["ok"] is True

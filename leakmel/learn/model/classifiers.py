@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import UsageError
 from .net import LeakNet, NetSettings
 from .spectral import SpectralClassifier, SpectralSettings
 
@@ -39,14 +38,6 @@ class BlendSettings:
     slopes: tuple[float, ...]  # of each member
     offsets: tuple[float, ...]
 
-    def __post_init__(self):
-        if not len(self.slopes) == len(self.offsets) > 0 or self.leak < 0:
-            raise UsageError(
-                "a blend needs a slope and an offset for each member",
-                code="invalid-net",
-                found=f"{len(self.slopes)} slopes, {len(self.offsets)} offsets",
-            )
-
 
 class BlendClassifier(nn.Module):
     "Mean of calibrated classifiers."
@@ -59,13 +50,6 @@ class BlendClassifier(nn.Module):
         members: Sequence["LeakNet | SpectralClassifier"],  # as many as there are slopes
     ):
         super().__init__()
-        if len(members) != len(settings.slopes):
-            raise UsageError(
-                "the number of members differs from the number of calibrations",
-                code="invalid-net",
-                found=f"{len(members)} members",
-                expected=f"{len(settings.slopes)}",
-            )
         self.settings = settings
         self.members = nn.ModuleList(members)
 

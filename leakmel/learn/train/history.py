@@ -15,20 +15,18 @@ __all__ = [
     "epochs_from",
     "write_history",
     "learning_curves",
-    "save_figures",
     "TrainingDisplay",
 ]
 
 # %% ../../../nbs/learn/train/history.ipynb #4dac8c2a
-import math, os, time
-from collections.abc import Mapping, Sequence
+import math, time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...core.errors import DataError
 from ...core.progress import Progress, announce, front_end
-from ...dataset.file.writer import output_error
 from ...insight.plots import _f32, _figure
 from ..model.files import write_whole
 
@@ -229,22 +227,6 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
     end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
     return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
-
-
-# %% ../../../nbs/learn/train/history.ipynb #d8daa30e
-def save_figures(
-    folder: str | os.PathLike,
-    figures: Mapping[str, "go.Figure"],  # by file name without ".html"
-) -> list[Path]:  # raises OutputError
-    "Write each figure as a page."
-    paths = [Path(folder) / f"{name}.html" for name in figures]
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, figure in zip(paths, figures.values()):
-            figure.write_html(path, include_plotlyjs="directory")
-    except OSError as e:
-        raise output_error(e, e.filename or folder) from e
-    return paths
 
 
 # %% ../../../nbs/learn/train/history.ipynb #dc006e43
