@@ -182,10 +182,6 @@ def add_train(p: argparse.ArgumentParser) -> Options:
         **_DEVICE,
         **_CROSS_VALIDATION,
         "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
-        "--figures": dict(
-            action="store_true",
-            help="also save plots of loss, metrics and times (figures/*.html)",
-        ),
         "--report": dict(
             action="store_true",
             help="also write results and figures as one HTML file (report.html)",
@@ -233,12 +229,6 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
     else:
         found = lm.cross_validate(sets, group=group, **given)
     pages: dict[str, Any] = {}
-    if args.figures:
-        from leakmel.learn.train.history import save_figures
-
-        pages["figures"] = [
-            show_path(p) for p in save_figures(user_path(args.out) / "figures", found.plots())
-        ]
     if args.report and isinstance(found, lm.CrossValidation):
         from leakmel.learn.reports import cross_validation_report
 
@@ -248,7 +238,7 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
-    if args.report or args.figures:
+    if args.report:
         import plotly  # noqa: F401  # a missing package is an error now, not after the training
     if args.cross_validate or args.learning_curve:
         return _run_cross_validation(args)
@@ -259,16 +249,12 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                 code="invalid-arguments",
                 remedy="add one of them, or leave the option out",
             )
-    from leakmel.learn.train.history import learning_curves, save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     plan = plan_training(given, progress=progress_mode(args))
     result = execute_training(plan, progress=progress_mode(args))
-    if args.figures:
-        curves = learning_curves(result.epochs, result.best_epoch)
-        save_figures(plan.out / "figures", {"learning_curves": curves})
     evaluation = execute_evaluation(plan, result, progress=progress_mode(args))
     lines = [repr(result), *(["", evaluation.report(line_width())] if evaluation is not None else [])]
     report: dict[str, str] = {}
@@ -473,7 +459,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
 
 def _record(model: str, found: Any, testing: Sequence[Path]) -> str:  # a sentence
     "Record the evaluation in the model file; a file that cannot be written does not spoil the evaluation."
-    from leakmel.learn.evaluate.record import record_evaluation
+    from leakmel.learn.evaluate.evaluation import record_evaluation
 
     name = ", ".join(show_path(path.name) for path in testing)
     try:

@@ -142,10 +142,12 @@ EARLIER_SETTINGS = (
         "data_root is a folder of recordings, data a folder of data sets",
     ),
     EarlierSetting("data", ("output_dir", "out_dir"), ("out",), ""),
-    EarlierSetting("training", ("num_workers",), ("num_workers",), ""),
-    EarlierSetting("training", ("prefetch_factor",), ("prefetch_factor",), ""),
-    EarlierSetting("training", ("persistent_workers",), ("persistent_workers",), ""),
-    EarlierSetting("training", ("pin_memory",), ("pin_memory",), ""),
+    EarlierSetting(
+        "training",
+        ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+        (),
+        "rows are in memory, or a thread reads ahead; there are no worker processes",
+    ),
     EarlierSetting("training", ("batch_size",), ("batch_size",), ""),
     EarlierSetting(
         "training",

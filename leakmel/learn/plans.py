@@ -14,6 +14,7 @@ __all__ = [
     "find_model",
     "training_kinds",
     "settings_from",
+    "DetectorPlan",
     "TrainingPlan",
     "plan_training",
     "execute_training",
@@ -28,12 +29,12 @@ __all__ = [
 
 # %% ../../nbs/learn/plans.ipynb #8c216be1
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..audio.manifest import Manifest, scan
+from ..audio.manifest import scan
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_path, write_summary
@@ -41,19 +42,17 @@ from ..dataset.file.schema import data_set_name
 from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
 from .data.segments import Segments, close_opened, open_sources
-from .data.splits import DEFAULT_SHARES, Split, group_split, without_validation
+from .data.splits import DEFAULT_SHARES, group_split, without_validation
 from .data.task import make_task
 from .evaluate.cross_validation import CrossValidation, cross_validate
-from .evaluate.evaluation import evaluate
-from .evaluate.record import record_evaluation
+from .evaluate.evaluation import evaluate, record_evaluation
 from .evaluate.report import Evaluation
-from .model.detector import Detector, load_detector
+from .model.detector import load_detector
 from .model.devices import pick_device
 from .model.locate import model_file
 from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
-from .predict.predict import predict, rule_of
-from .predict.predict import Predictions, Rule
+from .predict.predict import Predictions, predict, rule_of
 from .model.files import list_checkpoints
 from .train.loop import TrainResult, train
 
@@ -224,42 +223,26 @@ def settings_from(
 
 # %% ../../nbs/learn/plans.ipynb #ca05bec1
 @dataclass(frozen=True, repr=False)
-class TrainingPlan(RowTable):
-    "Plan of a training, shown before it begins."
+class DetectorPlan(RowTable):
+    "Plan of a run, shown before it begins."
 
-    sets: DataSets
-    split: Split | None  # by groups; None: as the data sets are
-    settings: TrainSettings
-    checkpoints: CheckpointSettings
-    out: Path
-    device: str
-    given: dict[str, Any]  # other arguments of `train`
-    evaluation: bool  # evaluate on the testing recordings, where there are any
-    folds: dict[str, Any] | None  # options of `cross_validate`; None: no cross-validation
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        "Settings that are not the defaults."
-        values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+    inputs: Mapping[str, str]  # names and texts of the rows
+    out: Path  # folder of the results
+    given: Mapping[str, Any]  # arguments of the function
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a word and what it stands for."
-        yield "data", self.sets.note
-        for name, path in self.sets.files.items():
-            yield name, show_path(path)
-        if self.split is not None:
-            yield "split", f"{self.split!r}. {self.split.method}"
-        yield "leak", f"{self.given['leak_label']} ({self.given['kind']})"
-        yield "settings", ", ".join(f"{n} {v}" for n, v in self.changes.items()) or "defaults"
-        if self.folds is not None:
-            group, n, seeds = (self.folds[name] for name in ("group", "n_folds", "seeds"))
-            yield "cross-validation", f"of all recordings by {group}, folds {n}, seeds {seeds}"
-        yield "device", pick_device(self.device)
-        to = show_path(self.out)
-        if left := list_checkpoints(self.out / "checkpoints"):
-            to += f" (has a checkpoint of step {left[-1].step:,}; resume={self.given['resume']!r})"
-        yield "to", to
+        "Pairs of a name and a text."
+        yield from self.inputs.items()
+        yield "to", show_path(self.out)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingPlan(DetectorPlan):
+    "Plan of a training, with an evaluation and a cross-validation where they are wanted."
+
+    files: Mapping[str, Path]  # data sets by part
+    evaluation: bool  # evaluate on the testing recordings, where there are any
+    folds: Mapping[str, Any] | None  # options of `cross_validate`; None: no cross-validation
 
 
 # %% ../../nbs/learn/plans.ipynb #3c7ebfe0
@@ -275,32 +258,29 @@ def plan_training(
     no_validation = p["validation"] == "none"
     named = None if no_validation else p["validation"]
     sets = find_data_sets(p["data"], named, p["testing"], progress=progress)
+    files = dict(sets.files)
     if no_validation and p["group"] is None:
-        sets = replace(sets, files={part: path for part, path in sets.files.items() if part != "validation"})
-    given = {
+        files.pop("validation", None)
+    labels = {
         "leak_label": p["leak_label"],
         "kind": p["kind"],
         "leave_out": tuple(word.strip() for word in p["leave_out"].split(",") if word.strip()),
-        "allow_leaky_split": p["allow_leaky_split"],
-        "legacy": p["legacy"],
-        "resume": p["resume"],
     }
     split = None
-    files = [path for part, path in sets.files.items() if part != "testing" or p["evaluation"]]
+    checked = [path for part, path in files.items() if part != "testing" or p["evaluation"]]
     # by label names: recordings for testing may have been built alone
-    by_name = p["evaluation"] and p["group"] is None and "testing" in sets.files
+    by_name = p["evaluation"] and p["group"] is None and "testing" in files
     # errors are raised now, not after the training
-    opened = open_sources(files, legacy=p["legacy"], same_labels=not by_name)
+    opened = open_sources(checked, legacy=p["legacy"], same_labels=not by_name)
     try:
-        some = {name: given[name] for name in ("kind", "leave_out")}
-        task = make_task(opened[0].class_names, given["leak_label"], **some)
+        task = make_task(opened[0].class_names, **labels)
         if by_name:
             Segments(opened[-1:], level="recording", task=task, preload_to_ram=False)
     finally:
-        close_opened(opened, files)
+        close_opened(opened, checked)
     if p["group"] is not None:
         split = group_split(
-            list(sets.files.values()),
+            list(files.values()),
             p["group"],
             shares=without_validation(DEFAULT_SHARES) if no_validation else None,
             seed=settings.seed,
@@ -313,7 +293,37 @@ def plan_training(
     folds = None
     if p["cross_validate"]:
         folds = {"group": p["group"] or "sensor", "n_folds": p["n_folds"], "seeds": p["seeds"]}
-    return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"], folds)
+    given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
+    if split is not None:
+        given = {"training": list(files.values()), "split": split}
+    given |= {"settings": settings, "checkpoints": checkpoints, **labels}
+    given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "resume")}
+    inputs = _training_inputs(sets.note, files, given, folds, out)
+    return TrainingPlan(inputs, out, given, files, p["evaluation"], folds)
+
+
+def _training_inputs(
+    note: str,  # origin of the data sets
+    files: Mapping[str, Path],
+    given: Mapping[str, Any],  # arguments of `train`
+    folds: Mapping[str, Any] | None,
+    out: Path,
+) -> dict[str, str]:
+    "Return the rows of a plan."
+    rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
+    if (split := given.get("split")) is not None:
+        rows["split"] = f"{split!r}. {split.method}"
+    rows["leak"] = f"{given['leak_label']} ({given['kind']})"
+    settings = given["settings"]
+    changes = [f"{f.name} {v}" for f in fields(settings) if (v := getattr(settings, f.name)) != f.default]
+    rows["settings"] = ", ".join(changes) or "defaults"
+    if folds is not None:
+        group, n, seeds = (folds[name] for name in ("group", "n_folds", "seeds"))
+        rows["cross-validation"] = f"of all recordings by {group}, folds {n}, seeds {seeds}"
+    rows["device"] = pick_device(given["device"])
+    if left := list_checkpoints(out / "checkpoints"):
+        rows["resume"] = f"{given['resume']}; the folder has a checkpoint of step {left[-1].step:,}"
+    return rows
 
 
 # %% ../../nbs/learn/plans.ipynb #2b7985ae
@@ -323,18 +333,7 @@ def execute_training(
     progress: str = "auto",
 ) -> TrainResult:
     "Run a planned training."
-    files = plan.sets.files
-    sources: tuple = (files["training"], files.get("validation"))
-    return train(
-        *(sources if plan.split is None else (list(files.values()),)),
-        split=plan.split,
-        out=plan.out,
-        settings=plan.settings,
-        device=plan.device,
-        checkpoints=plan.checkpoints,
-        progress=progress,
-        **plan.given,
-    )
+    return train(out=plan.out, progress=progress, **plan.given)
 
 
 def execute_cross_validation(
@@ -345,12 +344,11 @@ def execute_cross_validation(
     "Evaluate by cross-validation over the recordings of all data sets; files go to the folder cross-validation."
     if plan.folds is None:
         return None
-    given = {name: plan.given[name] for name in ("leak_label", "kind", "leave_out", "legacy")}
+    same = ("settings", "device", "leak_label", "kind", "leave_out", "legacy")
+    given = {name: plan.given[name] for name in same}
     return cross_validate(
-        list(plan.sets.files.values()),
+        list(plan.files.values()),
         out=plan.out / "cross-validation",
-        settings=plan.settings,
-        device=plan.device,
         progress=progress,
         **plan.folds,
         **given,
@@ -364,21 +362,17 @@ def execute_evaluation(
     progress: str = "auto",
 ) -> Evaluation | None:  # None: no test set, or no evaluation requested
     "Evaluate the detector on the test set, and add the figures to summary.json."
-    files = plan.sets.files
-    if not plan.evaluation or "testing" not in (files if plan.split is None else plan.split.parts):
+    files, split = plan.files, plan.given.get("split")
+    if not plan.evaluation or "testing" not in (files if split is None else split.parts):
         return None
-    parts: dict[str, Any] = {part: files.get(part) for part in ("training", "validation")}
-    found = evaluate(
-        result.detector,
-        files["testing"] if plan.split is None else list(files.values()),
-        split=plan.split,
-        **(parts if plan.split is None else {}),
-        device=pick_device(plan.device),
-        allow_leaky_split=plan.given["allow_leaky_split"],
-        legacy=plan.given["legacy"],
-        progress=progress,
-    )
-    name = "testing" if plan.split is not None else files["testing"].name
+    parts: dict[str, Any] = {"split": split}
+    data: Any = list(files.values())
+    name = "testing"
+    if split is None:
+        parts = {part: files.get(part) for part in ("training", "validation")}
+        data, name = files["testing"], files["testing"].name
+    same = {option: plan.given[option] for option in ("allow_leaky_split", "legacy", "device")}
+    found = evaluate(result.detector, data, **parts, **same, progress=progress)
     record_evaluation(result.model_path, found, name)
     write_summary(plan.out, run_summary(result, found))
     return found
@@ -435,30 +429,10 @@ def prediction_kinds() -> Kinds:
 
 
 @dataclass(frozen=True, repr=False)
-class PredictionPlan(RowTable):
-    "Plan of a prediction, shown before it begins."
+class PredictionPlan(DetectorPlan):
+    "Plan of a prediction."
 
-    folder: Path
-    data_note: str  # origin of the folder
-    model: Path
-    model_note: str
-    detector: Detector
-    rule: Rule
-    manifest: Manifest | None  # of a table that names the recordings
-    device: str
-    out: Path  # the run's folder
-    given: dict[str, Any]  # the parameters that `predict` takes as they are
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a word and what it stands for."
-        yield "data", f"{show_path(self.folder)}: {self.data_note}"
-        yield "model", f"{show_path(self.model)}: {self.model_note}"
-        yield "task", repr(self.detector.task)
-        yield "spec", repr(self.detector.spec)
-        yield "rule", str(self.rule)
-        yield "scored", f"{self.given['length']} recordings"
-        yield "device", self.device
-        yield "to", show_path(self.out)
+    model: Path  # file of the detector
 
 
 # %% ../../nbs/learn/plans.ipynb #8364df99
@@ -496,18 +470,20 @@ def plan_prediction(
     if p["table"] is not None:
         manifest = scan(folder, table=p["table"], columns=p.get("columns"))
         data_note += f"; only the recordings listed in {show_path(p['table'])}"
-    return PredictionPlan(
-        folder=folder,
-        data_note=data_note,
-        model=model,
-        model_note=model_note,
-        detector=detector,
-        rule=rule_of(detector, p["vote"], p["threshold"], p["frac"], p["false_alarms"]),
-        manifest=manifest,
-        device=pick_device(p["device"], registered=True),
-        out=run_folder(p["out"], "predict"),
-        given={name: p[name] for name in _PREDICT_OPTIONS},
-    )
+    device = pick_device(p["device"], registered=True)
+    rule = rule_of(detector, p["vote"], p["threshold"], p["frac"], p["false_alarms"])
+    inputs = {
+        "data": f"{show_path(folder)}: {data_note}",
+        "model": f"{show_path(model)}: {model_note}",
+        "task": repr(detector.task),
+        "spec": repr(detector.spec),
+        "rule": str(rule),
+        "scored": f"{p['length']} recordings",
+        "device": device,
+    }
+    given: dict[str, Any] = {"folder": folder, "model": detector, "manifest": manifest, "device": device}
+    given |= {name: p[name] for name in _PREDICT_OPTIONS}
+    return PredictionPlan(inputs, run_folder(p["out"], "predict"), given, model)
 
 
 # %% ../../nbs/learn/plans.ipynb #3c290c3a
@@ -517,22 +493,14 @@ def execute_prediction(
     progress: str = "auto",
 ) -> Predictions:  # raises DataError if no recording could be scored; the tables are written anyway
     "Run a planned prediction; writes predictions.csv, predictions.rejected.csv and summary.json."
-    done = predict(
-        plan.folder,
-        plan.detector,
-        out=plan.out / "predictions.csv",
-        manifest=plan.manifest,
-        device=plan.device,
-        progress=progress,
-        **plan.given,
-    )
+    done = predict(out=plan.out / "predictions.csv", progress=progress, **plan.given)
     done = replace(done, model=show_path(plan.model))
     if not len(done):
         first = done.rejections[0]
         raise DataError(
             "all recordings were rejected",
             code="all-rejected",
-            path=plan.folder,
+            path=plan.given["folder"],
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
             remedy=f"see {show_path(plan.out / 'predictions.rejected.csv')}",
         )

@@ -7,7 +7,6 @@ __all__ = [
     "EVALUATION_DEFAULTS",
     "SEARCH_DEFAULTS",
     "RETRAINING_DEFAULTS",
-    "DetectorPlan",
     "path_list",
     "evaluation_kinds",
     "plan_evaluation",
@@ -22,15 +21,14 @@ __all__ = [
 ]
 
 # %% ../../nbs/learn/run_plans.ipynb #08249cb3
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import leakmel as lm
 from ..core.errors import UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
-from ..core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
+from ..core.run_plan import run_folder, runs_folder, user_path, write_summary
 from .evaluate.report import Evaluation
 from .metrics.metrics import FIGURES
 from .metrics.significance import figure_title
@@ -41,6 +39,7 @@ from .model.settings import CheckpointSettings, TrainSettings
 from leakmel.learn.plans import (
     PARTS,
     TRAINING_DEFAULTS,
+    DetectorPlan,
     find_data_set,
     find_data_sets,
     find_model,
@@ -57,20 +56,6 @@ if TYPE_CHECKING:
 
 
 # %% ../../nbs/learn/run_plans.ipynb #4929806e
-@dataclass(frozen=True, repr=False)
-class DetectorPlan(RowTable):
-    "Plan of an evaluation, a search or a retraining, shown before it begins."
-
-    inputs: Mapping[str, str]  # names and texts of the rows
-    out: Path  # folder of the results
-    given: Mapping[str, Any]  # arguments of the function
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
-        yield from self.inputs.items()
-        yield "to", show_path(self.out)
-
-
 def path_list(
     text: str | None,  # paths separated by commas, as the user typed them
 ) -> list[Path]:
@@ -173,17 +158,12 @@ def plan_search(
     out = run_folder(p["out"], "search")
     of_training |= {"testing": None, "evaluation": False, "out": str(out)}
     training = plan_training(of_training, progress=progress)
-    files = training.sets.files
-    given = training.given | {"settings": training.settings, "checkpoints": training.checkpoints}
-    if training.split is None:
-        given |= {"training": files["training"], "validation": files.get("validation")}
-    else:
-        given |= {"training": list(files.values()), "split": training.split}
+    given = {**training.given}
     given |= {name: p[name] for name in ("space", "trials", "hours", "again", "prune_after", "prune_epochs")}
-    inputs = {name: text for name, text in training.rows() if name not in ("to", "testing")}
+    inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
     limit = "" if p["hours"] is None else f", at most {p['hours']} hours in this call"
     inputs["trials"] = f"{p['trials']}{limit}"
-    return DetectorPlan(inputs, out, given | {"device": p["device"]})
+    return DetectorPlan(inputs, out, given)
 
 
 def run_search_plan(

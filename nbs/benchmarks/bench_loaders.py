@@ -2,14 +2,16 @@
 
 import os, time, warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from leakmel.core.errors import UsageError
-from leakmel.learn.data.loaders import Loader, open_loader
+from leakmel.learn.data.loaders import open_loader
 from leakmel.learn.data.segments import Segments
 from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel
 
@@ -23,7 +25,7 @@ class LoaderTrial:
     "One way to load."
 
     name: str
-    settings: tuple[tuple[str, Any], ...]  # of `open_loader`
+    settings: tuple[tuple[str, Any], ...]  # of `open_loader`; kind "workers": of a DataLoader of torch
 
 
 def usual_trials() -> list[LoaderTrial]:
@@ -33,7 +35,13 @@ def usual_trials() -> list[LoaderTrial]:
     def workers(w: int, p: int, how: str) -> LoaderTrial:
         return LoaderTrial(
             f"{w} x {p}, {how}",
-            (("kind", "workers"), ("num_workers", w), ("prefetch_factor", p), ("start_method", how)),
+            (
+                ("kind", "workers"),
+                ("num_workers", w),
+                ("prefetch_factor", p),
+                ("multiprocessing_context", how),
+                ("persistent_workers", True),
+            ),
         )
 
     return [
@@ -43,7 +51,15 @@ def usual_trials() -> list[LoaderTrial]:
     ]
 
 
-def _timed(loader: Loader, epochs: int) -> tuple[float, float, float, float]:
+def _opened(ds: Segments, batch_size: int, device: str, settings: Mapping[str, Any]) -> Any:
+    "Open a loader of leakmel, or a DataLoader of torch; a context manager."
+    if settings["kind"] != "workers":
+        return open_loader(ds, batch_size, device=device, progress="none", **settings)
+    options = {name: value for name, value in settings.items() if name != "kind"}
+    return nullcontext(DataLoader(ds, batch_size=batch_size, shuffle=True, **options))
+
+
+def _timed(loader: Any, epochs: int) -> tuple[float, float, float, float]:
     "Seconds to the first batch and to the end of the first epoch; milliseconds a batch in the epochs after it, mean and longest."
     begin = time.perf_counter()
     marks = [time.perf_counter() for _ in range(epochs + 1) for _ in loader]
@@ -73,9 +89,7 @@ def time_loaders(
                 warnings.filterwarnings(
                     "ignore", "This DataLoader will create", UserWarning
                 )  # more workers than cores: that is the question
-                with open_loader(
-                    ds, batch_size, device=device, progress="none", **dict(t.settings)
-                ) as loader:
+                with _opened(ds, batch_size, device, dict(t.settings)) as loader:
                     found[t.name].append(_timed(loader, epochs))
     rows = []
     for name, results in found.items():

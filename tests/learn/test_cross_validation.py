@@ -279,9 +279,8 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert (len(body["folds"]), len(body["seeds"])) == (4, 2)
     assert main([*words, "--group", "path", "--quiet"]) == 0
     assert "verdict" in capsys.readouterr().out
-    assert main([*words, "--report", "--figures", "--json"]) == 0
+    assert main([*words, "--report", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert [Path(p).stem for p in body["figures"]] == ["roc", "reliability"]
     page = Path(body["report"]).read_text()
     assert page.count('class="plotly-figure"') == 2
     assert main([*words[:-5], "--seeds", "2", "--detector", "spectral", "--json"]) == 2

@@ -245,11 +245,10 @@ def test_items_differ_and_the_batch_stays_as_it_was():
         {"channels": (8, True)},
         {"channels": 8},
         {"dropout": 1.0},
-        {"num_workers": -1},
-        {"start_method": "thread"},
+        {"buffer_blocks": 0},
+        {"loader": "workers"},
         {"loss": "focal", "label_smoothing": 0.1},
         {"use_compile": "yes"},
-        {"pin_memory": "auto"},
     ],
 )
 def test_invalid_settings_are_refused(wrong):
@@ -259,7 +258,7 @@ def test_invalid_settings_are_refused(wrong):
 
 def test_settings_are_plain_and_come_back():
     mine, file = (
-        TrainSettings(channels=(8, 16), class_weights=None, channels_last=False, pin_memory=True),
+        TrainSettings(channels=(8, 16), class_weights=None, channels_last=False, preload_to_ram=True),
         BytesIO(),
     )
     torch.save(asdict(mine), file)

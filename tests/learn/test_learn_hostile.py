@@ -86,23 +86,6 @@ def test_valid_detector_is_loaded(honest, tmp_path):
     assert load_detector(changed(honest, tmp_path / "model.pt", lambda head, weights: None)).spec == SPEC
 
 
-def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
-    "All nets read matrices now; one for vectors would take other items."
-    old = changed(
-        honest,
-        tmp_path / "model.pt",
-        lambda head, weights: head["classifier"]["settings"].update(form="matrix"),
-    )
-    assert load_detector(old).classifier.settings == load_detector(honest).classifier.settings
-    path = changed(
-        honest,
-        tmp_path / "model.pt",
-        lambda head, weights: head["classifier"]["settings"].update(form="vector"),
-    )
-    with raises("removed-setting", DataError, path=path, found="form='vector'"):
-        load_detector(path)
-
-
 def test_integer_share_is_accepted_as_float(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)

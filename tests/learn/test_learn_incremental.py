@@ -246,9 +246,7 @@ def test_selected_items_can_be_loaded_and_resumed(towns, kind):
                 wanted[len(wanted)] = x, int(of[row])
 
         def loader() -> Any:
-            return open_loader(
-                picked, 50, kind=kind, seed=5, num_workers=0, block_rows=30 if kind == "stream" else None
-            )
+            return open_loader(picked, 50, kind=kind, seed=5, block_rows=30 if kind == "stream" else None)
 
         with loader() as one:
             batches = list(one)

@@ -513,7 +513,7 @@ def test_finished_trial_without_record_is_not_trained_again(
         ),
         ({"space": {"batch_size": [0.5, 8]}}, "invalid-range", "batch_size"),
         ({"space": {"seed": [0, 9]}}, "setting-not-searched", "seed"),
-        ({"space": {"num_workers": [0, 4]}}, "setting-not-searched", "num_workers"),
+        ({"space": {"profile_every": [1, 4]}}, "setting-not-searched", "profile_every"),
         ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, None, "focal"),
         ({"space": {}}, "nothing-to-search", "{}"),
         ({"space": {"channels": [[4, 8]]}}, "invalid-range", "channels"),

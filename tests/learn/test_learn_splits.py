@@ -29,8 +29,6 @@ from leakmel.learn.data.splits import (
     SplitWarning,
     existing_split,
     group_split,
-    leave_one_group_out,
-    split_figure,
 )
 from leakmel.learn.data.task import make_task
 
@@ -166,7 +164,7 @@ def test_a_label_on_one_side(tmp_path):
         split = existing_split(made)
     assert not split.leaky
     assert [p.kind for p in split.problems] == ["empty_label"]
-    assert split_figure(split).layout.title.text == "LEAK: the label has no recording in testing"
+    assert "LEAK: the label has no recording in testing" in split.report()
 
 
 def test_earlier_systems_files(tmp_path):
@@ -181,8 +179,6 @@ def test_earlier_systems_files(tmp_path):
     assert not split.leaky
     assert split.unchecked == ("sensor", "recording")
     assert "The sensor was not checked" in split.report()
-    note = split_figure(split).layout.title.subtitle.text
-    assert note == "Not checked, because unknown for some recordings: sensor, recording"
     with pytest.warns(LeakySplitWarning, match="1 recording with the same samples"):
         assert existing_split({"training": tmp_path / "a", "testing": tmp_path / "c"}, legacy=True).leaky
     with pytest.raises(
@@ -219,7 +215,6 @@ def test_a_label_that_something_else_gives_away(tmp_path, what):
         split = group_split(path, "path", shares=HALVES)
     assert any(said in str(w.message) for w in seen)
     assert {p.kind for p in split.problems} == {"label_tied"}
-    assert ("sample rate" if what == "rate" else "level") in split_figure(split).layout.title.text
 
 
 def test_names_that_are_no_text(tmp_path):
@@ -230,7 +225,6 @@ def test_names_that_are_no_text(tmp_path):
     assert [s.kind for s in split.shared] == ["sensor", "recording"]
     assert split.report().isascii()
     split._repr_html_().encode()
-    split_figure(split).to_json().encode()
 
 
 def test_bad_existing_splits(tmp_path):
@@ -357,7 +351,7 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     with raises(
         "label-in-one-part",
         DataError,
-        says=f"--validation none (no validation part; in Python shares={half})",
+        says=f"--validation none (5 groups; in Python shares={half})",
     ):
         group_split(few, "path", shares=three)
     assert len(group_split(few, "path", shares=half).parts) == 2
@@ -607,26 +601,12 @@ def test_the_error_proposes_what_works(tmp_path):
     with raises("label-in-one-part", DataError, found="LEAK is in 2 of 6 groups by sensor") as caught:
         group_split(path)
     remedy = caught.value.remedy
-    assert (
-        "--validation none (no validation part; in Python shares={'training': 0.8235, 'testing': 0.1765})"
-        in remedy
-    )
-    assert (
-        "--group session (3 groups; in Python group='session'; results are marked as leaky: 6 sensors"
-        in remedy
-    )
-    assert (
-        "leave_one_group_out in Python (6 of 6 groups can be left out with all labels in the others)"
-        in remedy
-    )
+    assert "--validation none (6 groups; in Python shares={'training': 0.8235, 'testing': 0.1765})" in remedy
+    assert "--group session (3 groups; leaky; in Python group='session')" in remedy
+    assert "--cross-validate (lm.cross_validate), where each group is held out once" in remedy
     assert not group_split(path, shares={"training": 0.8235, "testing": 0.1765}).leaky
     with pytest.warns(LeakySplitWarning, match="6 sensors"):
         assert len(group_split(path, group="session").parts) == 3
-    folds = leave_one_group_out(path)
-    assert [len(fold.parts["testing"]) for fold in folds] == [3] * 6
-    assert not any(fold.leaky for fold in folds)
-    for fold in folds:
-        assert set(fold.labels[fold.parts["training"]].tolist()) == {0, 1}
 
 
 @pytest.mark.filterwarnings("default::leakmel.learn.data.splits.LeakySplitWarning")
@@ -653,6 +633,9 @@ def test_the_remedies_of_the_command_line_work(tmp_path, capsys):
     for k, option in enumerate(options):
         by = [] if "--group" in option else ["--group", "sensor"]
         assert main([*words, "--out", str(tmp_path / str(k)), *by, *option.split(), "--no-evaluation"]) == 0
+    assert "--cross-validate (" in said
+    validated = ["train", str(path), "--detector", "spectral", "--cross-validate", "--group", "sensor"]
+    assert main([*validated, "--out", str(tmp_path / "validated")]) == 0
 
 
 def test_a_label_to_leave_out_is_proposed(tmp_path):
@@ -666,24 +649,9 @@ def test_a_label_to_leave_out_is_proposed(tmp_path):
     with raises("label-in-one-part", DataError, says="--leave-out POP,HUM"):
         group_split(path, task=make_task(names, leave_out=["POP"]))
     assert len(group_split(path, task=make_task(names, leave_out=["HUM", "POP"])).parts) == 3
-    folds = leave_one_group_out(path, task=make_task(names, leave_out=["POP"]))
-    assert [sum(map(len, fold.parts.values())) for fold in folds] == [
-        7,
-        7,
-    ]  # neither POP nor the sensor with HUM
     with raises("label-in-one-part", DataError) as caught:  # a detector without leaks is none
         group_split(path, task=make_task(names, "HUM", leave_out=["POP"]))
     assert "--leave-out" not in caught.value.remedy
-
-
-def test_no_group_can_be_left_out(tmp_path):
-    files = {logger("LEAK", "H0", k): k for k in range(2)} | {
-        logger("NO", f"H{k}", 9): 50 + k for k in (1, 2)
-    }
-    path = make_set(tmp_path / "x.h5", files)
-    assert len(leave_one_group_out(path)) == 2
-    with raises("label-in-one-part", DataError, found="2 groups by label"):
-        leave_one_group_out(path, "label")
 
 
 # ---- shown -----------------------------------------------------------------------------------------------------------
@@ -699,17 +667,13 @@ def test_shared_values():
     assert str(many) == "9 sensors in more than one of a, b (18 recordings): 0, 1, 2 ..."
 
 
-def test_shown_as_text_table_and_figure(plain):
+def test_shown_as_text_and_table(plain):
     split = group_split(plain, shares=HALVES)
     assert repr(split) == "Split(training 12, testing 12)"
     assert "training" in split._repr_html_()
-    fig = split_figure(split)
-    assert "LEAK is 50 % of every split" in fig.layout.title.text
-    assert fig.layout.title.subtitle.text == "No sensor, recording name or content is in two parts"
-    assert [str(y) for y in fig.data[0].y] == ["training, 3 groups", "testing, 3 groups"]
+    assert "No sensor, recording or content is in more than one part." in split.report()
     twice = existing_split({"training": plain, "testing": plain}, allow_leaky_split=True)
     assert [s.kind for s in twice.shared] == list(KINDS)
-    assert split_figure(twice).layout.title.text == "Leaky: 6 sensors in more than one part"
 
 
 def test_sites_of_a_table_are_compared_between_data_sets(tmp_path: Path) -> None:

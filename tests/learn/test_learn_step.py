@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leakmel.core.errors import DataError, MachineError, UsageError
+from leakmel.core.errors import MachineError
 from leakmel.learn.data.segments import Batch
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.net import (
@@ -102,9 +102,6 @@ def test_balanced_weights_make_classes_count_the_same():
     shares = [w * n for w, n in zip(weights, COUNTS)]
     assert max(shares) - min(shares) < 1e-9
     assert math.isclose(sum(shares), sum(COUNTS))
-    for wrong in ([0, 0, 0], [3, -1, 2]):
-        with pytest.raises(UsageError, match="item counts"):
-            balanced_weights(wrong)
 
 
 def test_leak_weights_set_the_leak_against_all_the_rest():
@@ -599,11 +596,6 @@ OTHERS: dict[str, Any] = {
     "preload_to_ram": False,
     "device_fraction": 0.25,
     "buffer_blocks": 8,
-    "num_workers": 2,
-    "prefetch_factor": 2,
-    "persistent_workers": False,
-    "pin_memory": False,
-    "start_method": "fork",
     "detector": "spectral",
     "keep_level": True,
     "epochs": 3,
@@ -653,10 +645,8 @@ def test_only_what_never_changes_a_weight_may_differ(name):
 def test_settings_of_earlier_versions_are_no_difference():
     data: Any = SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
     now = training_identity(data, TrainSettings())
-    then = now | {"settings": now["settings"] | {"compile_mode": "max-autotune", "form": "matrix"}}
+    then = now | {"settings": now["settings"] | {"num_workers": 4, "start_method": "spawn"}}
     assert differences(then, now) == []
-    with raises("removed-setting", DataError, found="form='vector'"):
-        differences(now | {"settings": now["settings"] | {"form": "vector"}}, now)
 
 
 # Timing

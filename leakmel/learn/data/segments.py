@@ -53,13 +53,6 @@ def conform_recording(
     np.ndarray, str
 ]:  # [n] int16 or float32 at the model's rate, and the status; raises RecordingError (wrong_rate, too_short, ...)
     "Convert a recording to the sample rate and channel of the model."
-    if length not in LENGTHS:
-        raise UsageError(
-            "the value of length is unknown",
-            code="usage",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
     rules = spec.rules
     n = resampled_length(len(recording.samples), recording.sample_rate, rules.sample_rate)
     if n < spec.long_window:
@@ -113,17 +106,10 @@ def segments_per_row(
     spec: MelSpec,  # of the rows
 ) -> np.ndarray:  # [B] int64, 0 to L; 0: shorter than one long window
     "Count the long segments of each row that lie wholly in its recording."
-    rates, rate = np.unique(sample_rate, return_inverse=True)
-    pairs, of = np.unique(np.minimum(n_samples, _LONGEST) * len(rates) + rate, return_inverse=True)
-    lengths = [
-        resampled_length(pair // len(rates), int(rates[pair % len(rates)]), spec.sample_rate)
-        for pair in pairs.tolist()
-    ]
+    pairs, of = np.unique(np.stack([n_samples, sample_rate], 1), axis=0, return_inverse=True)
+    lengths = [resampled_length(n, rate, spec.sample_rate) for n, rate in pairs.tolist()]
     counts = [segment_count(min(n, spec.n_samples), spec) if n >= spec.long_window else 0 for n in lengths]
     return np.array(counts, np.int64)[of]
-
-
-_LONGEST = 1 << 40  # samples; a larger length in a file counts as this one
 
 
 # %% ../../../nbs/learn/data/segments.ipynb #137e4ace

@@ -12,8 +12,6 @@ __all__ = [
     "existing_split",
     "group_split",
     "without_validation",
-    "leave_one_group_out",
-    "split_figure",
 ]
 
 # %% ../../../nbs/learn/data/splits.ipynb #03530b3a
@@ -34,7 +32,6 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
 from ...dataset.file.schema import FILE_COLUMNS
-from ...insight.plots import classes_by_split
 from .segments import DataSource, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
     MAX_EXHAUSTIVE,
@@ -50,7 +47,6 @@ from .task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/data/splits.ipynb #d1d34b25
 _PIECE = 512  # rows
@@ -168,6 +164,27 @@ class Split:
         if not self.leaky:
             return ""
         return f"{LEAKY_SPLIT} {'; '.join(map(str, self.shared))}"
+
+    def require(
+        self,
+        n: int,  # rows of the data sets
+        part: str,
+    ) -> None:  # raises UsageError
+        "Check that the split was made of data sets with so many rows, and has a part."
+        if len(self.labels) != n:
+            raise UsageError(
+                "the split was made from other data sets",
+                code="other-split",
+                found=f"{len(self.labels):,} rows",
+                expected=f"{n:,}",
+            )
+        if part not in self.parts:
+            raise UsageError(
+                "the split has no part of this name",
+                code="no-such-part",
+                found=repr(part),
+                expected=", ".join(self.parts),
+            )
 
     def table(self) -> "pd.DataFrame":
         "Count the recordings of each label, and the groups, in each part."
@@ -316,17 +333,18 @@ def group_split(
     if lacking:
         n = len(np.unique(units))
         held = {k: len(np.unique(units[labels[inside] == k])) for k in lacking}
-        counts = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
+        found = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
-        asked = _Division(table, labels, class_names, inside, group, shares, seed, missing)
+        ways = list(_proposals(table, labels, inside, group, shares, seed, missing))
+        counts = _label_counts(groups[inside], labels[inside])
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
-            found=", ".join(counts),
+            found=", ".join(found),
             expected=f"each label in all {len(shares)} parts ({how})",
-            remedy=_remedy(asked, groups[inside], lacking, task, allow_leaky_split),
+            remedy=_remedy(ways, counts, lacking, task, len(shares), allow_leaky_split),
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
@@ -389,91 +407,69 @@ def without_validation(
     return found | {last: round(1 - sum(found.values()), 4)}
 
 
-@dataclass(frozen=True, eq=False)
-class _Division:
-    "A division that was asked for."
-
-    table: "pd.DataFrame"  # of `recordings_table`
-    labels: np.ndarray  # [n] int
-    class_names: tuple[str, ...]
-    inside: np.ndarray  # rows to divide
-    group: Group
-    shares: Mapping[str, float]
-    seed: int
-    missing: str
-
-    def columns(self) -> Iterator[tuple[str, np.ndarray]]:
-        "Yield other columns that group the recordings, and their values."
-        table = with_date(self.table)
-        known = {*FILE_COLUMNS, *GROUP_KINDS, "label", "content"}
-        extra = sorted({str(name) for name in table} - known)
-        for name in ("sensor", *GROUP_KINDS, "folder", *extra):
-            if name not in table or isinstance(self.group, str) and name == self.group:
-                continue
+def _other_columns(table: "pd.DataFrame", group: Group, missing: str) -> Iterator[tuple[str, np.ndarray]]:
+    "Yield other columns that group the recordings, and their values."
+    table = with_date(table)
+    known = {*FILE_COLUMNS, *GROUP_KINDS, "label", "content"}
+    extra = sorted({str(name) for name in table} - known)
+    for name in ("sensor", *GROUP_KINDS, "folder", *extra):
+        if name in table and not (isinstance(group, str) and name == group):
             values = group_values(table, name, missing="one")
-            n_groups = len(np.unique(values))
-            is_known = self.missing != "refuse" or not (values == "").any()
-            if is_known and 1 < n_groups <= len(values) // 2:
+            is_known = missing != "refuse" or not (values == "").any()
+            if is_known and 1 < len(np.unique(values)) <= len(values) // 2:
                 yield name, values
 
-    def try_group(self, values: np.ndarray) -> tuple[str, int, list[Shared]] | None:
-        "Return the option for fewer parts, the number of groups and what is shared; None: there is no division."
-        groups = _joined_groups(self.table, values, self.inside)
-        fewer = without_validation(self.shares)
-        options = {"": self.shares}
-        if 1 < len(fewer) < len(self.shares) and min(fewer.values()) > 0:
-            options["--validation none"] = fewer
-        for option, shares in options.items():
-            part, lacking = _divide(groups[self.inside], self.labels[self.inside], shares, self.seed)
-            if not lacking:
-                part_of = np.full(len(self.table), -1)
-                part_of[self.inside] = part
-                shared = find_shared(self.table, part_of, list(shares), groups)
-                return option, len(np.unique(groups[self.inside])), shared
-        return None
 
-
-def _proposals(asked: _Division) -> Iterator[str]:
-    "Yield divisions that were tried and have all labels in all parts, those without leakage first."
-    in_python = {"": "", "--validation none": f", shares={without_validation(asked.shares)}"}
-    same = asked.try_group(group_values(asked.table, asked.group, missing=asked.missing))
-    if same is not None:
-        yield f"{same[0]} (no validation part; in Python {in_python[same[0]][2:]})"
-    tried = [(name, asked.try_group(values)) for name, values in asked.columns()]
-    works = [(name, *result) for name, result in tried if result is not None]
-    for name, option, n_groups, shared in sorted(works, key=lambda w: (len(w[3]) > 0, w[1]))[:3]:
-        words = " ".join(filter(None, [f"--group {shlex.quote(name)}", option]))
-        leaky = f"; results are marked as leaky: {shared[0]}" if shared else ""
-        yield f"{words} ({n_groups:,} groups; in Python group={name!r}{in_python[option]}{leaky})"
+def _proposals(
+    table: "pd.DataFrame",  # of `recordings_table`
+    labels: np.ndarray,  # [n] int
+    inside: np.ndarray,  # rows to divide
+    group: Group,  # that was asked for
+    shares: Mapping[str, float],
+    seed: int,
+    missing: str,
+) -> Iterator[str]:
+    "Yield divisions that have all labels in all parts: without validation, or by another column."
+    fewer = without_validation(shares)
+    options = {"": shares} | ({"--validation none": fewer} if 1 < len(fewer) < len(shares) else {})
+    asked = group_values(table, group, missing=missing)
+    for name, values in (("", asked), *_other_columns(table, group, missing)):
+        groups = _joined_groups(table, values, inside)
+        for option, parts in options.items():
+            part, lacking = _divide(groups[inside], labels[inside], parts, seed)
+            if lacking:
+                continue
+            part_of = np.full(len(table), -1)
+            part_of[inside] = part
+            leaky = "; leaky" if name and find_shared(table, part_of, list(parts), groups) else ""
+            words = [f"--group {shlex.quote(name)}"] if name else []
+            python = [f"group={name!r}"] if name else []
+            if option:
+                words.append(option)
+                python.append(f"shares={fewer}")
+            n = f"{len(np.unique(groups[inside])):,} groups"
+            yield f"{' '.join(words)} ({n}{leaky}; in Python {', '.join(python)})"
+            break
 
 
 def _remedy(
-    asked: _Division,
-    units: np.ndarray,  # [m] int, groups of the rows to divide
-    lacking: Sequence[int],  # labels that a part would lack
+    proposals: Sequence[str],
+    counts: np.ndarray,  # [G, K] recordings of each label in each group
+    lacking: Sequence[int],  # labels without which the others can be divided
     task: Task | None,
+    n_parts: int,
     is_allowed: bool,  # whether allow_leaky_split was given
 ) -> str:
-    "Return what to do where a part would lack a label: only what was tried and works."
-    labels = asked.labels[asked.inside]
-    ways = list(_proposals(asked))
-    counts = _label_counts(units, labels)
-    n_left_out = int(_can_be_left_out(counts).sum())
-    if n_left_out > 1:
-        how = f"{n_left_out:,} of {len(counts):,} groups can be left out with all labels in the others"
-        ways.append(f"leave_one_group_out in Python ({how})")
-    kept = ~np.isin(labels, lacking)
-    works = (
-        len(np.unique(labels[kept])) > 1
-        and not _divide(units[kept], labels[kept], asked.shares, asked.seed)[1]
-    )
-    if works and task is not None and task.leak_in_data not in lacking:
-        out = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
-        out += [asked.class_names[k] for k in lacking]
-        ways.append(f"--leave-out {shlex.quote(','.join(out))}")
-    apart = np.isin(units, units[~kept])
-    single = _divided_groups(units, apart, asked.table["content"].to_numpy(object)[asked.inside])
-    if not is_allowed and not _divide(single, labels, asked.shares, asked.seed)[1]:
+    "Return what to do where a part would lack a label."
+    ways = list(proposals)
+    if len(counts) <= 10 and _can_be_left_out(counts).all():
+        ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
+    if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
+        rare = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
+        rare += [task.class_names[k] for k in lacking]
+        ways.append(f"--leave-out {shlex.quote(','.join(rare))}")
+    totals = counts.sum(0)
+    if not is_allowed and totals[totals > 0].min() >= n_parts:
         ways.append("--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky")
     return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
 
@@ -484,64 +480,3 @@ def _can_be_left_out(
     "Find groups without which all labels still have recordings."
     present = counts[:, counts.sum(0) > 0]
     return ((present.sum(0) - present) > 0).all(1)
-
-
-def leave_one_group_out(
-    sources: DataSource | Sequence[DataSource],  # data sets; rows of several are counted through
-    group: Group = "sensor",  # as in `group_values`
-    *,
-    task: Task | None = None,  # whose left-out labels are in no part
-    missing: str = "refuse",  # "one": recordings without a group are one group
-    legacy: bool = False,  # files of the earlier system
-    progress: str = "auto",  # as for `recordings_table`
-) -> list[
-    Split
-]:  # a part "training", and one group as "testing"; raises DataError where there is no such split
-    "Return a split for each group without which all labels still have recordings."
-    table, labels, class_names = _labelled_table(sources, legacy, progress)
-    values = group_values(table, group, missing=missing)
-    is_used = task.classes(labels) != LEFT_OUT if task else np.ones(len(table), bool)
-    groups = _joined_groups(table, values, np.flatnonzero(is_used))
-    numbers = np.unique(groups[is_used])
-    left_out = numbers[_can_be_left_out(_label_counts(groups[is_used], labels[is_used]))]
-    if not len(left_out):
-        raise DataError(
-            "no group can be left out: the others would lack a label",
-            code="label-in-one-part",
-            found=f"{len(numbers):,} groups by {group_name(group)}",
-            remedy="use smaller groups",
-        )
-    splits = []
-    for k in left_out:
-        is_in = is_used & (groups == k)
-        parts = {"training": np.flatnonzero(is_used & ~is_in), "testing": np.flatnonzero(is_in)}
-        names = ", ".join(show_path(v) or "(none)" for v in np.unique(values[is_in])[:3].tolist())
-        method = f"One group by {group_name(group)} left out: {names}."
-        with warnings.catch_warnings():  # a group of one label is what is left out
-            warnings.simplefilter("ignore", SplitWarning)
-            splits.append(_check_split(table, labels, class_names, parts, method, False, groups))
-    return splits
-
-
-# %% ../../../nbs/learn/data/splits.ipynb #49459550
-def split_figure(
-    split: Split,
-) -> "go.Figure":
-    "Draw the parts of a split, with the worst finding as the title."
-    names: list[str] = []
-    for name, rows in split.parts.items():
-        if split.groups is not None:
-            name = f"{name}, {len(np.unique(split.groups[rows])):,} groups"
-        names += [name] * len(rows)
-    rows = np.concatenate(list(split.parts.values()))
-    fig = classes_by_split(names, [split.class_names[k] for k in split.labels[rows].tolist()])
-    title, note = fig.layout.title.text, "No sensor, recording name or content is in two parts"
-    if split.unchecked:
-        note = f"Not checked, because unknown for some recordings: {', '.join(split.unchecked)}"
-    if split.problems:
-        title = f"{show_path(split.problems[0].path)[:30]}: {split.problems[0].message}"
-    if split.leaky:
-        worst = max(split.shared, key=lambda s: s.n_recordings)
-        title = f"Leaky: {worst.n_values:,} {worst.kind}{'s' * (worst.n_values != 1)} in more than one part"
-        note = LEAKY_SPLIT
-    return fig.update_layout(title=dict(text=title, subtitle=dict(text=note)))

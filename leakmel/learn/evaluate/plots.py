@@ -16,6 +16,8 @@ __all__ = [
     "group_figure",
     "Misclassified",
     "worst_errors",
+    "ScoredSpectrogram",
+    "spectrogram_figure",
     "errors_figure",
 ]
 
@@ -38,7 +40,8 @@ from leakmel.insight.plots import (
     _f32,
     _figure,
     _plain,
-    _smallest,
+    _subplots,
+    _whole_db,
     frame_starts_s,
 )
 from ..data.leakage import LEAKY_SPLIT
@@ -347,35 +350,36 @@ def worst_errors(
 
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da115
-_MAX_COLUMNS = 400
+_MAX_COLUMNS = 800  # of a spectrogram; where frames are more, the maximum of several is drawn
 
 
-def errors_figure(
-    worst: Sequence[Misclassified],
+@dataclass(frozen=True, eq=False)
+class ScoredSpectrogram:
+    "Log-mel spectrogram of a recording or of a part of it, and the scores of its long segments."
+
+    title: str  # escaped for plotly
+    mels: np.ndarray  # [L, S, M, T] dB
+    scores: np.ndarray  # [L]
+    first: int = 0  # number of the first long segment in its recording
+    colour: str = LEAK_COLOR  # of the scores
+
+
+def spectrogram_figure(
+    shown: Sequence[ScoredSpectrogram],  # at least one
     spec: MelSpec | None,  # None: bands and segments by number
     *,
-    stamped: bool = False,
+    threshold: float,
+    title: str,
+    note: str,
+    n_cols: int = 1,
 ) -> "go.Figure":
-    "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
-    from plotly.subplots import make_subplots
-
-    if not worst:
-        return _figure([], "No recording was misclassified", leaky_note(stamped, ""), height=120)
-    n_long, n_short, n_mels, n_frames = worst[0].mels.shape
-    bands = np.arange(n_mels) if spec is None else spec.mel_hz
-    rate = 1 if spec is None else spec.sample_rate
-    hop = 1 / (n_short * n_frames) if spec is None else spec.hop_length / rate
-    starts = np.arange(n_long) * (1 if spec is None else spec.long_hop / rate)  # [L] s
-    inner = np.arange(n_short) * (1 / n_short if spec is None else spec.short_hop / rate)
-    times, index = frame_starts_s(starts, inner, n_frames, hop)
-    first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))  # of each column; its maximum is drawn
-    frames = [w.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32) for w in worst]
-    pictures = np.stack([np.fmax.reduceat(f, first, axis=1) for f in frames])
-    low, high = _colour_range(pictures, 80.0)
-    n_cols = min(2, len(worst))
-    n_rows = -(-len(worst) // n_cols)
-    titles = [[_error_title(w) for w in worst[k : k + n_cols]] for k in range(0, len(worst), n_cols)]
-    fig = make_subplots(
+    "Draw spectrograms with one colour scale, each with the scores of its segments below."
+    pictures = [_picture(s, spec) for s in shown]
+    low, high = _colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    n_cols = min(n_cols, len(shown))
+    n_rows = -(-len(shown) // n_cols)
+    titles = [[s.title for s in shown[k : k + n_cols]] for k in range(0, len(shown), n_cols)]
+    fig = _subplots(
         rows=2 * n_rows,
         cols=n_cols,
         row_heights=[0.74, 0.26] * n_rows,
@@ -383,64 +387,93 @@ def errors_figure(
         vertical_spacing=0.16 / n_rows,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.layout.template = {}
     fig.update_annotations(font=dict(size=11, color=_TEXT))
-    fig.update_xaxes(range=[0, float(times[-1]) or 1], showticklabels=False)
-    for k, (w, picture) in enumerate(zip(worst, pictures)):
+    for k, (s, (starts, times, picture)) in enumerate(zip(shown, pictures)):
         row, col = divmod(k, n_cols)
-        heat, scores = _error_traces(w, picture, times[first], bands, starts, low)
-        fig.add_trace(heat, row=2 * row + 1, col=col + 1)
-        fig.add_trace(scores, row=2 * row + 2, col=col + 1)
-        line = dict(color=_TEXT, width=1, dash="dash")
-        fig.add_hline(y=w.threshold, line=line, row=2 * row + 2, col=col + 1)
-        fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], row=2 * row + 2, col=col + 1)
-        if k + n_cols >= len(worst):
-            title = dict(text="time (s)")
-            fig.update_xaxes(showticklabels=True, title=title, row=2 * row + 2, col=col + 1)
+        upper, lower = dict(row=2 * row + 1, col=col + 1), dict(row=2 * row + 2, col=col + 1)
+        bands = np.arange(len(picture)) if spec is None else spec.mel_hz
+        heat, scores = _traces(s, starts, times, bands, _whole_db(picture, low, high))
+        fig.add_trace(heat, **upper)
+        fig.add_trace(scores, **lower)
+        fig.add_hline(y=threshold, line=dict(color=_TEXT, width=1, dash="dash"), **lower)
+        reach = [float(starts[0]), float(starts[-1])]
+        fig.update_xaxes(range=reach, showticklabels=False, **upper)
+        fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
+        fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], **lower)
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    n_missed = sum(w.is_leak for w in worst)
-    errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
-    note = "Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold"
-    fig = _dress(fig, f"The worst errors: {errors}", leaky_note(stamped, note), 110 + 248 * n_rows)
+    fig = _dress(fig, title, note, 110 + 258 * n_rows)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 30))
 
 
-def _error_traces(
-    w: Misclassified,
-    picture: np.ndarray,
-    times: np.ndarray,
-    bands: np.ndarray,
-    starts: np.ndarray,
-    low: float,
+def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Return [L + 1] the edges of the long segments, [C] times of columns, and [M, C] their levels."
+    n_long, n_short, n_mels, n_frames = s.mels.shape
+    long_s, short_s, frame_s = 1.0, 1 / n_short, 1 / (n_short * n_frames)
+    if spec is not None:
+        long_s, short_s, frame_s = (
+            n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)
+        )
+    edges = (s.first + np.arange(n_long + 1)) * long_s
+    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * short_s, n_frames, frame_s)
+    first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))
+    frames = s.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32)
+    return edges, times[first], np.fmax.reduceat(frames, first, axis=1)
+
+
+def _traces(
+    s: ScoredSpectrogram, edges: np.ndarray, times: np.ndarray, bands: np.ndarray, levels: np.ndarray
 ) -> "tuple[go.Heatmap, go.Scatter]":
-    "Create the traces of the log-mel spectrogram and of the segment scores."
+    "Create the traces of the spectrogram and of the segment scores."
     import plotly.graph_objects as go
 
-    there = ~np.isnan(picture).all(0)
-    shown = np.maximum(np.nan_to_num(picture[:, there], nan=low, neginf=low), low)
     heat = go.Heatmap(
-        z=_smallest(np.round(shown).astype(np.int16)),
-        x=_f32(times[there]),
+        z=levels,
+        x=_f32(times),
         y=_f32(bands),
         coloraxis="coloraxis",
-        name=_plain(w.path),
-        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>",
+        name=s.title,
+        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     )
-    n = int(np.isfinite(w.segment_scores).sum())
-    edges = np.append(starts[:n], starts[n] if n < len(starts) else times[-1])
-    levels = np.append(w.segment_scores[:n], w.segment_scores[n - 1])
     step = -(-len(edges) // MAX_POINTS)
     scores = go.Scatter(
         x=_f32(edges[::step]),
-        y=_f32(levels[::step]),
+        y=_f32(np.append(s.scores, s.scores[-1])[::step]),
         mode="lines",
-        line=dict(shape="hv", width=1.4, color=LEAK_COLOR if w.is_leak else OTHER_COLOR),
-        name=_plain(w.path),
+        line=dict(shape="hv", width=1.4, color=s.colour),
+        name=s.title,
         showlegend=False,
-        hovertemplate="%{y:.2f} from %{x:.2f} s<extra>%{fullData.name}</extra>",
+        hovertemplate="%{y:.2f} from %{x:.2f} s<extra></extra>",
     )
     return heat, scores
+
+
+# %% ../../../nbs/learn/evaluate/plots.ipynb #f23da116
+def errors_figure(
+    worst: Sequence[Misclassified],
+    spec: MelSpec | None,  # None: bands and segments by number
+    *,
+    stamped: bool = False,
+) -> "go.Figure":
+    "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
+    if not worst:
+        return _figure([], "No recording was misclassified", leaky_note(stamped, ""), height=120)
+    shown = []
+    for w in worst:
+        n = int(np.isfinite(w.segment_scores).sum())
+        colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
+        shown.append(ScoredSpectrogram(_error_title(w), w.mels[:n], w.segment_scores[:n], colour=colour))
+    n_missed = sum(w.is_leak for w in worst)
+    errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
+    note = "Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold"
+    return spectrogram_figure(
+        shown,
+        spec,
+        threshold=worst[0].threshold,
+        title=f"The worst errors: {errors}",
+        note=leaky_note(stamped, note),
+        n_cols=2,
+    )
 
 
 def _error_title(w: Misclassified) -> str:

@@ -16,7 +16,6 @@ __all__ = [
 
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000003
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -179,12 +178,6 @@ class AlarmThreshold:
                 f"; too few for this budget: one of {self.n_normal:,} is {100 / self.n_normal:.1f} per 100"
             )
         return text
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        "Return plain values; None where not known."
-        plain = {n: v for n, v in vars(self).items()} | {"text": str(self)}
-        return {n: None if isinstance(v, float) and np.isnan(v) else v for n, v in plain.items()}
 
 
 def alarm_threshold(

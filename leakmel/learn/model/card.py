@@ -35,10 +35,9 @@ import numpy as np
 import torch
 
 from ...core.errors import show_path
-from ...core.parameters import check_types, field_kinds
 from ..metrics.bootstrap import Groups
 from ..metrics.decisions import HeldOutScores, alarm_threshold, fit_calibration
-from ..metrics.significance import ScoredModel, Verdict
+from ..metrics.significance import ScoredModel, Verdict, plain
 from .files import require_kind, write_whole
 
 if TYPE_CHECKING:
@@ -89,10 +88,6 @@ class EvaluationRecord:
         return f"{where} ({of}, {self.method}): {auc}, {result}{leaky}"
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def evaluation_record(
     kind: str,  # CROSS_VALIDATION or TEST_SET
     method: str,
@@ -114,10 +109,10 @@ def evaluation_record(
         by=groups.by,
         groups_with_leak=len(np.unique(groups.code[truth])),
         groups_without_leak=len(np.unique(groups.code[~truth])),
-        auc=_finite(model.figures["auc"]),
-        auc_low=_finite(interval.low) if interval.known else None,
-        auc_high=_finite(interval.high) if interval.known else None,
-        balanced_accuracy=_finite(model.figures["balanced_accuracy"]),
+        auc=plain(model.figures["auc"]),
+        auc_low=plain(interval.low) if interval.known else None,
+        auc_high=plain(interval.high) if interval.known else None,
+        balanced_accuracy=plain(model.figures["balanced_accuracy"]),
         beats=verdict.beats,
         verdict=str(verdict),
         cautions=tuple(cautions),
@@ -126,12 +121,10 @@ def evaluation_record(
     )
 
 
-def record_from_plain(values: Mapping[str, Any]) -> EvaluationRecord:  # raises TypeError, UsageError
+def record_from_plain(values: Mapping[str, Any]) -> EvaluationRecord:  # raises TypeError, LookupError
     "Make the record that a model file stores; its texts can be shown in a terminal."
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
     found: dict[str, Any] = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()} | texts
-    kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
-    check_types({n: found.get(n) for n in kinds}, kinds)
     return EvaluationRecord(**found)
 
 
@@ -148,13 +141,6 @@ def held_out_from_plain(
     if values is None:
         return None
     score, truth, group = (values[n].numpy() for n in ("score", "truth", "group"))
-    kinds = (score.dtype, truth.dtype, group.dtype)
-    if kinds != (np.float64, np.bool_, np.int64) or not score.shape == truth.shape == group.shape == (
-        len(score),
-    ):
-        raise ValueError("held-out scores of another type or shape")
-    if not ((score >= 0) & (score <= 1)).all():
-        raise ValueError("held-out scores that are not probabilities")
     return HeldOutScores(score, truth, group, show_path(str(values["by"])), show_path(str(values["method"])))
 
 

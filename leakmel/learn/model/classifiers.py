@@ -6,17 +6,14 @@
 __all__ = ["Classifier", "platt", "BlendSettings", "BlendClassifier", "to_plain", "from_plain"]
 
 # %% ../../../nbs/learn/model/classifiers.ipynb #cl000003
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import UsageError
 from .net import LeakNet, NetSettings
-from .settings import current_names
 from .spectral import SpectralClassifier, SpectralSettings
 
 # %% ../../../nbs/learn/model/classifiers.ipynb #cl000005
@@ -41,14 +38,6 @@ class BlendSettings:
     slopes: tuple[float, ...]  # of each member
     offsets: tuple[float, ...]
 
-    def __post_init__(self):
-        if not len(self.slopes) == len(self.offsets) > 0 or self.leak < 0:
-            raise UsageError(
-                "a blend needs a slope and an offset for each member",
-                code="invalid-net",
-                found=f"{len(self.slopes)} slopes, {len(self.offsets)} offsets",
-            )
-
 
 class BlendClassifier(nn.Module):
     "Mean of calibrated classifiers."
@@ -61,13 +50,6 @@ class BlendClassifier(nn.Module):
         members: Sequence["LeakNet | SpectralClassifier"],  # as many as there are slopes
     ):
         super().__init__()
-        if len(members) != len(settings.slopes):
-            raise UsageError(
-                "the number of members differs from the number of calibrations",
-                code="invalid-net",
-                found=f"{len(members)} members",
-                expected=f"{len(settings.slopes)}",
-            )
         self.settings = settings
         self.members = nn.ModuleList(members)
 
@@ -111,15 +93,10 @@ def to_plain(
     return head, weights
 
 
-def _unfitted(head: Mapping[str, Any], n_bytes: int, path: str | os.PathLike | None) -> Classifier:
+def _unfitted(head: Mapping[str, Any], n_bytes: int) -> Classifier:
     "Make a classifier of stored settings, without its tensors; raises ValueError, TypeError, LookupError."
     kind, values = head["kind"], dict(head["settings"])
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    settings = {"cnn": NetSettings, "spectral": SpectralSettings, "blend": BlendSettings}[kind]
-    if kind == "cnn":
-        values = current_names(values, path)
-    if set(values) != (known := {f.name for f in fields(settings)}):
-        raise ValueError(f"not the fields of {settings.__name__}: {sorted(set(values) ^ known)}")
     if kind == "cnn":
         return LeakNet(NetSettings(**values))
     if kind == "spectral":
@@ -127,20 +104,17 @@ def _unfitted(head: Mapping[str, Any], n_bytes: int, path: str | os.PathLike | N
         if sizes.n_bytes > n_bytes:  # before memory is taken for what a file only claims to hold
             raise ValueError(f"{n_bytes:,} bytes of tensors, not {sizes.n_bytes:,}")
         return SpectralClassifier(sizes)
-    members = [_unfitted(member, n_bytes, path) for member in head["members"]]
-    if any(isinstance(m, BlendClassifier) for m in members):
-        raise ValueError("a blend of blends")
+    members = [_unfitted(member, n_bytes) for member in head["members"]]
     return BlendClassifier(BlendSettings(**values), members)  # type: ignore[arg-type]
 
 
 def from_plain(
     head: Mapping[str, Any],  # of `to_plain`
     weights: Mapping[str, Tensor],
-    path: str | os.PathLike | None = None,  # of the file, for messages
-) -> Classifier:  # raises DataError for settings of an earlier version; ValueError, TypeError, LookupError, RuntimeError for values of another kind
+) -> Classifier:  # raises ValueError, TypeError, LookupError, RuntimeError for values of another kind
     "Make the classifier that a model file stores."
     n_bytes = sum(w.untyped_storage().nbytes() for w in weights.values())
-    classifier = _unfitted(head, n_bytes, path)
+    classifier = _unfitted(head, n_bytes)
     classifier.load_state_dict(weights)
     for part in classifier.modules():
         if isinstance(part, SpectralClassifier):

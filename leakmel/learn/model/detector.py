@@ -54,7 +54,6 @@ from .provenance import Provenance, from_plain, to_plain
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
-_EARLIER_FORMAT = "leakmel detector 1"  # of networks only
 _MAX_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
 _PLAIN_FIELDS = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
 _DETECTOR_HEADER = re.compile(
@@ -256,7 +255,7 @@ def load_detector(
 ) -> Detector:  # raises DataError if the file is not a detector, is damaged or would run code
     "Read a detector; never runs code."
     values = load_plain(path)
-    if values.get("format") not in (FORMAT, _EARLIER_FORMAT):
+    if values.get("format") != FORMAT:
         found = show_path(str(values.get("format")))[:60]
         of_training = (
             "this is a checkpoint; use the training's model.pt, or checkpoints/best.pt before it is finished"
@@ -272,11 +271,8 @@ def load_detector(
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
             head = json.loads(values["detector"])
-            about = (
-                head["classifier"] if values["format"] == FORMAT else {"kind": "cnn", "settings": head["net"]}
-            )
             return Detector(
-                classifier=classifiers.from_plain(about, values["weights"], path).to(device),
+                classifier=classifiers.from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=from_plain(values.get("seen")),

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, LeakmelError, OutputError, show_path
+from ...core.errors import DataError, LeakmelError, OutputError
 from ...dataset.file.writer import output_error, replacing, sync_folder, delayed_signals
 from .devices import memory_guard
 
@@ -177,9 +177,6 @@ class Checkpoint:
     written_ns: int  # of two with the same step the later one is newer
     path: Path
     digest: str  # of its bytes, xxh3-128
-
-    def __repr__(self) -> str:
-        return f"Checkpoint(step {self.step:,}: {show_path(self.path)})"
 
 
 def list_checkpoints(

@@ -86,9 +86,6 @@ class Lineage:
         "Return the same with a new champion."
         return Lineage((*self.champions, champion), self.testing)
 
-    def __repr__(self) -> str:
-        return f"Lineage(round {' -> '.join(str(c.round) for c in self.champions)})"
-
 
 # %% ../../../nbs/learn/model/locate.ipynb #f2dcf426
 def write_lineage(

@@ -43,15 +43,8 @@ from .settings import AugmentSettings, TrainSettings
 # %% ../../../nbs/learn/model/net.ipynb #f36eee85
 def segment_images(
     items: Tensor,  # [n, S, M, T] dB, float16 or float32
-) -> Tensor:  # [n, M, S*T] float32; raises UsageError for another number of dimensions
+) -> Tensor:  # [n, M, S*T] float32
     "Return the image of each item: bands from bottom to top, time from left to right."
-    if items.ndim != 4:
-        raise UsageError(
-            "the items have the wrong number of dimensions",
-            code="wrong-shape",
-            found=f"shape {tuple(items.shape)}",
-            expected="[n, S, M, T]",
-        )
     return items.transpose(1, 2).flatten(2).float()
 
 
@@ -70,17 +63,6 @@ class NetSettings:
     dropout: float = 0.3  # share of features that a training step leaves out, 0 to below 1
 
     def __post_init__(self):
-        sizes = {"n_mels": (self.n_mels,), "width": (self.width,), "n_classes": (self.n_classes,)}
-        for name, values in (sizes | {"channels": self.channels or (0,)}).items():
-            least = 2 if name == "n_classes" else 1
-            if any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-                raise UsageError(
-                    f"{name} must be a whole number of at least {least}",
-                    code="invalid-net",
-                    found=repr(values),
-                )
-        if not 0 <= self.dropout < 1:
-            raise UsageError("dropout must be at least 0 and below 1", code="usage", found=self.dropout)
         pairs = zip((1, *self.channels), self.channels, self.kernels())
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
@@ -175,9 +157,6 @@ class LeakNet(nn.Module):
     def n_parameters(self) -> int:
         "Number of learned parameters."
         return sum(p.numel() for p in self.parameters())
-
-    def extra_repr(self) -> str:
-        return f"{self.n_parameters:,} parameters"
 
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
@@ -317,12 +296,8 @@ def augment(
 # %% ../../../nbs/learn/model/net.ipynb #26ebe28c
 def balanced_weights(
     counts: Sequence[int],  # [K] training items of each class
-) -> list[float]:  # [K]; raises UsageError where nothing is counted
+) -> list[float]:  # [K]
     "Return weights that make classes count the same: n / (classes that occur * n of the class)."
-    if any(n < 0 for n in counts) or not sum(counts):
-        raise UsageError(
-            "the item counts must be at least 0, and one of them above 0", code="usage", found=list(counts)
-        )
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 

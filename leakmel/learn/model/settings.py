@@ -13,17 +13,15 @@ __all__ = [
     "LoaderSettings",
     "TrainSettings",
     "with_length",
-    "current_names",
     "settings_from",
 ]
 
 # %% ../../../nbs/learn/model/settings.ipynb #0ef5a820
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from ...core.errors import DataError, UsageError
+from ...core.errors import UsageError
 from ...core.parameters import check_types, field_choices, field_kinds
 
 
@@ -107,25 +105,16 @@ class AugmentSettings(_CheckedSettings):
 class LoaderSettings(_CheckedSettings):
     "Settings of the loader: how items get to the device."
 
-    # items all on the device, streamed in blocks, or from worker processes; auto: device if they fit
-    loader: Literal["auto", "device", "stream", "workers"] = "auto"
+    # items all on the device, or streamed in blocks; auto: device if they fit
+    loader: Literal["auto", "device", "stream"] = "auto"
     # keep all rows in memory; auto: if they take at most half of the free memory
     preload_to_ram: bool | Literal["auto"] = "auto"
     device_fraction: float = 0.5  # largest share of the device's free memory that the items may take, 0 to 1
     buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
-    num_workers: int = 4  # loader workers: number of processes; 0: none
-    prefetch_factor: int = 4  # loader workers: number of batches that each process reads ahead
-    persistent_workers: bool = True  # loader workers: keep the processes between epochs
-    # loader workers: use page-locked memory; None: only if the device is a GPU
-    pin_memory: bool | None = None
-    # loader workers: start method of the processes
-    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
 
     RANGES = {
         "device_fraction": (1e-6, 1),
         "buffer_blocks": (1, 1 << 20),
-        "num_workers": (0, 512),
-        "prefetch_factor": (1, 1024),
     }
 
     def loader_options(self) -> dict[str, Any]:
@@ -248,28 +237,17 @@ def with_length(
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #cede3bbf
-def current_names(
-    values: Mapping[str, Any],  # settings of a training or of a net, as a model or a checkpoint has them
-    path: str | os.PathLike | None = None,  # of its file
-) -> dict[str, Any]:  # raises DataError for a net that reads short segments
-    "Return stored settings without the names that earlier versions had."
-    if (form := values.get("form", "matrix")) != "matrix":
-        raise DataError(
-            "this version supports networks for long segments only",
-            code="removed-setting",
-            path=path,
-            found=f"form={form!r}",
-            remedy="train the detector again",
-        )
-    return {name: value for name, value in values.items() if name not in ("form", "compile_mode")}
+_REMOVED = frozenset(
+    {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "start_method"}
+)  # of worker processes; stored in model files
 
 
 def settings_from(
-    values: Mapping[str, Any],  # plain values, for example of a checkpoint or of JSON
-) -> TrainSettings:  # raises UsageError for names that do not exist, DataError as `current_names` does
+    values: Mapping[str, Any],  # plain values, for example of a model file or of JSON
+) -> TrainSettings:  # raises UsageError for names that do not exist
     "Make settings from plain values."
-    values = current_names(values)
     names = [f.name for f in fields(TrainSettings)]
+    values = {name: value for name, value in values.items() if name not in _REMOVED}
     if unknown := sorted(set(values) - set(names)):
         raise UsageError(
             "the setting is unknown",
@@ -285,11 +263,6 @@ SPEED_ONLY = frozenset(
     {
         "preload_to_ram",
         "device_fraction",
-        "num_workers",
-        "prefetch_factor",
-        "persistent_workers",
-        "pin_memory",
-        "start_method",
         "profile_every",
     }
 )  # settings that never change a bit of a weight: a training may go on with others

@@ -25,16 +25,13 @@ from leakmel.insight.plots import (
     _TEXT,
     MAX_POINTS,
     SILENT_DB,
-    _colour_range,
-    _dress,
     _f32,
     _figure,
     _plain,
-    _smallest,
-    frame_starts_s,
 )
 from ...mel.engines import log_mel
 from ..data.segments import cut_into_rows, covered_samples, conform_recording
+from ..evaluate.plots import ScoredSpectrogram, spectrogram_figure
 from .predict import Predictions, ScoredRecording
 
 if TYPE_CHECKING:
@@ -144,23 +141,6 @@ def segment_features(
     return np.concatenate([x[:n] for x, n in zip(mels, counts)])
 
 
-# %% ../../../nbs/learn/predict/plots.ipynb #eebb5adf
-def _spectrogram(
-    predictions: Predictions, recording: ScoredRecording
-) -> "tuple[slice, np.ndarray, np.ndarray]":
-    "Segments with the highest scores together, times of the frames, and the spectrogram [M, frames] of a recording."
-    spec = predictions.spec
-    n = min(MOST_SEGMENTS, len(recording.segment_scores))
-    sums = np.concatenate([[0.0], np.cumsum(recording.segment_scores, dtype=np.float64)])
-    first = int((sums[n:] - sums[:-n]).argmax())
-    some = slice(first, first + n)
-    mels = segment_features(predictions, recording, some)
-    long_s = np.arange(some.start, some.stop) * spec.long_hop / spec.sample_rate
-    short_s = np.arange(mels.shape[1]) * spec.short_hop / spec.sample_rate
-    times, index = frame_starts_s(long_s, short_s, mels.shape[3], spec.hop_length / spec.sample_rate)
-    return some, times, mels.transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[:, index].astype(np.float32)
-
-
 # %% ../../../nbs/learn/predict/plots.ipynb #ad064a83
 def suspicious_mels(
     predictions: Predictions,
@@ -174,77 +154,25 @@ def suspicious_mels(
             found=most,
             expected=f"0 to {MOST_RECORDINGS}",
         )
-    from plotly.subplots import make_subplots
-
-    chosen = sorted(predictions.scored, key=lambda s: -predictions.rule.score(s.segment_scores))[:most]
+    rule = predictions.rule
+    chosen = sorted(predictions.scored, key=lambda s: -rule.score(s.segment_scores))[:most]
     if not chosen:
         return _figure([], "No recording was scored" if most else "No recording is to be shown", height=120)
-    n = len(chosen)
-    pictures = [_spectrogram(predictions, s) for s in chosen]
-    low, high = _colour_range(np.concatenate([p[2] for p in pictures], axis=1), 80.0)
-    fig = make_subplots(rows=2 * n, cols=1)
-    fig.layout.template = {}
-    for i, (recording, picture) in enumerate(zip(chosen, pictures)):
-        _add_recording(fig, predictions, i, n, recording, *picture, low, high)
-    colorbar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
-    fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=colorbar))
-    title = "The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings"
-    note = f"Mel spectrogram and score of each long segment; shared colour scale; {_plain(str(predictions.rule))}"
-    return _dress(fig, title, note, 90 + 290 * n)
-
-
-def _add_recording(
-    fig: "go.Figure",
-    predictions: Predictions,
-    i: int,  # of `n` recordings
-    n: int,
-    recording: ScoredRecording,
-    some: slice,
-    times: np.ndarray,
-    picture: np.ndarray,
-    low: float,
-    high: float,
-) -> None:
-    "Draw one recording: the scores close below its mels, and room for the name of the next one."
-    import plotly.graph_objects as go
-
-    spec = predictions.spec
-    upper = dict(row=2 * i + 1, col=1)
-    lower = dict(row=2 * i + 2, col=1)
-    z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(np.int16)
-    mels = go.Heatmap(
-        z=_smallest(z),
-        x=_f32(times),
-        y=_f32(spec.mel_hz),
-        coloraxis="coloraxis",
-        showlegend=False,
-        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
-    )
-    own = recording.segment_scores[some]
-    scores = go.Scatter(
-        x=_f32(np.arange(some.start, some.stop + 1) * spec.long_hop / spec.sample_rate),
-        y=_f32([*own, own[-1]]),
-        mode="lines",
-        line=dict(shape="hv", color=_LABEL_COLORS[1], width=2),
-        showlegend=False,
-        hovertemplate="%{y:.3f} from %{x:.2f} s<extra></extra>",
-    )
-    fig.add_trace(mels, **upper)
-    fig.add_trace(scores, **lower)
-    top = 1 - (i + 0.08) / n
-    fig.update_xaxes(matches=f"x{2 * i + 2}", showticklabels=False, ticks="", **upper)
-    fig.update_xaxes(title=dict(text="time (s)", standoff=4), **lower)
-    fig.update_yaxes(title=dict(text="frequency (Hz)"), domain=[top - 0.50 / n, top], **upper)
-    domain = [top - 0.73 / n, top - 0.53 / n]
-    fig.update_yaxes(title=dict(text="score"), range=[-0.05, 1.05], domain=domain, **lower)
-    fig.add_annotation(
-        text=f"{predictions.rule.score(recording.segment_scores):.3f}  {_plain(show_path(recording.path))}",
-        x=0,
-        y=top,
-        xref="paper",
-        yref="paper",
-        xanchor="left",
-        yanchor="bottom",
-        showarrow=False,
-        font=dict(size=12, color=_TEXT),
+    shown = []
+    for recording in chosen:
+        scores = recording.segment_scores
+        n = min(MOST_SEGMENTS, len(scores))
+        sums = np.concatenate([[0.0], np.cumsum(scores, dtype=np.float64)])
+        first = int((sums[n:] - sums[:-n]).argmax())
+        part = slice(first, first + n)
+        name = f"{rule.score(scores):.3f}  {_plain(show_path(recording.path))}"
+        mels = segment_features(predictions, recording, part)
+        shown.append(ScoredSpectrogram(name, mels, scores[part], first))
+    n = len(shown)
+    return spectrogram_figure(
+        shown,
+        predictions.spec,
+        threshold=rule.threshold,
+        title="The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings",
+        note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {_plain(str(rule))}",
     )

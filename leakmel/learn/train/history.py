@@ -15,23 +15,18 @@ __all__ = [
     "epochs_from",
     "write_history",
     "learning_curves",
-    "choice_figure",
-    "save_figures",
-    "CurveView",
     "TrainingDisplay",
 ]
 
 # %% ../../../nbs/learn/train/history.ipynb #4dac8c2a
-import math, os, time
-from collections.abc import Mapping, Sequence
+import math, time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...core.errors import DataError
 from ...core.progress import Progress, announce, front_end
-from ...dataset.file.writer import output_error
 from ...insight.plots import _f32, _figure
 from ..model.files import write_whole
 
@@ -234,102 +229,12 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
 
 
-# %% ../../../nbs/learn/train/history.ipynb #choi0001
-def choice_figure(
-    choice: Mapping[str, Any],  # of summary.json: kind, tried, reason, folds, recordings, by
-) -> "go.Figure":
-    "Draw the AUC of each kind of detector in cross-validation."
-    import plotly.graph_objects as go
-
-    tried = choice["tried"]
-    names = [t["kind"] for t in tried]
-    colours = [F1_COLOR if name == choice["kind"] else LOSS_COLOR for name in names]
-    points = go.Scatter(
-        x=_f32([t["auc"] for t in tried]),
-        y=names,
-        error_x=dict(type="data", array=_f32([t["error"] for t in tried]), color="rgba(128,128,128,0.8)"),
-        mode="markers",
-        marker=dict(size=11, color=colours),
-        hovertemplate="%{y}: AUC %{x:.3f}<extra></extra>",
-    )
-    own = next(t for t in tried if t["kind"] == choice["kind"])
-    folds = f"{choice['folds']} folds" if choice["folds"] > 1 else "a fifth held out"
-    note = f"{choice['reason']} {choice['recordings']:,} recordings, {folds} by {choice['by']}; bars: one standard error"
-    title = f"{choice['kind']}: AUC {own['auc']:.3f} on recordings that were not trained on"
-    axes: dict[str, Any] = {
-        "xaxis": dict(title=dict(text="AUC of recordings")),
-        "yaxis": dict(autorange="reversed"),
-    }
-    return _figure([points], title, note, height=170 + 40 * len(tried), **axes)
-
-
-# %% ../../../nbs/learn/train/history.ipynb #d8daa30e
-def save_figures(
-    folder: str | os.PathLike,
-    figures: Mapping[str, "go.Figure"],  # by file name without ".html"
-) -> list[Path]:  # raises OutputError
-    "Write each figure as a page."
-    paths = [Path(folder) / f"{name}.html" for name in figures]
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, figure in zip(paths, figures.values()):
-            figure.write_html(path, include_plotlyjs="directory")
-    except OSError as e:
-        raise output_error(e, e.filename or folder) from e
-    return paths
-
-
-# %% ../../../nbs/learn/train/history.ipynb #4c32428f
-def _panel(title: str, epochs: Sequence[EpochFigures], lines: dict[str, tuple[str, str]], end: float) -> str:
-    "SVG of lines (name: figure, colour) in a common scale that includes `end`; empty where no value is a number."
-    drawn = ""
-    labels = []
-    known = [v for figure, _ in lines.values() for e in epochs if math.isfinite(v := getattr(e, figure))]
-    low = min([end, *known])
-    span = max([end, *known]) - low or 1.0
-    step = 288 / max(1, len(epochs) - 1)
-    for name, (figure, colour) in lines.items():
-        values = [(6 + k * step, getattr(e, figure)) for k, e in enumerate(epochs)]
-        points = [f"{x:.1f},{84 - (v - low) / span * 78:.1f}" for x, v in values if math.isfinite(v)]
-        if points:
-            last = [v for _, v in values if math.isfinite(v)][-1]
-            drawn += (
-                f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-            )
-            labels.append(f'<span style="color:{colour}">{name} {last:.4g}</span>')
-    if not labels:
-        return ""
-    return (
-        f'<div style="display:inline-block;margin-right:16px"><div style="font-size:0.85em">{title}: {", ".join(labels)}</div>'
-        f'<svg width="300" height="90" role="img" aria-label="{title}">'
-        f'<rect width="300" height="90" fill="none" stroke="rgba(128,128,128,0.3)"/>{drawn}</svg></div>'
-    )
-
-
-class CurveView:
-    "The epochs so far as a small picture, and as a line of text."
-
-    def __init__(
-        self,
-        epochs: Sequence[EpochFigures],  # at least one
-        best: int = 0,  # number of the best epoch; 0: none yet
-    ):
-        self.epochs = tuple(epochs)
-        self.best = best
-
-    def __repr__(self) -> str:
-        return f"{self.epochs[-1]!r}{f'; the best is {self.best}' if self.best else ''}"
-
-    def _repr_html_(self) -> str:
-        losses = {"training": ("loss", LOSS_COLOR), "validation (log loss)": ("val_loss", VAL_COLOR)}
-        f1 = {"F1 of validation": ("f1", F1_COLOR)}
-        panels = _panel("loss", self.epochs, losses, 0.0) + _panel("recordings", self.epochs, f1, 1.0)
-        return f'<div>{panels}<div style="font-size:0.85em">{escape(repr(self))}</div></div>'
-
-
 # %% ../../../nbs/learn/train/history.ipynb #dc006e43
+_SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
+
+
 class TrainingDisplay:
-    "Progress display of a training: a bar, and curves in a notebook; a context manager."
+    "Progress display of a training: a bar, and a table of the epochs in a notebook; a context manager."
 
     every_s = 0.25
 
@@ -341,7 +246,7 @@ class TrainingDisplay:
         total = state.settings.epochs * len(state.loader)
         n_before = state.stepper.n_done
         self.bar = Progress(total, unit="batches", label="training", show=show, n_before=n_before)
-        self.curves: Any = None  # handle of one output of a notebook
+        self.table: Any = None  # handle of one output of a notebook
 
     def step(self) -> None:
         "Update the bar after a step, a few times a second."
@@ -352,7 +257,7 @@ class TrainingDisplay:
             self.update()
 
     def epoch(self, figures: EpochFigures, advice: str | None) -> None:
-        "Update the bar and the curves after an epoch."
+        "Update the bar and the table after an epoch."
         if advice:
             announce(f"epoch {figures.epoch}: {advice}", show=self.kind)
         self.loss = figures.loss
@@ -360,11 +265,11 @@ class TrainingDisplay:
         if self.kind == "notebook":
             from IPython.display import display
 
-            view = CurveView(self.state.epochs, self.state.best.epoch if self.state.best else 0)
-            if self.curves is None:
-                self.curves = display(view, display_id=True)
+            table = history_table(self.state.epochs)[_SHOWN].round(4)
+            if self.table is None:
+                self.table = display(table, display_id=True)
             else:
-                self.curves.update(view)
+                self.table.update(table)
 
     def update(self, doing: str = "") -> None:
         "Show epoch, loss and F1 in a few words."

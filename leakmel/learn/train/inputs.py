@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/train/inputs.ipynb #973cc227
-import json, os, warnings
+import json, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -28,20 +28,19 @@ import numpy as np
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
-from ...core.run_plan import RowTable
 from ...dataset.file.reader import MelDataset, read_rows
-from ..data.segments import DataSource, Segments, open_sources
+from ..data.segments import DataSource, Segments, close_opened, open_sources
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
 from ..model.provenance import Provenance, provenance_of
-from ..model.settings import SPEED_ONLY, TrainSettings, current_names
+from ..model.settings import SPEED_ONLY, TrainSettings
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainingData(RowTable):
+class TrainingData:
     "Data of a training."
 
     training: Segments  # long segments
@@ -71,21 +70,6 @@ class TrainingData(RowTable):
         return self.initial_provenance | provenance_of(
             ds for ds in (self.training, self.validation) if ds is not None
         )
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Yield pairs of a name and a text."
-        yield "task", repr(self.task)
-        for name, ds in (("training", self.training), ("validation", self.validation)):
-            if ds is None:
-                yield name, "none: all epochs are trained, and the last one is kept"
-                continue
-            counts = np.bincount(ds.labels, minlength=len(self.task.model_names)).tolist()
-            by_class = (f"{show_path(n)} {k:,}" for n, k in zip(self.task.model_names, counts))
-            yield name, f"{len(ds.rows):,} recordings: {', '.join(by_class)}"
-            for note in filter(None, (too_short(ds), silence_behind(ds))):
-                yield "", note
-        if self.split is not None:
-            yield "split", self.split.stamp or f"{self.split.method} Nothing lies in more than one part."
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #96705899
@@ -150,16 +134,7 @@ def open_training(
                 both, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress
             )
         elif split is not None:
-            n = sum(map(len, opened))
-            if len(split.labels) != n:
-                found = f"{len(split.labels):,} rows"
-                raise UsageError(
-                    "the split belongs to other data sets", code="other-split", found=found, expected=f"{n:,}"
-                )
-            if "training" not in split.parts:
-                raise UsageError(
-                    "the split has no part 'training'", code="no-such-part", found=", ".join(split.parts)
-                )
+            split.require(sum(map(len, opened)), "training")
             rows = split.parts["training"]
             validation_rows = split.parts.get("validation")
         learned = Segments(opened, level="long", rows=rows, **some)
@@ -181,14 +156,11 @@ def open_training(
 @contextmanager
 def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
     "Open data sets; those that were given open stay open."
-    sources = [given] if isinstance(given, (str, os.PathLike, MelDataset)) else list(given)
-    opened = open_sources(sources, legacy=legacy)
+    opened = open_sources(given, legacy=legacy)
     try:
         yield opened
     finally:
-        for ds, source in zip(opened, sources):
-            if ds is not source:
-                ds.close()
+        close_opened(opened, given)
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
@@ -249,9 +221,9 @@ def row_digests(
 def differences(
     before: Mapping[str, Any],  # of `training_identity`, from a checkpoint
     now: Mapping[str, Any],
-) -> list[str]:  # empty: a training can be resumed; raises DataError for a net that reads short segments
+) -> list[str]:  # empty: a training can be resumed
     "List the differences of two trainings, a few words each."
-    then = current_names(before.get("settings", {}))
+    then = before.get("settings", {})
     changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return changes + [text for name, text in words.items() if before.get(name) != now[name]]

@@ -166,27 +166,13 @@ _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
 # %% ../../../nbs/learn/train/loop.ipynb #6ec3212b
 def begin_training(
     run: TrainingRun,
-    resume: str,  # "auto": resume where there is a checkpoint; "always": fail where there is none; "never": start over
+    resume: str,  # "auto", "always": resume where there is a checkpoint; "never": start over
 ) -> str:  # a sentence on where it begins; raises UsageError, DataError
     "Resume an interrupted training, or begin a new one."
     state = run.state
     found = latest_checkpoint(run.folder) if resume != "never" else None
     if found is not None:
         return _resume_from(run, *found)
-    if resume == "always":
-        raise DataError(
-            "the folder holds no training to resume",
-            code="nothing-to-resume",
-            path=run.folder,
-            remedy="leave out resume='always'",
-        )
-    if resume == "auto" and (run.out / "model.pt").exists():
-        raise UsageError(
-            "the folder holds a model, but no checkpoint of its training",
-            code="model-exists",
-            path=run.out,
-            remedy="name another folder, or use resume='never', which replaces it",
-        )
     for old in (*(c.path for c in list_checkpoints(run.folder)), run.folder / "best.pt"):
         remove_file(old)
     return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
@@ -637,10 +623,10 @@ def train(
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
         trainer = choice = None
+        if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
+            return done
+        _check_folder(folder, resume)
         if settings.detector != "cnn":
-            if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
-                return done
-            _check_folder(folder, resume)
             trainer = _fold_trainer(data, settings, on, folder)
             _announce_time(trainer, data, lengths, show)
             choice = _chosen_kind(trainer, settings, resume, show)

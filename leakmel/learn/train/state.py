@@ -59,9 +59,6 @@ def new_net(
 
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
-_MAX_SEPARATE_NORMS = 512  # small tensors: each takes a block of the device's memory
-
-
 class EpochSums:
     "Sums over the items of an epoch; all tensors on the device."
 
@@ -77,8 +74,6 @@ class EpochSums:
         self.n_correct = self.n_correct + figures.n_correct
         self.n += figures.n
         self.norms.append(figures.grad_norm.reshape(1))
-        if len(self.norms) > _MAX_SEPARATE_NORMS:
-            self.norms = [self.all_norms()]
 
     def all_norms(self) -> Tensor:
         "[steps] float32, on the device."

@@ -68,7 +68,7 @@ def loader_advice(
     ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times the computing time"
     return (
         f"the loader {slow}: {times.wait_ms:.0f} ms of waiting for a batch{ratio} (goal: under {GOAL_MS:.0f} ms); "
-        "hold the rows in memory or on the device, or use more workers"
+        "hold the rows in memory or on the device"
     )
 
 
