@@ -177,14 +177,16 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
 def test_search_folder_contents(right: SearchResult) -> None:
     out = right.folder
     assert sorted(p.name for p in out.iterdir()) == [
-        "figures",
         "model.pt",
+        "report.html",
         "search.json",
         "summary.json",
         "trials",
         "trials.csv",
     ]
-    assert sorted(p.name for p in (out / "figures").iterdir()) == ["history.html", "plotly.min.js"]
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count('class="plotly-figure"') == 1
+    assert "<script src" not in page
     kept = {
         p.parent.name: sorted(q.name for q in p.parent.iterdir())
         for p in (out / "trials").glob("*/history.csv")

@@ -51,9 +51,9 @@ from leakmel.learn.train.history import (
     LOSS_COLOR,
     EpochFigures,
     epochs_from,
-    save_figures,
     should_stop,
 )
+from ...insight.report import Section, write_report
 from ..train.inputs import Sources, TooShortWarning, open_training, training_identity
 from ..train.loop import sole_writer, train
 
@@ -334,7 +334,8 @@ class _Search:
         detector = load_detector(trial_folder(self.folder, best.number) / MODEL)
         detector.record = detector.record | {"search": chosen}
         detector.save(self.folder / MODEL)
-        table = trial_table(state.trials, names).reset_index().astype(object).to_csv(index=False)
+        table_of_trials = trial_table(state.trials, names).reset_index().astype(object)
+        table = table_of_trials.to_csv(index=False)
         write_whole(self.folder / "trials.csv", table.encode("utf-8", "backslashreplace"), sync=False)
         write_json(self.folder / "summary.json", summary, sync=False)
         result = SearchResult(
@@ -348,7 +349,9 @@ class _Search:
             importances=shares,
             summary=summary,
         )
-        save_figures(self.folder / "figures", result.plots())
+        title = f"Hyperparameter search, {len(state.trials):,} trials"
+        figures = Section("Trials", [*result.plots().values(), table_of_trials])
+        write_report(self.folder / "report.html", title, sentence, [Section("Summary", [result]), figures])
         return result
 
 
