@@ -226,7 +226,7 @@ def test_replay_is_a_share_of_each_class(towns):
 
 
 @pytest.mark.parametrize("level", ["long"])
-@pytest.mark.parametrize("kind", ["device", "stream", "workers"])
+@pytest.mark.parametrize("kind", ["device", "stream"])
 def test_selected_items_can_be_loaded_and_resumed(towns, kind, level):
     with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
         rng = np.random.default_rng(0)
