@@ -225,7 +225,7 @@ def test_replay_is_a_share_of_each_class(towns):
 # Items
 
 
-@pytest.mark.parametrize("kind", ["device", "stream", "workers"])
+@pytest.mark.parametrize("kind", ["device", "stream"])
 def test_selected_items_can_be_loaded_and_resumed(towns, kind):
     with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
         rng = np.random.default_rng(0)

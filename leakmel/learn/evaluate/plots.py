@@ -382,9 +382,7 @@ def spectrogram_figure(
     fig = _subplots(
         rows=2 * n_rows,
         cols=n_cols,
-        row_heights=[0.74, 0.26] * n_rows,
         horizontal_spacing=0.07,
-        vertical_spacing=0.16 / n_rows,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
     fig.update_annotations(font=dict(size=11, color=_TEXT))
@@ -399,11 +397,14 @@ def spectrogram_figure(
         reach = [float(starts[0]), float(starts[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
-        fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], **lower)
+        top = 1 - (row + 0.12) / n_rows  # below it the scores are close to their spectrogram
+        fig.update_yaxes(domain=[top - 0.5 / n_rows, top], **upper)
+        domain = [top - 0.74 / n_rows, top - 0.53 / n_rows]
+        fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], domain=domain, **lower)
+        fig.layout.annotations[k].y = top
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    fig = _dress(fig, title, note, 110 + 258 * n_rows)
-    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 30))
+    return _dress(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
