@@ -42,6 +42,7 @@ def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> 
 def assert_honest(e: lm.Evaluation) -> None:
     "No sensor on both sides, dealt labels mean nothing, and the verdict is what the intervals say."
     assert not e.stamps, "a sensor on both sides"
+    assert e.control.holds
     compared = dict(e.verdict.against)
     beaten = {
         name: d["auc"].interval.low > 0

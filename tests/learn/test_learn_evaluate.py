@@ -33,11 +33,13 @@ from leakmel.learn.metrics.bootstrap import (
     recording_groups,
     source_names,
 )
-from leakmel.learn.metrics.metrics import FIGURES, leak_metrics
+from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.metrics.significance import (
     Verdict,
     cautions,
     give_verdict,
+    permutation_test,
+    permute_group_labels,
     score_model,
 )
 from leakmel.learn.metrics.voting import UNCHOSEN
@@ -341,6 +343,145 @@ def test_no_cautions_for_a_sufficient_data_set():
     assert cautions(truth, groups_of(of)) == ()
 
 
+# ---- the control -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0.0, 2.0])
+def test_interval_of_permuted_labels_contains_auc_of_one_half(gap):
+    truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
+    control = permutation_test(truth, score, groups_of(of))
+    assert control.holds
+    assert control.n_with_interval == control.n_permutations == 100
+    assert control.mean_auc == pytest.approx(0.5, abs=0.02)
+    assert control.auc_range[0] < 0.5 < control.auc_range[1]
+    assert (control.n_at_least == 0) == (gap == 2.0)
+    assert "contains 0.5 in" in str(control)
+
+
+def sensors_only(
+    rng: np.random.Generator,
+    n_sensors: int,
+    labels: str,
+    most: int | None,  # recordings of a sensor are fewer than this; None: 20 of each
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Truth, score and sensor where scores hang on the sensor, and labels too, and the one knows nothing of the other."
+    n = np.full(n_sensors, 20) if most is None else rng.integers(2, most, n_sensors)
+    of = np.repeat(np.arange(n_sensors), n)
+    share = (
+        rng.permutation(np.arange(n_sensors) % 2).astype(float)
+        if labels == "one each"
+        else rng.beta(0.5, 0.5, n_sensors)
+    )
+    return rng.random(len(of)) < share[of], rng.normal(0, 1, n_sensors)[of] + rng.normal(0, 0.7, len(of)), of
+
+
+def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: int) -> np.ndarray:
+    "AUCs with labels that are dealt out over single recordings."
+    rng = np.random.default_rng(0)
+    return np.array([roc(rng.permutation(truth), score).auc for _ in range(n_permutations)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n_sensors", "labels", "most"),
+    [
+        (12, "one each", None),
+        (12, "one each", 24),
+        (20, "mixed", 24),
+        pytest.param(12, "one each", 60, marks=pytest.mark.long),
+        pytest.param(20, "mixed", 60, marks=pytest.mark.long),
+    ],
+)
+def test_permutation_test_keeps_its_error_rate_under_chance(n_sensors, labels, most):
+    "Detectors that know sensors and no leaks: how often the control says that chance would hardly do as well, and whether intervals hold a half."
+    called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
+    sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, most) for seed in range(60)]
+    for seed, (truth, score, of) in enumerate(sets):
+        control = permutation_test(truth, score, groups_of(of), n_permutations=40, seed=seed)
+        plain = deals_over_recordings(truth, score, 40)
+        own = roc(truth, score).auc
+        called += control.n_at_least <= 2
+        called_by_recordings += int((plain >= own).sum()) <= 2
+        held.append(control.n_covering / control.n_with_interval)
+        areas.append(own)
+        spreads.append(control.auc_range[1] - control.auc_range[0])
+        by_recordings.append(np.ptp(np.quantile(plain, (0.025, 0.975))))
+    assert called_by_recordings >= 15, (
+        "dealt over recordings, a quarter of them would be called good and more"
+    )
+    assert called <= 9, "one in twenty, as far as 60 sets can tell"
+    assert 0.9 <= np.mean(held) <= 0.99
+    apart = np.ptp(np.quantile(areas, (0.025, 0.975)))  # of AUCs that are chance
+    assert np.mean(spreads) == pytest.approx(apart, rel=0.3)
+    assert np.mean(by_recordings) < 0.5 * apart
+
+
+def test_permuted_labels_keep_group_sizes_and_purity():
+    rng = np.random.default_rng(0)
+    of = rng.permutation(np.repeat(np.arange(9), [1, 2, 3, 5, 8, 13, 21, 34, 55]))
+    pure = np.isin(of, [0, 3, 5, 8])
+    seen = set()
+    for _ in range(50):
+        dealt = permute_group_labels(pure, groups_of(of), rng)
+        assert all(len(np.unique(dealt[of == k])) == 1 for k in range(9)), (
+            "a sensor with one label keeps one label"
+        )
+        holds = tuple(int(dealt[of == k][0]) for k in range(9))
+        assert sum(holds) == 4
+        seen.add(holds)
+    assert len(seen) > 20, "another sensor's label"
+    even = np.repeat(np.arange(6), 10)
+    mixed = np.arange(60) % 10 < np.repeat([0, 1, 3, 5, 9, 10], 10)
+    n_leaks = [
+        np.bincount(even, weights=permute_group_labels(mixed, groups_of(even), rng)) for _ in range(50)
+    ]
+    assert all(sorted(n) == [0, 1, 3, 5, 9, 10] for n in n_leaks)
+    assert len({tuple(n) for n in n_leaks}) > 30
+    places = np.array([permute_group_labels(mixed, groups_of(even), rng) for _ in range(2000)])
+    assert np.allclose(places.mean(0), 28 / 60, atol=0.06), "each recording is a leak as often as any other"
+
+
+@pytest.mark.parametrize("truth", [[1] + [0] * 99, [0] + [1] * 99])
+def test_permutation_keeps_both_classes(truth):
+    "One recording of a class, in a large group; small groups get a hundredth of it."
+    of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
+    for seed in range(200):
+        dealt = permute_group_labels(np.array(truth, bool), groups_of(of), np.random.default_rng(seed))
+        assert 0 < dealt.sum() < 100
+
+
+def test_permutation_by_recording_without_groups():
+    truth = np.arange(60) < 20
+    dealt = np.array(
+        [
+            permute_group_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed))
+            for seed in range(500)
+        ]
+    )
+    assert (dealt.sum(1) == 20).all()
+    assert np.allclose(dealt.mean(0), 1 / 3, atol=0.1)
+    control = permutation_test(
+        truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_permutations=20
+    )
+    assert str(control).startswith("Labels permuted: mean AUC")
+
+
+def test_permutation_test_text_names_the_permuted_units():
+    truth, score, of = town(np.random.default_rng(2), 12, 20)
+    assert str(permutation_test(truth, score, groups_of(of))).startswith(
+        "Labels permuted by whole groups (12 sensors): mean AUC"
+    )
+
+
+def test_permutation_test_without_an_interval_reports_the_reason():
+    assert permutation_test(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
+    few = permutation_test(
+        np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20)
+    )
+    assert few.holds is None
+    assert "no interval: only 2 sensors" in str(few)
+
+
 def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
     "A single one leans one way or the other; the mean over many is 0.5."
     rng = np.random.default_rng(0)
@@ -516,6 +657,9 @@ def test_perfect_detector_beats_all_baselines(sets, split, monkeypatch):
     assert e.beats is True
     assert "The detector beats all baselines" in e.report()
     assert "beats the baselines" in repr(e)
+    assert e.control.holds
+    assert e.control.n_at_least == 0
+    assert e.summary["control"]["between"] == e.control.between != ""
     assert all(d["auc"].is_better for own in e.differences.values() for d in own.values())
 
 

@@ -34,6 +34,7 @@ from leakmel.learn.metrics.significance import (
     ScoredModel,
     cautions,
     give_verdict,
+    permutation_test,
     score_model,
 )
 from ..metrics.voting import UNCHOSEN, VOTES, segments_needed, vote_scores
@@ -211,7 +212,7 @@ def _evaluation(
     judged_by: str,
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
-    seed: int,  # of the bootstrap draws
+    seed: int,  # of permutations
     *,
     name: str,  # of the detector
     stamps: tuple[str, ...],
@@ -253,6 +254,7 @@ def _evaluation(
             for v, j in ways.items()
         },
         verdict=give_verdict(boot, own, list(against.values()), judged_by),
+        control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
         calibrated=None
         if calibration is None
@@ -286,7 +288,7 @@ def evaluate(
     files_per_batch: int = 64,  # recordings scored at once; fewer if memory runs out
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # number of bootstrap draws of groups
-    seed: int = 0,  # seed of bootstrap draws
+    seed: int = 0,  # seed of bootstrap draws and permutations
     legacy: bool = False,  # files of the earlier system
     allow_leaky_split: bool = False,  # no warning of leakage; the result keeps the note
     progress: str = "auto",  # as for `core.progress.Progress`

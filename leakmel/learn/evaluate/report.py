@@ -30,6 +30,7 @@ from leakmel.learn.evaluate.plots import (
 )
 from ..metrics.bootstrap import Difference, Groups
 from leakmel.learn.metrics.significance import (
+    PermutationTest,
     ScoredModel,
     Verdict,
     figure_title,
@@ -64,6 +65,7 @@ class Evaluation:
     verdict: Verdict
     stamps: tuple[str, ...]  # leakage of the split; shown with every figure
     cautions: tuple[str, ...]  # what the recordings cannot prove
+    control: PermutationTest
     calibration: Reliability  # reliability of the mean score of the segments
     calibrated: Reliability | None  # reliability of the probabilities; None: the model has no held-out scores
     worst: tuple[Misclassified, ...]  # misclassified recordings, the worst first
@@ -148,6 +150,7 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         "Return the evaluation as plain values for JSON."
         truth = self.table["leak"].to_numpy(bool)
+        c = self.control
         return {
             "leaky_split": self.leaky,
             "stamps": list(self.stamps),
@@ -166,6 +169,18 @@ class Evaluation:
             "differences": {
                 v: {b: {f: d.summary for f, d in by_figure.items()} for b, by_figure in own.items()}
                 for v, own in self.differences.items()
+            },
+            "control": {
+                "deals": c.n_permutations,
+                "held": c.n_covering,
+                "with_interval": c.n_with_interval,
+                "between": c.between,
+                "mean_auc": plain(c.mean_auc),
+                "low": plain(c.auc_range[0]),
+                "high": plain(c.auc_range[1]),
+                "as_high": c.n_at_least,
+                "holds": c.holds,
+                "text": str(c),
             },
             "calibration": {
                 "error": plain(self.calibration.error),
@@ -262,6 +277,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
         yield f"{text}."
     for j in e.ways:
         yield f"{j.title}: decision threshold {j.threshold:.3f} ({j.threshold_from})."
+    yield str(e.control)
     if np.isfinite(e.calibration.error):
         text = f"Calibration error: score and share of leaks differ by {e.calibration.error:.3f} on average"
         if e.calibrated is not None:
@@ -286,7 +302,7 @@ _PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
 
 def _is_summary(f: BinaryIO) -> bool:
     summary = json.load(f)
-    return isinstance(summary, dict) and {"judged_by", "verdict", "votes"} <= set(summary)
+    return isinstance(summary, dict) and {"judged_by", "verdict", "control"} <= set(summary)
 
 
 _SIGNATURES: dict[str, Callable[[BinaryIO], bool]] = {  # name of a file -> whether it is an evaluation's
