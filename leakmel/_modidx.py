@@ -2998,6 +2998,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds._check_test_sets': ( 'learn/retrain/rounds.html#_check_test_sets',
                                                                                                  'leakmel/learn/retrain/rounds.py'),
+                                              'leakmel.learn.retrain.rounds._exclusive_round': ( 'learn/retrain/rounds.html#_exclusive_round',
+                                                                                                 'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds._fine_tune_net': ( 'learn/retrain/rounds.html#_fine_tune_net',
                                                                                                'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds._refit_spectral': ( 'learn/retrain/rounds.html#_refit_spectral',

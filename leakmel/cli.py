@@ -183,7 +183,7 @@ def _build_text(result: Any) -> str:
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [
-        *([f"  {kept}"] if kept else []),
+        *([wrap_text(f"  {kept}")] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
         f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports)",
         *([] if kept else [f"  {rate_text(s)}"]),
@@ -191,9 +191,9 @@ def _build_text(result: Any) -> str:
         f"  {result.verified.verdict}",
     ]
     if s["status_counts"]:
-        lines.append(f"  changed to fit: {format_counts(s['status_counts'])}")
+        lines.append(wrap_text(f"  changed to fit: {format_counts(s['status_counts'])}"))
     if problems:
-        lines.append(f"  problems: {listed}")
+        lines.append(wrap_text(f"  problems: {listed}"))
     if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
         lines.append(f"  rejected: {share}")
     lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]

@@ -1,4 +1,4 @@
-"The whole way on a made town whose testing sensors were never heard: a detector beats the baselines, or its evaluation says that it does not."
+"From a synthetic network to an evaluation on held-out sensors: a detector beats the baselines, or its verdict says that it does not."
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ from leakmel.learn.model.settings import TrainSettings
 
 SMALL = TrainSettings(
     channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003
-)  # a net of 22,000 numbers: half a minute on one core
+)  # a network of 22,000 parameters: half a minute on one core
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> lm.Evaluation:
-    "A town, its data sets, a training, and its judgement."
-    lm.write_demo(root / "town", n_files=n_files, seed=seed)
+def evaluated(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> lm.Evaluation:
+    "Write a synthetic network, build its data sets, train a detector and evaluate it on the test set."
+    lm.write_demo(root / "demo", n_files=n_files, seed=seed)
     parts = {
         r.path.name.split("_")[0].lower(): r.path
-        for r in lm.build_all(root / "town", out_dir=root / "sets", progress="none")
+        for r in lm.build_all(root / "demo", out_dir=root / "sets", progress="none")
     }
     result = lm.train(
         parts["training"],
@@ -40,7 +40,7 @@ def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> 
 
 
 def assert_honest(e: lm.Evaluation) -> None:
-    "No sensor on both sides, dealt labels mean nothing, and the verdict is what the intervals say."
+    "No sensor on both sides, no skill with permuted labels, and a verdict that follows from the intervals."
     assert not e.stamps, "a sensor on both sides"
     assert e.control.holds
     compared = dict(e.verdict.against)
@@ -56,7 +56,7 @@ def assert_honest(e: lm.Evaluation) -> None:
 
 @pytest.mark.slow
 def test_small_detector_beats_the_level_baseline_on_a_small_synthetic_set(tmp_path):
-    e = judged(tmp_path, 1200, SMALL)
+    e = evaluated(tmp_path, 1200, SMALL)
     assert_honest(e)
     auc, level = e.judged.figures["auc"], next(iter(e.baselines.values())).figures["auc"]
     assert auc > 0.93
@@ -66,8 +66,8 @@ def test_small_detector_beats_the_level_baseline_on_a_small_synthetic_set(tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_default_training_on_the_demo_set_beats_both_baselines(tmp_path, seed):
-    "As `leakmel demo`, `leakmel build` and `leakmel train` do it where nothing else is said."
-    e = judged(tmp_path, 1200, TrainSettings(), seed)
+    "With the default settings of `leakmel demo`, `leakmel build` and `leakmel train`."
+    e = evaluated(tmp_path, 1200, TrainSettings(), seed)
     assert_honest(e)
     assert e.beats, e.report()
 
@@ -75,8 +75,8 @@ def test_default_training_on_the_demo_set_beats_both_baselines(tmp_path, seed):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
 def test_larger_synthetic_sets_show_that_both_baselines_are_beaten(tmp_path, seed):
-    "Fifty sensors that no training has heard are enough to tell."
-    e = judged(tmp_path, 6000, SMALL, seed)
+    "Fifty held-out sensors are enough for a verdict."
+    e = evaluated(tmp_path, 6000, SMALL, seed)
     assert_honest(e)
     assert len(e.groups) == 50
     assert e.beats, e.report()

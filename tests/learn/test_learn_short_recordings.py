@@ -545,7 +545,7 @@ class Pinned:
 def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     "A copy is queued right behind what it copies, and its own event is waited for when the next batch is queued."
     said: list[str] = []
-    real, empty = detector_module.Detector.segment_scores, torch.empty
+    real, empty = detector_module.Detector.class_scores, torch.empty
 
     def scored(*args: Any) -> OnGpu:
         said.append(f"compute {(k := sum(s.startswith('compute') for s in said))}")
@@ -562,7 +562,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     with Segments(rows, level="recording", rows=np.arange(8)) as ds:
         right = score_rows(made_detector(), ds, files_per_batch=3)
         n = -(-len(ds) // 3)
-        monkeypatch.setattr(detector_module.Detector, "segment_scores", scored)
+        monkeypatch.setattr(detector_module.Detector, "class_scores", scored)
         monkeypatch.setattr(
             torch, "empty", lambda *a, **k: Pinned() if k.get("pin_memory") else empty(*a, **k)
         )

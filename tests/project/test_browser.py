@@ -85,18 +85,18 @@ def dashboard(project, browser) -> str:
 
 
 def test_dashboard_in_jupyterlab(lab, watched, dashboard):
-    "The card, the comparison, the advice and nine figures, of which one is a sentence."
+    "The card, the runs, the advice and seven figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
     run_all(page)
-    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 9"
+    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 7"
     try:
         page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally:
         watched.picture("dashboard.png")
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: not f["traces"])
-    assert len(seen) == 9
+    assert len(seen) == 7
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
     assert page.get_by_text("PERFORMANCE ANALYSIS").count() >= 1
     assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1

@@ -225,7 +225,7 @@ def test_pages_in_a_browser(site, page):
         "build": 5,
         "train": 6,
         "predict": 3,
-        "dashboard": 9,
+        "dashboard": 7,
         "explore": 2,
         "benchmark": 1,
         "reference/mel/spec": 0,

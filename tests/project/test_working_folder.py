@@ -71,7 +71,7 @@ def test_start_in_jupyterlab(browser, watched, tmp_path):
         try:
             page.wait_for_function(OVER, timeout=120_000)
             page.wait_for_function(
-                f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= 11", timeout=60_000
+                f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= 10", timeout=60_000
             )
         finally:
             watched.picture(tmp_path / "start.png")

@@ -7,8 +7,8 @@ __all__ = ["fine_tune", "retrain"]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e65a399a
 import json, os, warnings
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -336,6 +336,19 @@ class _RoundInProgress:
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
+@contextmanager
+def _exclusive_round(folder: Path) -> Iterator[None]:
+    "Hold the exclusive right to make rounds in a folder; an empty new folder is removed at the end."
+    is_new = not folder.exists()
+    try:
+        with sole_writer(folder, "round"):
+            yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()  # if it is empty
+
+
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
     first = load_detector(model_file(given)) if isinstance(given, (str, os.PathLike)) else given
@@ -422,7 +435,7 @@ def retrain(
     folder = Path(os.path.abspath(os.path.expanduser(out)))
     device = pick_device(device)
     tests = {"testing": testing, **(also or {})}
-    with sole_writer(folder, "round"):
+    with _exclusive_round(folder):
         lineage = finish_interrupted_round(folder)
         holder = _champion(folder, lineage, champion)
         first = load_first_champion(folder, lineage) if lineage and len(lineage.champions) > 1 else None
