@@ -78,10 +78,10 @@ def test_build_in_jupyterlab(lab, watched, project):
 
 @pytest.fixture(scope="module")
 def dashboard(project, browser) -> str:
-    "The dashboard, about two runs: the first without queues, as a CPU builds, the second with readers of their own."
+    "The dashboard of a folder of two runs, the second with readers of their own."
     for name, config in (("first", PipelineConfig()), ("second", PipelineConfig(read_workers=2))):
         lm.build_all(project / "tiny", out_dir=project / "kept" / name, pipeline=config, progress="none")
-    return with_parameters(project, "dashboard.ipynb", run=f"{project}/kept/first, {project}/kept/second")
+    return with_parameters(project, "dashboard.ipynb", run=f"{project}/kept")
 
 
 def test_dashboard_in_jupyterlab(lab, watched, dashboard):
