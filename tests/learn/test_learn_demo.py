@@ -58,7 +58,7 @@ def assert_honest(e: lm.Evaluation) -> None:
 def test_small_detector_beats_the_level_baseline_on_a_small_synthetic_set(tmp_path):
     e = evaluated(tmp_path, 1200, SMALL)
     assert_honest(e)
-    auc, level = e.judged.figures["auc"], next(iter(e.baselines.values())).figures["auc"]
+    auc, level = e.detector.figures["auc"], next(iter(e.baselines.values())).figures["auc"]
     assert auc > 0.93
     assert auc > level + 0.1
 

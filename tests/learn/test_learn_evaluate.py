@@ -639,12 +639,12 @@ def test_untrained_detector_does_not_beat_the_baselines(sets, split, tmp_path):
     assert e.cautions == ()
     assert len(e.table) == len(split.parts["testing"]) == len(e.segment_scores)
     assert set(e.table["sensor"]) <= set(e.groups.names)
-    assert e.judged.threshold_from == UNCHOSEN
+    assert e.detector.threshold_from == UNCHOSEN
     assert {n: j.title for n, j in e.votes.items()} == {
         "mean": "Mean of segments",
         "long_vote": "20 of 40 segments",
     }
-    np.testing.assert_allclose(e.judged.score, e.segment_scores.mean(1, dtype=np.float64), atol=1e-6)
+    np.testing.assert_allclose(e.detector.score, e.segment_scores.mean(1, dtype=np.float64), atol=1e-6)
     np.testing.assert_array_equal(e.votes["long_vote"].score, np.sort(e.segment_scores, axis=1)[:, 20])
     assert 0 < len(e.worst) <= 10
     assert all(w.is_leak != (w.score >= w.threshold) for w in e.worst)
@@ -680,8 +680,8 @@ def test_thresholds_are_never_chosen_on_test_recordings(sets, split, monkeypatch
     chosen.thresholds["mean"] = 0.875
     alone = lm.evaluate(d, sets[2], progress="none", n_draws=100)
     assert {j.threshold for j in alone.votes.values()} == {0.5}
-    assert alone.judged.threshold_from == UNCHOSEN
-    assert lm.evaluate(chosen, sets, split=split, progress="none", n_draws=100).judged.threshold == 0.875
+    assert alone.detector.threshold_from == UNCHOSEN
+    assert lm.evaluate(chosen, sets, split=split, progress="none", n_draws=100).detector.threshold == 0.875
     assert "The detector was not compared with a baseline" in alone.report()
     assert any("Leakage was not checked" in c for c in alone.cautions)
 
@@ -752,7 +752,7 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
             "The detector cannot be compared with the baselines",
         ):
             assert text in " ".join(beside.report().split())
-        known = {n for n, v in beside.judged.figures.items() if not np.isnan(v)}
+        known = {n for n, v in beside.detector.figures.items() if not np.isnan(v)}
         assert {"auc", "balanced_accuracy", rest}.isdisjoint(known)
         assert {"accuracy", "sensitivity" if label == "LEAK" else "specificity"} <= known
         np.testing.assert_array_equal(
@@ -891,7 +891,7 @@ def test_pieces_of_five_real_recordings_give_no_verdict(tmp_path):
         for c in e.cautions
     )
     assert not any(
-        i.known for i in (e.judged.intervals[f] for f in ("auc", "specificity", "balanced_accuracy"))
+        i.known for i in (e.detector.intervals[f] for f in ("auc", "specificity", "balanced_accuracy"))
     )
 
 

@@ -366,7 +366,7 @@ def record_evaluation(
         name,
         evaluation.table["leak"].to_numpy(bool),
         evaluation.groups,
-        evaluation.judged,
+        evaluation.detector,
         evaluation.verdict,
         evaluation.cautions,
         evaluation.stamps,

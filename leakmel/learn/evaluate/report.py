@@ -86,7 +86,7 @@ class Evaluation:
         return self.verdict.beats
 
     @property
-    def judged(self) -> ScoredModel:
+    def detector(self) -> ScoredModel:
         "The detector with the voting rule of the verdict."
         return self.votes[self.vote]
 
@@ -120,7 +120,7 @@ class Evaluation:
 
     def by_group(self) -> pd.DataFrame:
         "Return a table with a row for each sensor (or other group), the worst first."
-        rows = group_rows(self.table["leak"].to_numpy(bool), self.judged, self.groups)
+        rows = group_rows(self.table["leak"].to_numpy(bool), self.detector, self.groups)
         return pd.DataFrame(rows).rename(columns={"group": self.groups.by}).set_index(self.groups.by)
 
     def plots(
@@ -128,7 +128,7 @@ class Evaluation:
     ) -> "dict[str, go.Figure]":  # roc, confusion, reliability, groups (if there are any), errors
         "Draw all figures, by name."
         truth = self.table["leak"].to_numpy(bool)
-        own = self.judged
+        own = self.detector
         stamped = self.leaky
         rules, baselines = list(self.votes.values()), list(self.baselines.values())
         verdict = self.verdict if baselines else None
@@ -189,7 +189,7 @@ class Evaluation:
                 "mean_score": [plain(v) for v in self.calibration.mean_score],
                 "leak_share": [plain(v) for v in self.calibration.leak_share],
             },
-            "by_group": group_rows(truth, self.judged, self.groups) if self.has_groups else [],
+            "by_group": group_rows(truth, self.detector, self.groups) if self.has_groups else [],
             "worst": [str(w) for w in self.worst],
             "seconds": self.seconds,
             "files_per_s": plain(self.files_per_s),
@@ -241,7 +241,7 @@ class Evaluation:
             None: "not comparable with the baselines",
         }[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
-        return f"Evaluation({len(self.table):,} recordings: AUC {self.judged.figures['auc']:.3f}; {result}{leaky})"
+        return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result}{leaky})"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.report())}</pre>"
@@ -261,7 +261,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
             f"minus {e.baselines[b].title}": [str(d[f]) for f in FIGURES]
             for b, d in e.differences[e.vote].items()
         }
-        yield from ("", f"{e.judged.title}, differences from the baselines on the same recordings:")
+        yield from ("", f"{e.detector.title}, differences from the baselines on the same recordings:")
         yield pd.DataFrame(apart, index=[figure_title(f) for f in FIGURES]).to_string(line_width=width)
     yield ""
     reasons: dict[str, list[str]] = {}  # reason for a missing figure or interval -> which ones
