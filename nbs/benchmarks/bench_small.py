@@ -18,16 +18,17 @@ from leakmel.core.errors import DataError
 from leakmel.ops.bench import record_head
 
 Row = tuple[str, str, str]  # path below the root, label, group
+Reader = Callable[[Path, Path], tuple[Path, list[Row]]]  # source, work folder -> root, rows
 
 
 @dataclass(frozen=True)
 class SmallSet:
-    "Public set of recordings that is cut into small tasks; nothing of it is part of the project."
+    "Public set of recordings with two labels, which is cut into small tasks; nothing of it is part of the project."
 
     source: str  # folder below `sources`, as its repository is called
     leak: str  # what stands for a leak
     group: str  # what is held out together
-    read: Callable[[Path, Path], tuple[Path, list[Row]]]  # source, work folder -> root, rows
+    read: Reader
     spec: dict[str, Any] = field(default_factory=dict)  # of the features
 
 
@@ -39,21 +40,26 @@ def _cries(source: Path, work: Path) -> tuple[Path, list[Row]]:
     ]
 
 
-def _instruments(source: Path, work: Path) -> tuple[Path, list[Row]]:
-    root = source / "wavfiles"
-    winds = ("Flute", "Saxophone", "Clarinet")
-    paths = sorted(root.glob("*/*.wav"))
-    return root, [
-        (str(p.relative_to(root)), "LEAK" if p.parent.name in winds else "OTHER", p.name) for p in paths
-    ]
+def _instruments(*names: str) -> Reader:
+    def read(source: Path, work: Path) -> tuple[Path, list[Row]]:
+        root = source / "wavfiles"
+        paths = sorted(root.glob("*/*.wav"))
+        return root, [
+            (str(p.relative_to(root)), "LEAK" if p.parent.name in names else "OTHER", p.name) for p in paths
+        ]
+
+    return read
 
 
-def _digits(source: Path, work: Path) -> tuple[Path, list[Row]]:
-    root, rows = source / "recordings", []
-    for p in sorted(root.glob("*.wav")):
-        digit, speaker, _ = p.stem.split("_")
-        rows.append((p.name, "LEAK" if digit in "367" else "OTHER", speaker))
-    return root, rows
+def _digits(digits: str) -> Reader:
+    def read(source: Path, work: Path) -> tuple[Path, list[Row]]:
+        root, rows = source / "recordings", []
+        for p in sorted(root.glob("*.wav")):
+            digit, speaker, _ = p.stem.split("_")
+            rows.append((p.name, "LEAK" if digit in digits else "OTHER", speaker))
+        return root, rows
+
+    return read
 
 
 def _gas(source: Path, work: Path) -> tuple[Path, list[Row]]:
@@ -72,16 +78,27 @@ def _gas(source: Path, work: Path) -> tuple[Path, list[Row]]:
     return root, rows
 
 
+_CLIPS = {"sample_rate": 8000, "duration_s": 4.0}
+_WORDS = {"duration_s": 0.5}
 SETS = {
     "cries": SmallSet("donateacry-corpus", "not hungry", "recorder", _cries, {"sample_rate": 8000}),
-    "instruments": SmallSet(
+    "winds": SmallSet(
         "Audio-Classification",
         "wind instrument",
         "recording",
-        _instruments,
-        {"sample_rate": 8000, "duration_s": 4.0},
+        _instruments("Flute", "Saxophone", "Clarinet"),
+        _CLIPS,
     ),
-    "digits": SmallSet("free-spoken-digit-dataset", "3, 6 or 7", "speaker", _digits, {"duration_s": 0.5}),
+    "strings": SmallSet(
+        "Audio-Classification",
+        "string instrument",
+        "recording",
+        _instruments("Cello", "Violin_or_fiddle", "Double_bass", "Acoustic_guitar"),
+        _CLIPS,
+    ),
+    "digits 367": SmallSet("free-spoken-digit-dataset", "3, 6 or 7", "speaker", _digits("367"), _WORDS),
+    "even digits": SmallSet("free-spoken-digit-dataset", "even digit", "speaker", _digits("02468"), _WORDS),
+    "digits 1459": SmallSet("free-spoken-digit-dataset", "1, 4, 5 or 9", "speaker", _digits("1459"), _WORDS),
     "gas": SmallSet("acoustic-leakage-dataset-GPLA-12", "odd condition", "block of a condition", _gas),
 }
 

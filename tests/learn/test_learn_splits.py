@@ -414,6 +414,8 @@ def test_group_values():
     )
     assert group_values(table, re.compile(r"S\d"), missing="one").tolist() == ["S1", "S2", ""]
     assert group_values(table, "gain", missing="one").tolist() == ["1.0", "2.0", ""]
+    recordings = table.assign(recording=["r1", "r1", ""])
+    assert group_values(recordings, "recording").tolist() == ["r1", "r1", "b/x.wav"], "an unnamed file is one"
     with raises("no-group", DataError, says="1 of 3 recordings have no sensor"):
         group_values(table)
     with raises("unknown-column", UsageError, found="'colour'", expected="path, sensor, gain"):

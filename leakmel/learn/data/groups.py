@@ -98,12 +98,14 @@ def group_values(
             expected=f"{len(table):,}",
         )
     texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else str(v) for v in values]
+    if isinstance(group, str) and group == "recording" and "path" in table:  # else a file is a recording
+        texts = [text or str(path) for text, path in zip(texts, table["path"])]
     n_missing = texts.count("")
     if n_missing and missing == "refuse":
         raise DataError(
             f"{n_missing:,} of {len(texts):,} recordings have no {group_name(group)}",
             code="no-group",
-            remedy="group by another column, or put them into one group with missing='one'",
+            remedy="group by another column, by 'recording' (each file alone), or name the groups in a table",
         )
     return np.array(texts, dtype=np.str_)
 

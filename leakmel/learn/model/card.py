@@ -70,7 +70,9 @@ class EvaluationRecord:
     date: str  # UTC, ISO 8601
 
     def __str__(self) -> str:
-        of = f"{self.recordings:,} recordings of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
+        of = f"{self.recordings:,} recordings"
+        if self.by != "recording":
+            of += f" of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
@@ -186,6 +188,11 @@ def next_steps(evaluations: Sequence[EvaluationRecord]) -> list[str]:
         steps.append(
             f"Split the recordings again by {found.by}, so that no {found.by} is in training and test set, and evaluate again."
         )
+    if found.by == "recording":
+        steps.append(
+            "Name the sensor of each recording (build with --table): recordings of one sensor were trained on and scored, "
+            "so new sensors will give a lower figure."
+        )
     pairs = ((found.groups_with_leak, "with a leak"), (found.groups_without_leak, "without a leak"))
     for n, which in sorted(pairs):
         if n < ENOUGH_GROUPS:
@@ -200,8 +207,9 @@ def next_steps(evaluations: Sequence[EvaluationRecord]) -> list[str]:
             "Look at the worst errors: wrong labels are a frequent cause."
         )
     if found.kind == CROSS_VALIDATION:
+        others = "sensors" if found.by == "recording" else f"{found.by}s"
         steps.append(
-            f"Keep recordings of other {found.by}s or of a later period as a test set: `leakmel evaluate TEST_SET --model MODEL`."
+            f"Keep recordings of other {others} or of a later period as a test set: `leakmel evaluate TEST_SET --model MODEL`."
         )
     if found.beats is True:
         steps.append(
