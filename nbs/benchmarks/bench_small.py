@@ -296,7 +296,11 @@ def small_figure(record: dict[str, Any]) -> Any:
     )
     for kind in kinds:
         own = [t.detectors.get(kind) for t in tasks]
-        fig.add_scatter(x=own, y=names, mode="markers", name=kind, marker={"size": 9})
+        shape = (
+            {"symbol": "circle-open", "size": 14} if kind == "auto" else {"size": 8}
+        )  # spectral lies inside
+        name = f"{kind}, first draw only" if kind == "cnn" else kind
+        fig.add_scatter(x=own, y=names, mode="markers", name=name, marker=shape)
     gap = np.mean([t.detectors[kinds[-1]] - t.best for t in tasks])
     title = f"AUC of {kinds[-1]} minus the best baseline: {gap:+.3f} on average over {len(tasks)} small tasks"
     fig.update_layout(
