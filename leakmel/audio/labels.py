@@ -10,18 +10,28 @@ __all__ = [
     "UNSURE",
     "MAX_CELL",
     "MAX_TABLE_BYTES",
+    "BY_COLUMN",
+    "BEFORE_COLUMN",
+    "LabelTable",
     "Decision",
     "now_utc",
     "append_decision",
+    "read_text",
     "read_decisions",
     "CurrentLabels",
     "current_labels",
+    "Relabelled",
+    "joint_counts",
+    "persons_of",
+    "counts_text",
+    "relabel",
+    "read_labels",
 ]
 
-# %% ../../nbs/audio/labels.ipynb #8631a17e
+# %% ../../nbs/audio/labels.ipynb #f03d5638
 import csv, fcntl, io, logging, os, re, stat
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -141,7 +151,7 @@ def _append(fd: int, row: bytes, file: Path) -> bool:  # whether the file was em
     "Repair the end of the open and locked table, and append a row."
     size = os.fstat(fd).st_size
     head = os.pread(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
-    if size < len(_HEADER) and _HEADER.startswith(head):  # new, or a header that a crash cut off
+    if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
         os.ftruncate(fd, 0)
         size, row = 0, _HEADER + row
     elif not head.replace(b"\r\n", b"\n").startswith(_HEADER):
@@ -219,6 +229,16 @@ def _read_bytes(file: Path) -> bytes:
             expected=f"at most {MAX_TABLE_BYTES >> 20} MiB",
         )
     return data
+
+
+def read_text(
+    file: str | os.PathLike,
+) -> str:  # raises DataError for special files, very large ones, and text that is not UTF-8
+    "Read a small text file safely."
+    try:
+        return _read_bytes(Path(file)).removeprefix(_BOM).decode()
+    except UnicodeDecodeError as e:
+        raise DataError("the text is not UTF-8", code="table-unreadable", path=Path(file)) from e
 
 
 def _header_cells(data: bytes) -> list[str]:
@@ -299,7 +319,10 @@ class CurrentLabels:
         return len(self.last)
 
     def __repr__(self) -> str:
-        return f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure, {len(self.undone):,} undone)"
+        rest = f"{len(self.unsure):,} unsure, {len(self.undone):,} undone"
+        return (
+            f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {rest})"
+        )
 
 
 def _order(decisions: Iterable[Decision]) -> list[Decision]:
@@ -338,3 +361,122 @@ def current_labels(
         tuple(key for key, (kind, _) in verdicts.items() if kind == "unsure"),
         tuple(key for key, (kind, _) in verdicts.items() if kind == "none" and key in named),
     )
+
+
+# %% ../../nbs/audio/labels.ipynb #d1757b35
+@dataclass(frozen=True, eq=False)
+class Relabelled:
+    "Labels of recordings after the decisions of people."
+
+    labels: list[str]  # of each recording
+    by_person: list[bool]  # whether people agreed on its label
+    changed: list[int]  # places of recordings whose label is now another one
+    disagreements: dict[int, tuple[Decision, ...]]  # by place; these recordings keep their label
+    unsure: list[int]  # places; they keep their label, too
+    missing: frozenset[str]  # keys of recordings of the table that are not in the list
+    persons: dict[int, str]  # who labelled a recording, by place
+
+    def __repr__(self) -> str:
+        return f"Relabelled({self.text})"
+
+    @property
+    def text(self) -> str:
+        "The counts as a sentence."
+        return counts_text(joint_counts([self]))
+
+
+def joint_counts(
+    found: Sequence[Relabelled],  # of several lists of recordings, with one table
+) -> dict[str, int]:  # plain values, for a summary
+    "Count labels by people."
+    return {
+        "by_people": sum(sum(r.by_person) for r in found),
+        "changed": sum(len(r.changed) for r in found),
+        "disagreements": sum(len(r.disagreements) for r in found),
+        "unsure": sum(len(r.unsure) for r in found),
+        "not_found": len(frozenset.intersection(*(r.missing for r in found))) if found else 0,
+    }
+
+
+BY_COLUMN = "label_by"  # other columns of a data set (extra/...): who labelled a recording,
+BEFORE_COLUMN = "label_before"  # and the label that it had before
+
+
+def persons_of(found: Relabelled) -> list[str]:  # "": nobody
+    "Return who labelled each recording."
+    return [found.persons.get(i, "") for i in range(len(found.labels))]
+
+
+def counts_text(
+    counts: dict[str, int],  # of `joint_counts`
+) -> str:
+    "Return the counts of labels by people as a sentence."
+    return (
+        f"{counts['by_people']:,} labelled by people, {counts['changed']:,} of them changed; keep their label: "
+        f"{counts['disagreements']:,} disagreements, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
+    )
+
+
+def relabel(
+    current: CurrentLabels,
+    paths: Sequence[str],  # of the recordings, as in data sets
+    digests: Sequence[str],  # of their payloads; "": unknown
+    labels: Sequence[str],  # before; "": none
+) -> (
+    Relabelled
+):  # raises DataError where a decision without a digest names a path that several recordings have
+    "Replace labels by those on which people agree; other recordings keep theirs."
+    new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
+    differ: dict[int, tuple[Decision, ...]] = {}
+    at_path: dict[str, int] = {}
+    met = set[str]()
+    persons: dict[int, str] = {}
+    for i, (path, digest) in enumerate(zip(paths, digests)):
+        by_path = current.last.get(path, ())
+        if any(d.label for d in by_path) and at_path.setdefault(path, i) != i:
+            raise DataError(
+                "several recordings have the same path",
+                code="ambiguous-recording",
+                path=path,
+                remedy="give the digest of the recording, too",
+            )
+        opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path)
+        if not opinions:
+            continue
+        met.update(d.key for d in opinions)
+        last = tuple({d.by: d for d in _order(opinions)}.values())
+        kind, label = _verdict(last)
+        if kind == "differ":
+            differ[i] = last
+        elif kind == "unsure":
+            unsure.append(i)
+        elif kind == "agreed":
+            by_person[i] = True
+            persons[i] = ", ".join(sorted(d.by for d in last if d.label))
+            if label.casefold() != labels[i].casefold():
+                new[i] = label
+                changed.append(i)
+    return Relabelled(new, by_person, changed, differ, unsure, frozenset(current.last.keys() - met), persons)
+
+
+# %% ../../nbs/audio/labels.ipynb #ac411217
+LabelTable = str | os.PathLike | CurrentLabels
+
+
+def read_labels(
+    table: LabelTable,  # a table of decisions, a CSV table with path and label, or the result of this function
+) -> CurrentLabels:  # raises DataError
+    "Read labels by people from either kind of table."
+    if isinstance(table, CurrentLabels):
+        return table
+    file = Path(os.path.abspath(table))
+    data = _read_bytes(file)
+    if {"by", "when"} <= set(_header_cells(data)):
+        return current_labels(_parse(file, data))
+    names = read_table(file)
+    when = "1970-01-01T00:00:00Z"  # any decision with a time is later
+    given = (
+        Decision(os.fsdecode(path), "", label, show_path(names.file.name), when)
+        for path, label in zip(names.paths, names.labels)
+    )
+    return replace(current_labels(given), exact_paths=True)

@@ -40,6 +40,7 @@ from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_
 from ..dataset.file.schema import data_set_name
 from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
+from ..audio.labels import read_labels
 from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, Split, group_split, without_validation
 from .data.task import make_task
@@ -169,6 +170,7 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "leave_out": "",
     "allow_leaky_split": False,
     "legacy": False,
+    "labels": None,
     "resume": "auto",
     "device": "auto",
     "cross_validate": False,
@@ -188,6 +190,7 @@ def training_kinds() -> Kinds:
         "group": (str, None),
         "allow_leaky_split": (bool,),
         "legacy": (bool,),
+        "labels": (str, None),
         "leak_label": (str,),
         "kind": (str,),
         "leave_out": (str,),
@@ -283,6 +286,7 @@ def plan_training(
         "leave_out": tuple(word.strip() for word in p["leave_out"].split(",") if word.strip()),
         "allow_leaky_split": p["allow_leaky_split"],
         "legacy": p["legacy"],
+        "labels": p["labels"],
         "resume": p["resume"],
     }
     split = None
@@ -290,7 +294,8 @@ def plan_training(
     # by label names: recordings for testing may have been built alone
     by_name = p["evaluation"] and p["group"] is None and "testing" in sets.files
     # errors are raised now, not after the training
-    opened = open_sources(files, legacy=p["legacy"], same_labels=not by_name)
+    people = None if p["labels"] is None else read_labels(p["labels"])
+    opened = open_sources(files, legacy=p["legacy"], same_labels=not by_name, people=people)
     try:
         some = {name: given[name] for name in ("kind", "leave_out")}
         task = make_task(opened[0].class_names, given["leak_label"], **some)
@@ -345,7 +350,7 @@ def execute_cross_validation(
     "Evaluate by cross-validation over the recordings of all data sets; files go to the folder cross-validation."
     if plan.folds is None:
         return None
-    given = {name: plan.given[name] for name in ("leak_label", "kind", "leave_out", "legacy")}
+    given = {name: plan.given[name] for name in ("leak_label", "kind", "leave_out", "legacy", "labels")}
     return cross_validate(
         list(plan.sets.files.values()),
         out=plan.out / "cross-validation",
