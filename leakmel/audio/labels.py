@@ -422,9 +422,8 @@ def relabel(
     paths: Sequence[str],  # of the recordings, as in data sets
     digests: Sequence[str],  # of their payloads; "": unknown
     labels: Sequence[str],  # before; "": none
-) -> (
-    Relabelled
-):  # raises DataError where a decision without a digest names a path that several recordings have
+    file: str | os.PathLike | None = None,  # of the table, for errors
+) -> Relabelled:  # raises DataError if a decision without a digest names a path that several recordings have
     "Replace labels by those on which people agree; other recordings keep theirs."
     new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
     differ: dict[int, tuple[Decision, ...]] = {}
@@ -437,8 +436,9 @@ def relabel(
             raise DataError(
                 "several recordings have the same path",
                 code="ambiguous-recording",
-                path=path,
-                remedy="give the digest of the recording, too",
+                path=file,
+                found=show_path(path),
+                remedy="give the digest of the recording too (labels.csv), or use these data sets separately",
             )
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path)
         if not opinions:

@@ -62,7 +62,7 @@ def read_human_labels(
             + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
-    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths))
+    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths), file)
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:
