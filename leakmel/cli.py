@@ -28,7 +28,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import leakmel as lm
-from .cli_learn import COLUMNS, COMMANDS, Options, add_options, progress_mode, warnings_to_stderr
+from leakmel.cli_learn import (
+    COLUMNS,
+    COMMANDS,
+    LABELS,
+    Options,
+    add_options,
+    progress_mode,
+    warnings_to_stderr,
+)
 from .core.errors import LeakmelError, UsageError, missing_package, show_path
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, front_end, line_width, wrap_text
@@ -135,6 +143,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
         progress=progress_mode(args),
         with_waveforms=args.with_waveforms,
         fresh=args.fresh,
+        labels=args.labels,
     )
     if (args.table, args.columns, args.pattern) != (None, None, None):
         common["manifest"] = _scan(args)
@@ -173,6 +182,7 @@ def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, st
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "Return a text on a built data set in a few lines."
+    from leakmel.audio.labels import counts_text
     from leakmel.audio.problems import format_counts
     from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.publish import kept_sentence, rate_text
@@ -190,6 +200,8 @@ def _build_text(result: Any) -> str:
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",
     ]
+    if s["labels_by_people"]:
+        lines.append(f"  labels: {counts_text(s['labels_by_people'])}")
     if s["status_counts"]:
         lines.append(wrap_text(f"  changed to fit: {format_counts(s['status_counts'])}"))
     if problems:
@@ -298,7 +310,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,columns,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,analysis,report",
+        "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,analysis,report",
         "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
@@ -538,6 +550,7 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
             help="training, validation, testing or all (default: the root is one folder of label folders)",
         ),
         **_NAMES,
+        **LABELS,
         **_features(),
         "--mode": dict(
             default="auto",

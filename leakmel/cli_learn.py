@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "Options",
+    "LABELS",
     "COLUMNS",
     "PREDICT",
     "COMMANDS",
@@ -56,6 +57,13 @@ def add_options(
         p.add_argument(name, **given)
 
 
+LABELS: Options = {
+    "--labels": dict(
+        metavar="FILE",
+        help="labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and "
+        "recordings on which people disagree keep theirs",
+    ),
+}
 COLUMNS: Options = {
     "--columns": dict(
         metavar="NAME=COLUMN,...",
@@ -129,6 +137,7 @@ _PLAN = (
     "leak_label",
     "kind",
     "leave_out",
+    "labels",
     "resume",
     "device",
 )
@@ -173,6 +182,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
         **_LEAKY,
         **_LEGACY,
         **_TASK,
+        **LABELS,
         "--resume": dict(
             default="auto",
             choices=RESUME,
@@ -219,6 +229,14 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         "legacy": args.legacy,
         "progress": progress_mode(args),
     }
+    if args.labels is not None and (args.learning_curve or is_several):
+        raise UsageError(
+            "The option --labels belongs to a training or a cross-validation by one group",
+            code="invalid-arguments",
+            remedy="build the data set again with --labels",
+        )
+    if args.labels is not None:
+        given["labels"] = args.labels
     given |= {n: v for n, v in (("n_folds", args.folds), ("seeds", args.seeds)) if v is not None}
     found: lm.CrossValidation | lm.Generalisation | lm.LearningCurve
     if args.learning_curve:

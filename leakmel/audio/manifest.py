@@ -81,6 +81,9 @@ class Manifest:
     table_columns: Mapping[str, str] = field(
         default_factory=dict
     )  # which of its columns are used, as for `scan`
+    people: Mapping[str, int] = field(
+        default_factory=dict
+    )  # counts of labels by people, of `relabel_manifest`
 
     def __len__(self) -> int:
         return sum(map(len, self.listings))

@@ -84,6 +84,8 @@ KIND_GROUPS = {
         "duplicate": "the same samples occur twice in a split and count double (the same sound in another encoding is not found)",
         "duplicate_across_splits": "the same samples occur in two splits: this leakage makes the score on one of them invalid",
         "duplicate_labels": "the same samples have two labels: one of the labels is wrong",
+        "label_disagreement": "people gave different labels: the label that the recording had before is used",
+        "label_unsure": "a person is unsure of the label: the label that the recording had before is used",
         "label_tied": "a property other than the sound reveals the label",
     },
     NAMES: {

@@ -86,6 +86,7 @@ AUDIO = {
     "table-columns": "The table lacks a column, or has a column twice.",
     "table-row": "A row of the table is invalid.",
     "table-empty": "The table names no recording.",
+    "invalid-decision": "A decision about a label has an invalid part.",
     "unknown-grouping": "Recordings cannot be grouped by this property.",
     "window-too-long": "A segment is longer than the recording, or a frame is longer than its segment.",
 }

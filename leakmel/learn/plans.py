@@ -41,6 +41,7 @@ from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_
 from ..dataset.file.schema import data_set_name
 from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
+from ..audio.labels import read_labels
 from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, group_split, without_validation
 from .data.task import make_task
@@ -168,6 +169,7 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "leave_out": "",
     "allow_leaky_split": False,
     "legacy": False,
+    "labels": None,
     "resume": "auto",
     "device": "auto",
     "cross_validate": False,
@@ -187,6 +189,7 @@ def training_kinds() -> Kinds:
         "group": (str, None),
         "allow_leaky_split": (bool,),
         "legacy": (bool,),
+        "labels": (str, None),
         "leak_label": (str,),
         "kind": (str,),
         "leave_out": (str,),
@@ -261,7 +264,7 @@ def plan_training(
     files = dict(sets.files)
     if no_validation and p["group"] is None:
         files.pop("validation", None)
-    labels = {
+    of_task = {
         "leak_label": p["leak_label"],
         "kind": p["kind"],
         "leave_out": tuple(word.strip() for word in p["leave_out"].split(",") if word.strip()),
@@ -271,9 +274,10 @@ def plan_training(
     # by label names: recordings for testing may have been built alone
     by_name = p["evaluation"] and p["group"] is None and "testing" in files
     # errors are raised now, not after the training
-    opened = open_sources(checked, legacy=p["legacy"], same_labels=not by_name)
+    people = None if p["labels"] is None else read_labels(p["labels"])
+    opened = open_sources(checked, legacy=p["legacy"], same_labels=not by_name, people=people)
     try:
-        task = make_task(opened[0].class_names, **labels)
+        task = make_task(opened[0].class_names, **of_task)
         if by_name:
             Segments(opened[-1:], level="recording", task=task, preload_to_ram=False)
     finally:
@@ -296,8 +300,8 @@ def plan_training(
     given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
     if split is not None:
         given = {"training": list(files.values()), "split": split}
-    given |= {"settings": settings, "checkpoints": checkpoints, **labels}
-    given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "resume")}
+    given |= {"settings": settings, "checkpoints": checkpoints, **of_task}
+    given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "labels", "resume")}
     inputs = _training_inputs(sets.note, files, given, folds, out)
     return TrainingPlan(inputs, out, given, files, p["evaluation"], folds)
 
@@ -314,6 +318,8 @@ def _training_inputs(
     if (split := given.get("split")) is not None:
         rows["split"] = f"{split!r}. {split.method}"
     rows["leak"] = f"{given['leak_label']} ({given['kind']})"
+    if given["labels"] is not None:
+        rows["labels"] = f"by people, {show_path(given['labels'])}"
     settings = given["settings"]
     changes = [f"{f.name} {v}" for f in fields(settings) if (v := getattr(settings, f.name)) != f.default]
     rows["settings"] = ", ".join(changes) or "defaults"
@@ -344,7 +350,7 @@ def execute_cross_validation(
     "Evaluate by cross-validation over the recordings of all data sets; files go to the folder cross-validation."
     if plan.folds is None:
         return None
-    same = ("settings", "device", "leak_label", "kind", "leave_out", "legacy")
+    same = ("settings", "device", "leak_label", "kind", "leave_out", "legacy", "labels")
     given = {name: plan.given[name] for name in same}
     return cross_validate(
         list(plan.files.values()),

@@ -7,6 +7,7 @@ __all__ = [
     "LONGEST_PATH",
     "LONGEST_NAME",
     "label_mismatches",
+    "labelled_by_people",
     "table_mismatches",
     "accounting",
     "path_problems",
@@ -27,6 +28,7 @@ import h5py
 import numpy as np
 
 from ...audio.conform import check_range
+from ...audio.labels import BEFORE_COLUMN, BY_COLUMN
 from ...audio.listing import is_inside, is_recording_name
 from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
@@ -48,6 +50,7 @@ def label_mismatches(
     labels: Sequence[str],  # names as stored, in id order
     naming: Naming,
     split: str,
+    by_people: np.ndarray | None = None,  # [B] bool: labels that people gave, which may differ
 ) -> Iterator[str]:  # sentences
     "Yield rows whose label or split differs from their path."
     if naming.source == "table":
@@ -55,6 +58,9 @@ def label_mismatches(
     mislabelled: list[bytes] = []
     of_other_split: list[bytes] = []
     array = np.asarray(paths)
+    if by_people is not None and naming.base != "root":
+        array, ids = array[~by_people], ids[~by_people]
+        by_people = None
     if (
         naming.source == "folders" and len(array) and array.dtype.kind == "S"
     ):  # nearly all agree, and are passed over at once
@@ -74,7 +80,12 @@ def label_mismatches(
                 of_other_split += [p for p, f in zip(block, found) if f.split != split]
         shown = {label: None if label is None else show_path(label) for label in set(by_path)}
         stored = ids[start : start + _BLOCK]
-        mislabelled += [p for p, label, k in zip(block, by_path, stored) if shown[label] != labels[k]]
+        free = np.zeros(len(block), bool) if by_people is None else by_people[start : start + _BLOCK]
+        mislabelled += [
+            p
+            for p, label, k, is_free in zip(block, by_path, stored, free)
+            if shown[label] != labels[k] and not is_free
+        ]
     if of_other_split:
         first = show_path(of_other_split[0])
         yield f"{len(of_other_split)} rows belong to another split according to the pattern, first {first}"
@@ -85,6 +96,18 @@ def label_mismatches(
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
+_OF_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
+
+
+def labelled_by_people(
+    file: h5py.File,
+) -> np.ndarray | None:  # [B] bool; None: no row has such a label
+    "Return the rows whose labels people gave."
+    if not _OF_PEOPLE.issubset(file_columns(file)):
+        return None
+    return read_column(file[f"files/{EXTRA}/{BY_COLUMN}"]) != b""
+
+
 def table_mismatches(
     file: h5py.File,
     labels: Sequence[str],
@@ -101,9 +124,14 @@ def table_mismatches(
     if lost := sorted(entry.keys() - set(paths) - set(rejected)):
         yield f"{len(lost)} recordings of the table are neither rows nor rejected, first {show_path(lost[0])}"
     rows = [k for k, p in enumerate(paths) if p in entry]
-    if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != labels[ids[k]]]:
+    stored = [labels[k] for k in ids.tolist()]
+    if (people := labelled_by_people(file)) is not None:
+        earlier = read_column(file[f"files/{EXTRA}/{BEFORE_COLUMN}"]).tolist()
+        stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist())]
+    if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != stored[k]]:
         yield f"{len(wrong)} rows have a label that differs from the table, first {show_path(paths[wrong[0]])}"
-    unlabelled = {p for p in entry if not table.labels[entry[p]]}
+    by_people = set() if people is None else {paths[k] for k in np.flatnonzero(people).tolist()}
+    unlabelled = {p for p in entry if not table.labels[entry[p]]} - by_people
     codes = file["rejected/code"][:].tolist()
     if odd := [
         p for p, code in zip(rejected, codes) if (code == b"no_label") != (p in unlabelled) and p in entry
@@ -117,7 +145,7 @@ def table_mismatches(
         yield f"{len(wet)} recordings were rejected as dry, but have another gain in the table, first {show_path(wet[0])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
     extra = extra_columns({n: [texts[entry[paths[k]]] for k in rows] for n, texts in table.extra.items()})
-    if (names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")}) != extra.keys():
+    if (names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _OF_PEOPLE) != extra.keys():
         yield f"the other columns of the data set ({', '.join(sorted(names)) or 'none'}) differ from those of the table ({', '.join(extra) or 'none'})"
         extra = {}
     for name, values in (right | extra).items():

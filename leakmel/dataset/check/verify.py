@@ -135,7 +135,8 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
-        yield from consistency.label_mismatches(paths, ids, labels, naming, f.attrs["split"])
+        people = consistency.labelled_by_people(f)
+        yield from consistency.label_mismatches(paths, ids, labels, naming, f.attrs["split"], people)
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b

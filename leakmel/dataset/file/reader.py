@@ -15,6 +15,7 @@ from typing import Any, Self, TYPE_CHECKING
 
 import numpy as np
 
+from ...audio.labels import CurrentLabels, Relabelled, relabel
 from ...core.errors import DataError, VerifyError, show_path
 from .chunks import read_at
 from leakmel.dataset.file.schema import (
@@ -143,10 +144,13 @@ class MelDataset:
         legacy: bool = False,  # a file of the earlier system: no schema, no digests
         chunk_cache_bytes: int
         | None = None,  # size of HDF5's cache of decompressed chunks; unused for contiguous rows
+        people: CurrentLabels | None = None,  # labels by people, which replace those of the file
     ):
         self.path = Path(path)
         self.legacy = legacy
         self.chunk_cache_bytes = chunk_cache_bytes
+        self.people = people
+        self.relabelled: Relabelled | None = None
         self._open()
         self._identity = self._stat()
         try:
@@ -156,9 +160,34 @@ class MelDataset:
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
                 if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
                     raise ValueError("some values of labels have no label name")
+                if people is not None:
+                    self._relabel(people)
         except VerifyError:
             self.close()
             raise
+
+    def _relabel(self, people: CurrentLabels) -> None:
+        "Replace the labels by those of people; raises DataError for a label that the data set does not have."
+        paths, digests = (
+            [os.fsdecode(v) for v in self._file[f"files/{name}"][:].tolist()]
+            if f"files/{name}" in self._file
+            else [""] * len(self)
+            for name in ("path", "digest")
+        )
+        found = relabel(people, paths, digests, [self.class_names[k] for k in self.labels.tolist()])
+        numbers = {name.casefold(): k for k, name in enumerate(self.class_names)}
+        for i in found.changed:
+            if (number := numbers.get(found.labels[i].casefold())) is None:
+                raise DataError(
+                    f"the label by people of {show_path(paths[i])} is unknown",
+                    code="unknown-label",
+                    path=self.path,
+                    found=repr(found.labels[i]),
+                    expected=f"one of {', '.join(map(show_path, self.class_names))}",
+                    remedy="build the data set again with the table (--labels) to add a label",
+                )
+            self.labels[i] = number
+        self.relabelled = found
 
     def _open(self) -> None:
         "Open the file for this process; raises DataError, VerifyError."
@@ -300,6 +329,7 @@ class MelDataset:
             "path": os.path.abspath(self.path),
             "legacy": self.legacy,
             "chunk_cache_bytes": self.chunk_cache_bytes,
+            "people": self.people,
             "identity": self._identity,
         }
 
@@ -321,6 +351,7 @@ def open_dataset(
     *,
     legacy: bool = False,  # open a file of the earlier system, unverified
     chunk_cache_bytes: int | None = None,  # size of HDF5's cache of decompressed chunks; None: HDF5's default
+    people: CurrentLabels | None = None,  # of `audio.labels.read_labels`: replace the labels of the file
 ) -> MelDataset:  # close it, or use it in a `with`
     "Open a data set for reading; raises VerifyError if it is not a complete data set."
-    return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)
+    return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes, people=people)

@@ -15,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 
 from ...audio.conform import native
+from ...audio.labels import LabelTable
 from ...audio.manifest import Listing, Manifest, check_manifest, split_name
+from ...audio.relabel import relabel_manifest
 from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
@@ -177,7 +179,7 @@ def _build_targets(
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #e639c917
 def _list(
-    request: BuildRequest, split: str | None, manifest: Manifest | None
+    request: BuildRequest, split: str | None, manifest: Manifest | None, labels: LabelTable | None
 ) -> tuple[Timeline, float, Manifest]:
     "Import the packages of the engine, then list the recordings; return timeline, start time of the listing, and manifest."
     check_manifest(manifest)
@@ -191,6 +193,8 @@ def _list(
     timeline.spans.append(Span("start_up", "imports", 0.0, timeline.now_s()))
     listed_s = timeline.now_s() - (0.0 if manifest is None else manifest.seconds)
     manifest = list_recordings(request.root, split, manifest, request.progress)
+    if labels is not None:
+        manifest = relabel_manifest(manifest, labels, progress=request.progress)
     if request.config.on_dry_file == "reject":
         manifest = replace(manifest, listings=tuple(x.without_dry() for x in manifest.listings))
     return timeline, listed_s, manifest
@@ -239,6 +243,8 @@ def build(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
+    labels: LabelTable
+    | None = None,  # labels by people (labels.csv), which replace those of folders, names or a table
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
     request = BuildRequest(
@@ -253,7 +259,7 @@ def build(
         with_waveforms=with_waveforms,
         fresh=fresh,
     )
-    timeline, listed_s, manifest = _list(request, split, manifest)
+    timeline, listed_s, manifest = _list(request, split, manifest, labels)
     listing = _pick_listing(manifest, split, root)
     target = Path(os.path.abspath(out if out is not None else data_set_name(listing.split)))
     return _build_targets(request, manifest, [(listing, target)], timeline, listed_s)[0]
@@ -275,6 +281,7 @@ def build_all(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`
+    labels: LabelTable | None = None,  # as for `build`
 ) -> list[
     BuildResult
 ]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
@@ -291,7 +298,7 @@ def build_all(
         with_waveforms=with_waveforms,
         fresh=fresh,
     )
-    timeline, listed_s, manifest = _list(request, None, manifest)
+    timeline, listed_s, manifest = _list(request, None, manifest, labels)
     out = Path(os.path.abspath(out_dir if out_dir is not None else "."))
     targets = [(x, out / data_set_name(x.split)) for x in manifest.listings]
     return _build_targets(request, manifest, targets, timeline, listed_s)

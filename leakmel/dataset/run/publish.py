@@ -351,6 +351,7 @@ def _split_summary(
         "changes": job.changes,
         "nothing_to_do": job.is_up_to_date,
         "status_counts": dict(Counter(sorted(s for _, s in job.unusual.values() if s != "ok")).most_common()),
+        "labels_by_people": dict(run.manifest.people),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
         "files_per_s": int((~job.kept).sum()) / seconds,

@@ -33,6 +33,7 @@ from torch.utils.data import Dataset
 
 from ...audio.conform import conform, resampled_length
 from ...audio.conform import piece_count
+from ...audio.labels import CurrentLabels
 from ...audio.wav import Recording
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
@@ -154,6 +155,8 @@ def open_sources(
     *,
     legacy: bool = False,  # files of the earlier system
     same_labels: bool = True,  # False: labels may differ; the caller matches them by name
+    people: CurrentLabels
+    | None = None,  # labels by people, which replace those of data sets that are opened here
 ) -> list[MelDataset]:  # raises DataError if features differ, or labels that must be equal
     "Open data sets whose rows are numbered continuously; data sets that are already open are used as they are."
     given = source_list(sources)
@@ -162,7 +165,11 @@ def open_sources(
     opened: list[MelDataset] = []
     try:
         for s in given:
-            opened.append(s if isinstance(s, MelDataset) else open_dataset(s, legacy=legacy))
+            if isinstance(s, MelDataset) and people is None:
+                opened.append(s)
+            else:  # an open data set keeps its labels for its owner
+                path = s.path if isinstance(s, MelDataset) else s
+                opened.append(open_dataset(path, legacy=legacy, people=people))
         facts = [
             {
                 "the shape of a row": ds.mels.shape[1:],

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -34,6 +34,7 @@ import torch
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
+from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
@@ -235,6 +236,7 @@ class CrossValidation(RowTable):
     n_done: int  # fits in this call; finished fits of an interrupted call are not repeated
     seconds: float  # duration of this call
     out: Path | None = None  # folder of the files
+    labels_by_people: Mapping[str, int] = field(default_factory=dict)  # counts, where a table was given
 
     def __len__(self) -> int:
         return len(self.table)
@@ -278,6 +280,8 @@ class CrossValidation(RowTable):
         "Yield pairs of a name and a text."
         compared = {title for title, _ in self.verdict.against}
         yield "method", self.method
+        if self.labels_by_people:
+            yield "labels", counts_text(dict(self.labels_by_people))
         for model in (self.detector, *self.baselines.values()):
             name = "baseline" if model.title in compared else "reference"
             yield "detector" if model is self.detector else name, f"{model.title}: {_figures_text(model)}"
@@ -344,7 +348,7 @@ class CrossValidation(RowTable):
             "fits": sum(f.n_fits for f in self.folds),
             "fits_of_this_run": self.n_done,
             "seconds": self.seconds,
-        }
+        } | ({"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {})
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
@@ -530,6 +534,7 @@ def cross_validate(
     jobs: int | None = None,  # number of processes, at least 1; None: one per core if fits take long
     n_draws: int = 2000,  # number of bootstrap draws of groups
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
@@ -537,9 +542,9 @@ def cross_validate(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    labels: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
+    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
-        open_training(data, settings=settings, **labels, legacy=legacy, progress=show) as opened,
+        open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
         nullcontext() if folder is None else sole_writer(folder, "cross-validation"),
     ):
         for name, is_one in _FILES.items():
@@ -556,6 +561,7 @@ def cross_validate(
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
             repetitions, n_done = _repetitions(trainer, features, folds, processes, bar)
         found = _result(trainer, repetitions, n_done, n_draws, began, folder)
+        found = replace(found, labels_by_people=opened.labels_by_people)
         if folder is not None:
             _write_files(found, folder)
     return found

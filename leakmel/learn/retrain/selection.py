@@ -6,6 +6,7 @@
 __all__ = [
     "UNLABELLED",
     "read_human_labels",
+    "recording_digests",
     "recording_paths",
     "LabelledSegments",
     "whole_recordings",
@@ -22,14 +23,13 @@ __all__ = [
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #d4d585c9
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...audio.tables import read_table
+from ...audio.labels import CurrentLabels, LabelTable, read_labels, relabel
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
@@ -45,47 +45,49 @@ UNLABELLED = -2  # no person gave a label
 
 
 def read_human_labels(
-    table: str | os.PathLike,  # CSV with columns path and label, paths as in the data sets
+    table: LabelTable,  # labels by people: labels.csv, or a CSV table with path and label
     recordings: Segments,  # at any level
     task: Task,  # whose labels may be given, upper and lower case aside
 ) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
     "Read a table of labels by people."
-    labels = read_table(table)
-    paths = recording_paths(recordings)
-    places = {path: i for i, path in enumerate(paths)}
-    if unknown := [show_path(p) for p in labels.paths if p not in places]:
+    current = read_labels(table)
+    paths = [os.fsdecode(p) for p in recording_paths(recordings)]
+    file = None if isinstance(table, CurrentLabels) else table
+    if current.exact_paths and (unknown := sorted(current.last.keys() - set(paths))):
         raise DataError(
             "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
             code="unknown-recording",
-            path=labels.file,
-            found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
+            path=file,
+            found=", ".join(map(show_path, unknown[:3]))
+            + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
-    n = Counter(paths)
+    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths), file)
     classes = np.full(len(paths), UNLABELLED, np.int64)
-    for path, label in zip(labels.paths, labels.labels):
-        if not label:
-            continue  # the table names the recording without a label
-        if n[path] > 1:
-            raise DataError(
-                "several recordings have the same path",
-                code="ambiguous-recording",
-                path=labels.file,
-                found=show_path(path),
-                remedy="use data sets with equal paths in separate rounds",
-            )
+    for i in found.changed:
         try:
-            number = find_label(label, task.class_names)
+            number = find_label(found.labels[i], task.class_names)
         except UsageError as e:
             raise DataError(
-                f"the label of {show_path(path)} is unknown",
+                f"the label of {show_path(paths[i])} is unknown",
                 code="unknown-label",
-                path=labels.file,
-                found=repr(label),
+                path=file,
+                found=repr(found.labels[i]),
                 expected=e.expected,
             ) from e
-        classes[places[path]] = task.to_model[number]
+        classes[i] = task.to_model[number]
     return classes
+
+
+def recording_digests(
+    recordings: Segments,
+) -> list[str]:  # [n] of the chosen rows; "" where a data set does not store them
+    "Return the digest of the payload of each recording."
+    found: list[str] = []
+    for source in recordings.sources:
+        stored = source.file.get("files/digest")
+        found += [""] * len(source) if stored is None else [d.decode() for d in stored[:].tolist()]
+    return [found[k] for k in recordings.rows]
 
 
 def recording_paths(

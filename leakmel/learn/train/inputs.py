@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ...audio.labels import CurrentLabels, LabelTable, joint_counts, read_labels
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
@@ -63,6 +64,13 @@ class TrainingData:
         "[B] bool, which recordings of validation are leaks."
         labels = np.zeros(0) if self.validation is None else self.validation.labels
         return labels == self.task.leak_in_model
+
+    @property
+    def labels_by_people(self) -> dict[str, int]:
+        "Counts of labels by people in all data sets; empty without a table."
+        sources = {id(s): s for ds in (self.training, self.validation) if ds is not None for s in ds.sources}
+        found = [s.relabelled for s in sources.values() if s.relabelled is not None]
+        return joint_counts(found) if found else {}
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -116,6 +124,7 @@ def open_training(
     split: Split | None = None,  # of `training`, with a part "training" and perhaps one "validation"
     allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the note stays
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
     progress: str = "auto",  # progress display of reading: as for `core.progress.Progress`
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
     "Open the data of a training and check them; they are closed with the block."
@@ -123,8 +132,9 @@ def open_training(
         found = "data sets and a split"
         raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
-        opened = stack.enter_context(_closing(training, legacy))
-        held = [] if validation is None else stack.enter_context(_closing(validation, legacy))
+        people = None if labels is None else read_labels(labels)
+        opened = stack.enter_context(_closing(training, legacy, people))
+        held = [] if validation is None else stack.enter_context(_closing(validation, legacy, people))
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         rows = validation_rows = None  # all
@@ -154,9 +164,9 @@ def open_training(
 
 
 @contextmanager
-def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
+def _closing(given: Sources, legacy: bool, people: CurrentLabels | None) -> Iterator[list[MelDataset]]:
     "Open data sets; those that were given open stay open."
-    opened = open_sources(given, legacy=legacy)
+    opened = open_sources(given, legacy=legacy, people=people)
     try:
         yield opened
     finally:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 import numpy as np
 import torch
 
+from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.monitor import Monitor
@@ -329,6 +330,8 @@ class TrainResult(RowTable):
         if stamp := s["stamp"]:
             yield "BEWARE", stamp
         yield "model", show_path(self.model_path)
+        if counts := s.get("labels_by_people"):
+            yield "labels", counts_text(counts)
         yield "kind", self.detector.kind
         if choice := s.get("choice"):
             groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "a fifth held out"
@@ -587,6 +590,7 @@ def train(
     | None = None,  # result of `group_split` with parts "training" and "validation", in place of `validation`
     allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the model keeps the note
     legacy: bool = False,  # files of the earlier system: usable for training and evaluation, but not for predicting from recordings
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     resume: str = "auto",  # resume an interrupted training: "auto", "always" or "never"
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
@@ -616,6 +620,7 @@ def train(
         split=split,
         allow_leaky_split=allow_leaky_split,
         legacy=legacy,
+        labels=labels,
         progress=show,
     )
     with opened as data, sole_writer(folder):

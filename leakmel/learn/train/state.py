@@ -337,7 +337,7 @@ def data_record(
         "training": _part_record(data.training, data.task.model_names),
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
-    }
+    } | ({"labels_by_people": counts} if (counts := data.labels_by_people) else {})
 
 
 def training_record(

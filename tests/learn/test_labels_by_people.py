@@ -1,0 +1,175 @@
+"Labels by people replace those of folders in builds, trainings, cross-validations and retraining rounds."
+
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio.labels import Decision, append_decision, read_labels
+from leakmel.audio.synth import write_demo
+from leakmel.audio.naming import Naming
+from leakmel.cli import main
+from leakmel.core.errors import DataError
+from leakmel.dataset.check.consistency import label_mismatches, labelled_by_people
+from leakmel.dataset.file.reader import open_dataset
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.task import make_task
+from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
+from leakmel.learn.train.inputs import open_training
+from leakmel.learn.model.settings import TrainSettings
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory):
+    "Recordings of one split, and their data set by folder labels."
+    folder = tmp_path_factory.mktemp("town")
+    write_demo(folder / "demo", n_files=60)
+    recordings = folder / "demo" / "TRAINING"
+    built = lm.build(recordings, out=folder / "folders.h5", progress="none")
+    with open_dataset(built.path) as ds:
+        return recordings, built.path, ds.files[["path", "digest", "label"]].copy()
+
+
+def decide(file, row, label, by="ann", minute=0, with_digest=True):
+    digest = row.digest if with_digest else ""
+    append_decision(file, Decision(row.path, digest, label, by, f"2026-01-31T08:{minute:02}:00Z"))
+
+
+@pytest.fixture
+def table(town, tmp_path):
+    "Two labels changed (one by path only), one confirmed, one disagreement, one unsure, one not found."
+    files, file = town[2], tmp_path / "labels.csv"
+    leaks = files[files.label == "LEAK"]
+    others = files[files.label == "NOLEAK"]
+    decide(file, leaks.iloc[0], "NOLEAK")
+    decide(file, leaks.iloc[1], "NOLEAK", with_digest=False)
+    decide(file, others.iloc[0], "NOLEAK")
+    decide(file, others.iloc[1], "LEAK")
+    decide(file, others.iloc[1], "NOLEAK", "ben", 1)
+    decide(file, others.iloc[2], "?", "ben", 2)
+    append_decision(file, Decision("gone.wav", "f" * 32, "LEAK", "ann", "2026-01-31T08:00:00Z"))
+    return file, {leaks.iloc[0].path: "NOLEAK", leaks.iloc[1].path: "NOLEAK"}
+
+
+COUNTS = {"by_people": 3, "changed": 2, "disagreements": 1, "unsure": 1, "not_found": 1}
+
+
+def labels_of(path, **given):
+    with open_dataset(path, **given) as ds:
+        return dict(zip(ds.files.path, ds.files.label))
+
+
+def test_build(town, table, tmp_path):
+    recordings, before, files = town
+    file, changed = table
+    out = tmp_path / "set.h5"
+    shutil.copy(before, out)
+    built = lm.build(recordings, out=out, labels=file, progress="none")
+    assert built.verified.ok
+    assert built.summary["labels_by_people"] == COUNTS
+    expected = dict(zip(files.path, files.label)) | changed
+    assert labels_of(out) == expected
+    assert {k: built.summary["problems_by_kind"][k] for k in ("label_disagreement", "label_unsure")} == {
+        "label_disagreement": 1,
+        "label_unsure": 1,
+    }
+    with open_dataset(out) as ds:
+        people = ds.files[ds.files["extra/label_by"] != ""]
+        assert set(people["extra/label_by"]) == {"ann"}
+        assert len(people) == 3
+    assert lm.verify(out, root=recordings).ok
+    again = lm.build(recordings, out=out, labels=file, progress="none")
+    assert again.summary["nothing_to_do"]
+    last = open_dataset(out).files
+    decide(file, last[last.path == next(iter(changed))].iloc[0], "", "ann", 30)  # withdrawn
+    undone = lm.build(recordings, out=out, labels=file, progress="none")
+    assert undone.summary["kept_files"] == len(files)
+    assert undone.summary["labels_by_people"]["changed"] == 1
+    fresh = lm.build(recordings, out=tmp_path / "fresh.h5", labels=file, fresh=True, progress="none")
+    assert fresh.path.read_bytes() == undone.path.read_bytes()
+
+
+def test_a_build_without_people_is_unchanged(town, tmp_path):
+    recordings, before, files = town
+    empty = tmp_path / "labels.csv"
+    decide(empty, files.iloc[0], "?")
+    built = lm.build(recordings, out=tmp_path / "a.h5", labels=empty, progress="none")
+    assert built.path.read_bytes() == before.read_bytes()
+
+
+def test_a_wrong_label_is_still_found(town, table, tmp_path):
+    "Only the rows that people labelled may differ from their folder."
+    out = lm.build(town[0], out=tmp_path / "a.h5", labels=table[0], progress="none").path
+    with h5py.File(out, "r+") as f:
+        by = f["files/extra/label_by"][:]
+        k = int(np.flatnonzero(by == b"")[0])
+        f["labels"][k] = 1 - f["labels"][k]
+        naming = Naming.from_json(f.attrs["naming_json"])
+        names = ["LEAK", "NOLEAK"]
+        given = (f["files/path"][:], f["labels"][:], names, naming, "", labelled_by_people(f))
+        assert "1 rows have a label that differs from their folder" in next(label_mismatches(*given))
+    assert not lm.verify(out).ok
+
+
+def test_a_new_class(town, tmp_path):
+    recordings, _, files = town
+    file = tmp_path / "labels.csv"
+    decide(file, files.iloc[0], "PUMP")
+    built = lm.build(recordings, out=tmp_path / "a.h5", labels=file, progress="none")
+    assert built.summary["label_names"] == ["LEAK", "NOLEAK", "PUMP"]
+    with pytest.raises(DataError) as e:
+        open_dataset(town[1], people=read_labels(file))
+    assert e.value.code == "unknown-label"
+
+
+def test_existing_data_sets(town, table):
+    file, changed = table
+    _, path, files = town
+    expected = dict(zip(files.path, files.label)) | changed
+    people = read_labels(file)
+    assert labels_of(path, people=people) == expected
+    with open_training(path, settings=TrainSettings(), labels=file) as data:
+        assert data.labels_by_people == COUNTS
+        with open_training(path, settings=TrainSettings()) as plain:
+            assert plain.labels_by_people == {}
+            assert plain.identity != data.identity
+    with open_dataset(path) as mine:
+        before = mine.labels.copy()
+        with open_training(mine, settings=TrainSettings(), labels=file):
+            pass
+        assert (mine.labels == before).all()
+        assert mine.mels.shape
+
+
+def test_train_and_cross_validate(town, table, tmp_path):
+    file, _ = table
+    fast = TrainSettings(detector="spectral")
+    done = lm.train(town[1], out=tmp_path / "model", settings=fast, labels=file, progress=False)
+    assert done.summary["labels_by_people"] == COUNTS
+    assert done.detector.record["labels_by_people"] == COUNTS
+    found = lm.cross_validate(
+        town[1], settings=fast, n_folds=2, n_draws=100, jobs=1, labels=file, progress=False
+    )
+    assert found.to_dict()["labels_by_people"] == COUNTS
+    assert found.table.leak.sum() == (town[2].label == "LEAK").sum() - 2
+
+
+def test_retraining_accepts_both_tables(town, table, tmp_path):
+    file, changed = table
+    task = make_task(["LEAK", "NOLEAK"])
+    by_hand = tmp_path / "by_hand.csv"
+    by_hand.write_text("path,label\n" + "".join(f"{p},{label}\n" for p, label in changed.items()))
+    with Segments(town[1], level="recording", preload_to_ram=False) as ds:
+        classes = read_human_labels(file, ds, task)
+        assert (classes != UNLABELLED).sum() == 3
+        assert (read_human_labels(by_hand, ds, task) != UNLABELLED).sum() == 2
+
+
+def test_command_line(town, table, tmp_path, capsys):
+    file, _ = table
+    out = os.fspath(tmp_path / "set.h5")
+    assert main(["build", os.fspath(town[0]), "--out", out, "--labels", os.fspath(file)]) == 0
+    assert "labels: 3 labelled by people, 2 of them changed" in capsys.readouterr().out
