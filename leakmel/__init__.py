@@ -42,6 +42,9 @@ _PUBLIC = {
     "Generalisation": "learn.evaluate.generalisation",
     "learning_curve": "learn.evaluate.learning_curve",
     "LearningCurve": "learn.evaluate.learning_curve",
+    "suggest": "learn.review.suggest",
+    "Suggestions": "learn.review.suggest",
+    "SampleMix": "learn.review.sampling",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -1,0 +1,151 @@
+"Recordings that are suggested for labelling: the mix, what is never suggested, the table, and the command."
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_learn_predict import made_detector, noise, put
+
+import leakmel as lm
+from leakmel.audio.labels import Decision, append_decision
+from leakmel.audio.tables import read_table
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError
+from leakmel.learn.model.provenance import Provenance, _short_digests
+from leakmel.learn.review.sampling import KINDS, SampleMix, SamplePool, choose_recordings, sample_mix
+from leakmel.learn.review.suggest import SUGGESTION_COLUMNS
+
+QUIET = {"device": "cpu", "progress": "none"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    "Twenty recordings of five sensors, a copy, a silent one and a broken one."
+    root = tmp_path_factory.mktemp("suggest") / "new"
+    for k in range(20):
+        put(root, f"S{k % 5}~{k:06d}~20210301_0000{k:02d}~24.wav", noise(k, level=100 * k + 50))
+    put(root, "copy.wav", noise(3, level=350))
+    put(root, "silent.wav", np.zeros_like(noise(0)))
+    (root / "broken.wav").write_bytes(b"RIFF....WAVE")
+    return root
+
+
+def pool_of(n: int = 50, **more) -> SamplePool:
+    rng = np.random.default_rng(1)
+    given = {
+        "distance": rng.uniform(0, 0.5, n),
+        "features": rng.normal(0, 1, (n, 6)),
+        "sensor": np.array([f"S{k % 7}" for k in range(n)], object),
+        "is_open": np.ones(n, bool),
+        "is_labelled": np.zeros(n, bool),
+    }
+    return SamplePool(**given | more)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 30, 49])
+@pytest.mark.parametrize("mix", [SampleMix(), SampleMix(1, 0, 0), SampleMix(0, 1, 0), SampleMix(0, 0, 1)])
+def test_the_mix_is_as_stated(n, mix):
+    chosen = choose_recordings(pool_of(), n, mix, per_sensor=50)
+    assert {kind: sum(c.kind == kind for c in chosen) for kind in KINDS} == mix.counts(n)
+    assert len({c.index for c in chosen}) == n
+
+
+def test_uncertain_recordings_are_the_nearest_ones():
+    pool = pool_of()
+    chosen = choose_recordings(pool, 5, SampleMix(1, 0, 0), per_sensor=50)
+    assert [c.index for c in chosen] == np.argsort(pool.distance)[:5].tolist()
+
+
+def test_random_recordings_do_not_depend_on_scores_or_features():
+    "Else they would be no fair sample of the folder."
+    one = choose_recordings(pool_of(), 10, seed=3)
+    other = choose_recordings(pool_of(distance=np.zeros(50), features=np.full((50, 6), np.nan)), 10, seed=3)
+    assert [c.index for c in one if c.kind == "random"] == [c.index for c in other if c.kind == "random"]
+
+
+def test_labelled_and_closed_recordings_are_never_chosen():
+    closed, labelled = np.arange(50) < 30, np.arange(50) % 2 == 0
+    chosen = choose_recordings(pool_of(is_open=~closed, is_labelled=labelled), 50, per_sensor=50)
+    assert {c.index for c in chosen} == set(np.flatnonzero(~closed & ~labelled).tolist())
+
+
+def test_a_sensor_gives_a_few_only():
+    chosen = [c for c in choose_recordings(pool_of(), 30, per_sensor=2) if c.kind != "random"]
+    assert max(sum(c.index % 7 == s for c in chosen) for s in range(7)) == 2
+
+
+@pytest.mark.parametrize("text", ["uncertain=0.5", "certain=1", "uncertain=x", "uncertain=2,random=-1", ""])
+def test_a_mix_that_is_none_is_refused(text):
+    with pytest.raises(LeakmelError) as e:
+        sample_mix(text)
+    assert e.value.code in ("out-of-range", "unknown-value")
+
+
+@pytest.mark.parametrize("given", [{"n": 0}, {"n": True}, {"n": 3, "per_sensor": 0}])
+def test_numbers_out_of_range_are_refused(given):
+    with pytest.raises(LeakmelError) as e:
+        choose_recordings(pool_of(), **given)
+    assert e.value.code == "out-of-range"
+
+
+def test_what_is_left_out(folder, tmp_path):
+    everything = lm.suggest(folder, made_detector(), n=99, mix=SampleMix(0, 0, 1), **QUIET)
+    assert len(everything) == 20
+    assert everything.left_out["silent"] == 1
+    assert everything.left_out["copies"] == 1
+    by_path = {s.path: s for s in everything.items}
+    first, second, *_, learned = sorted(by_path)
+    labels = tmp_path / "labels.csv"
+    when = "2026-01-31T08:15:00Z"
+    append_decision(labels, Decision("another name.wav", by_path[first].digest, "LEAK", "ann", when))
+    append_decision(labels, Decision("x.wav", by_path[second].digest, "?", "ann", when))
+    seen = Provenance(np.sort(_short_digests([by_path[learned].digest])), True)
+    found = lm.suggest(folder, made_detector(provenance=seen), n=99, labels=labels, **QUIET)
+    assert not {first, second, learned} & {s.path for s in found.items}
+    assert found.left_out["labelled"] == 2
+    assert found.left_out["in the training of the model"] == 1
+    assert found.provenance_known
+    assert not everything.provenance_known
+
+
+def test_the_table_is_a_table_of_recordings(folder, tmp_path):
+    out = tmp_path / "first.csv"
+    found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert list(rows[0]) == list(SUGGESTION_COLUMNS)
+    assert [r["split"] == "testing" for r in rows] == [s.kind == "random" for s in found.items]
+    table = read_table(out)
+    assert table.paths == [s.path for s in found.items]
+    assert set(table.labels) == {""}
+    again = lm.suggest(folder, made_detector(), n=99, earlier=[out], **QUIET)
+    assert not {s.digest for s in again.items} & {s.digest for s in found.items}
+    repeated = lm.suggest(folder, made_detector(), n=10, **QUIET)
+    assert [(s.digest, s.kind) for s in repeated.items] == [(s.digest, s.kind) for s in found.items]
+
+
+def test_files_of_people_are_never_replaced(folder, tmp_path):
+    (tmp_path / "mine.csv").write_text("path,label\n")
+    for out, code in (
+        (tmp_path / "mine.csv", "other-file-in-the-way"),
+        (folder / "new.csv", "output-in-source"),
+        (tmp_path / "new.txt", "not-csv"),
+    ):
+        with pytest.raises(LeakmelError) as e:
+            lm.suggest(folder, made_detector(), n=3, out=out, **QUIET)
+        assert e.value.code == code
+    (tmp_path / "plain.csv").write_text("path,label\na.wav,LEAK\n")
+    with pytest.raises(LeakmelError) as e:
+        lm.suggest(folder, made_detector(), n=3, earlier=[tmp_path / "plain.csv"], **QUIET)
+    assert e.value.code == "table-columns"
+
+
+def test_the_command(folder, tmp_path, capsys):
+    model = made_detector().save(tmp_path / "model.pt")
+    words = ["suggest", str(folder), "--model", str(model), "--n", "5", "--device", "cpu", "--json"]
+    assert main([*words, "--out", str(tmp_path / "next.csv")]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["suggested"] == 5
+    assert body["by_kind"] == {"uncertain": 2, "diverse": 2, "random": 1}
+    assert len(read_table(tmp_path / "next.csv")) == 5
