@@ -55,16 +55,17 @@ def read_set(files: Sequence[Path]) -> LabelledSet:
     "Read data sets."
     with Segments(list(files), level="recording", with_labels=False, preload_to_ram=False) as first:
         names = first.sources[0].class_names
+    task = make_task(names, kind="binary")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # recordings that are too short for one segment
-        with Segments(list(files), level="recording", task=make_task(names, kind="binary")) as ds:
+        with Segments(list(files), level="recording", task=task) as ds:
             rows = torch.stack([torch.as_tensor(ds[k][0]) for k in range(len(ds))])
             sensors = [str(s) for source in ds.sources for s in source.files["sensor"]]
             return LabelledSet(
                 spectral_features(ds, keep_level=False),
                 rows,
                 torch.from_numpy(ds.segment_mask),
-                ds.labels == ds.task.leak_in_model,
+                np.equal(ds.labels, task.leak_in_model),
                 np.array(sensors, object)[ds.rows],
             )
 
