@@ -55,9 +55,9 @@ def read_set(files: Sequence[Path]) -> LabelledSet:
     "Read data sets."
     with Segments(list(files), level="recording", with_labels=False, preload_to_ram=False) as first:
         names = first.sources[0].class_names
+    task = make_task(names, kind="binary")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # recordings that are too short for one segment
-        task = make_task(names, kind="binary")
         with Segments(list(files), level="recording", task=task) as ds:
             rows = torch.stack([torch.as_tensor(ds[k][0]) for k in range(len(ds))])
             sensors = [str(s) for source in ds.sources for s in source.files["sensor"]]
@@ -65,7 +65,7 @@ def read_set(files: Sequence[Path]) -> LabelledSet:
                 spectral_features(ds, keep_level=False),
                 rows,
                 torch.from_numpy(ds.segment_mask),
-                ds.labels == task.leak_in_model,
+                np.equal(ds.labels, task.leak_in_model),
                 np.array(sensors, object)[ds.rows],
             )
 
