@@ -128,9 +128,9 @@ def run_evaluation(
 
 
 # %% ../../nbs/learn/run_plans.ipynb #40d1e1fd
-_EVALUATION = ("testing", "evaluation", "cross_validate", "n_folds", "seeds")  # of a training alone
+_TRAINING_ONLY = ("testing", "evaluation", "cross_validate", "n_folds", "seeds", "labels")
 SEARCH_DEFAULTS: dict[str, Any] = {
-    **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in _EVALUATION},
+    **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in _TRAINING_ONLY},
     "space": None,
     "trials": 30,
     "hours": None,
@@ -142,7 +142,7 @@ SEARCH_DEFAULTS: dict[str, Any] = {
 
 def search_kinds() -> Kinds:
     "Return names and types of the parameters of search.ipynb."
-    trained = {n: k for n, k in training_kinds().items() if n not in _EVALUATION}
+    trained = {n: k for n, k in training_kinds().items() if n not in _TRAINING_ONLY}
     numbers = dict.fromkeys(("trials", "again", "prune_after", "prune_epochs"), (int,))
     return trained | numbers | {"space": (str, None), "hours": (float, None)}
 
@@ -158,7 +158,7 @@ def plan_search(
     out = run_folder(p["out"], "search")
     of_training |= {"testing": None, "evaluation": False, "out": str(out)}
     training = plan_training(of_training, progress=progress)
-    given = {**training.given}
+    given = {name: value for name, value in training.given.items() if name != "labels"}
     given |= {name: p[name] for name in ("space", "trials", "hours", "again", "prune_after", "prune_epochs")}
     inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
     limit = "" if p["hours"] is None else f", at most {p['hours']} hours in this call"

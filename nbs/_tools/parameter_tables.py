@@ -29,6 +29,7 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
     return [
         ("n_folds", 5, "cross_validate: number of folds; with at most 10 groups each group is a fold"),
         ("seeds", 1, "cross_validate: number of repetitions with other folds and other seeds"),
+        ("labels", None, "table of labels by people, which replace those of the data sets"),
         ("allow_leaky_split", False, leaky),
         ("legacy", False, legacy),
     ]
