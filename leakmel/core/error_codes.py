@@ -276,6 +276,8 @@ LEARN_RETRAIN = {
     "another-champion": "The folder of rounds already has another champion.",
     "another-test-set": "The test recordings differ from those of earlier rounds.",
     "invalid-name": "A name is already used, missing or malformed.",
+    "invalid-history": "The state file of nightly runs is damaged, or leakmel did not write it.",
+    "invalid-visits": "A table of visits has a row that cannot be used.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #b85a8819

@@ -24,7 +24,18 @@ ROOMS = ["core", "audio", "mel", "dataset", "insight", "learn", "ops", "cli_lear
 # Inside a room the same holds for its sub-folders; a module that lies in none of them may use all.
 FOLDERS = {
     "dataset": ["file", "source", "check", "run"],
-    "learn": ["data", "metrics", "model", "train", "evaluate", "predict", "retrain", "search", "review"],
+    "learn": [
+        "data",
+        "metrics",
+        "model",
+        "train",
+        "evaluate",
+        "predict",
+        "retrain",
+        "search",
+        "review",
+        "nightly",
+    ],
 }
 MODULES = sorted(
     p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py")

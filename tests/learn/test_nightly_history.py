@@ -1,0 +1,183 @@
+"History, nights and table of sensors of nightly runs: crashes, hostile state files, repeated and late recordings."
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from leakmel.core.errors import DataError, LeakmelError
+from leakmel.learn.nightly.evidence import Budget, Evidence
+from leakmel.learn.nightly.history import HISTORY_FILE, Heard, History
+from leakmel.learn.nightly.nights import read_visits, record_run
+from leakmel.learn.nightly.sensors import sensor_table
+
+
+def heard_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[Heard]:
+    "Two sensors, one recording a night; a leak begins at P2."
+    rng = np.random.default_rng(seed)
+    heard: list[Heard] = []
+    for k in range(n_nights):
+        for sensor in ("P1", "P2"):
+            night = f"2026-11-{k + 1:02d}"
+            leak = 0.4 * (sensor == "P2" and k >= leak_from)
+            score = float(np.clip(rng.normal(0.3 + leak, 0.05), 0, 1))
+            name = f"{sensor}~{k}.wav"
+            digest = f"{len(heard):032x}"
+            heard.append(
+                Heard(digest, sensor, name, f"{night}T23:00:00", night, score, -40.0, -60.0, 0.0, "", "")
+            )
+    return heard
+
+
+def run(folder: Path, heard: list[Heard], visits: dict[str, str] | None = None) -> int:
+    with History(folder) as history:
+        history.begin()
+        new = record_run(history, heard, Budget(), visits)
+        history.commit()
+    return len(new)
+
+
+def content(folder: Path) -> list[str]:
+    db = sqlite3.connect(folder / HISTORY_FILE)
+    try:
+        return list(db.iterdump())
+    finally:
+        db.close()
+
+
+def test_the_same_recordings_again_change_nothing(tmp_path):
+    assert run(tmp_path, heard_nights()) == 40
+    before = (tmp_path / HISTORY_FILE).read_bytes()
+    assert run(tmp_path, heard_nights()) == 0
+    with History(tmp_path) as history:
+        first = sensor_table(history, Budget())
+        assert sensor_table(history, Budget()) == first
+    after = (tmp_path / HISTORY_FILE).read_bytes()
+    assert before[100:] == after[100:]  # the header counts transactions
+
+
+def test_late_recordings_give_the_same_nights(tmp_path):
+    heard = heard_nights()
+    run(tmp_path / "once", heard)
+    run(tmp_path / "parts", heard[20:])
+    run(tmp_path / "parts", heard[:20])
+    nights = [
+        [line for line in content(tmp_path / name) if 'INTO "nights"' in line] for name in ("once", "parts")
+    ]
+    assert nights[0] == nights[1]
+    assert len(nights[0]) == 40
+
+
+def test_a_visit_restarts_the_sensor(tmp_path):
+    run(tmp_path, heard_nights())
+    with History(tmp_path) as history:
+        assert [r.sensor for r in sensor_table(history, Budget()) if r.visit == "evidence"] == ["P2"]
+    run(tmp_path, [], {"P2": "2026-11-19"})
+    with History(tmp_path) as history:
+        rows = {r.sensor: r for r in sensor_table(history, Budget(), audits=0)}
+    assert (rows["P2"].visit, rows["P2"].nights, rows["P1"].nights) == ("", 1, 20)
+
+
+def test_visits_need_dates(tmp_path):
+    table = tmp_path / "visits.csv"
+    table.write_text("sensor,night\nP1,2026-11-02\nP1,2026-11-01\n")
+    assert read_visits(table) == {"P1": "2026-11-02"}
+    table.write_text("sensor,night\nP1,yesterday\n")
+    with pytest.raises(DataError) as e:
+        read_visits(table)
+    assert e.value.code == "invalid-visits"
+
+
+_KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from test_nightly_history import heard_nights
+from leakmel.learn.nightly.evidence import Budget
+from leakmel.learn.nightly.history import History
+from leakmel.learn.nightly.nights import record_run
+with History(sys.argv[1]) as history:
+    history.db.execute("PRAGMA cache_size = 1")  # pages reach the file before the commit
+    history.begin()
+    record_run(history, heard_nights(28, seed=2), Budget())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_the_history_as_it_was(tmp_path):
+    run(tmp_path, heard_nights(10))
+    before = content(tmp_path)
+    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert run(tmp_path, []) == 0  # the lock of a dead run does not block
+    assert content(tmp_path) == before
+    assert run(tmp_path, heard_nights(28)) == 36
+
+
+def _sql(statement: str) -> Callable[[Path], object]:
+    def change(file: Path) -> None:
+        db = sqlite3.connect(file)
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute(statement)
+        db.commit()
+        db.close()
+
+    return change
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[4096:4196] = b"\xff" * 100
+    file.write_bytes(data)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_name("other"))
+    file.symlink_to("other")
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "garbage": lambda file: file.write_bytes(b"garbage"),
+    "truncated": lambda file: os.truncate(file, 6000),
+    "overwritten page": _flip,
+    "trigger": _sql("CREATE TRIGGER t AFTER INSERT ON files BEGIN DELETE FROM recordings; END"),
+    "view": _sql("CREATE VIEW v AS SELECT 1"),
+    "table changed": _sql("UPDATE sqlite_master SET sql = replace(sql, ' STRICT', '') WHERE name = 'meta'"),
+    "other application": _sql("PRAGMA application_id = 1"),
+    "infinite evidence": _sql("UPDATE nights SET r0 = 9e999"),
+    "score of 7": _sql("UPDATE nights SET score = 7"),
+    "no date": _sql("UPDATE recordings SET night = 'tonight'"),
+    "write-ahead log": _sql("PRAGMA journal_mode = WAL"),
+    "link": _link,
+    "journal is a link": lambda file: file.with_name(f"{file.name}-journal").symlink_to("/etc/passwd"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(tmp_path, name):
+    run(tmp_path, heard_nights(10))
+    HOSTILE[name](tmp_path / HISTORY_FILE)
+    with pytest.raises(LeakmelError) as e:
+        run(tmp_path, heard_nights(20))
+    assert e.value.code == "invalid-history"
+    assert str(tmp_path) in str(e.value)
+
+
+def test_the_rate_of_false_visits_is_within_the_budget():
+    "1,000 normal sensors, 365 nights; a visit restarts the sensor."
+    budget = Budget(0.5)
+    rng = np.random.default_rng(0)
+    evidence, n_visits = Evidence.start(1000), 0
+    for _ in range(365):
+        evidence.add(rng.normal(-1, 0.5, 1000))
+        above = evidence.value >= budget.limit
+        n_visits += int(above.sum())
+        evidence.n[above] = evidence.mean[above] = evidence.m2[above] = 0
+        evidence.r[:, above] = 0
+    assert 0 < 100 * n_visits / 365_000 <= budget.per_100_nights
