@@ -2516,6 +2516,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                    'leakmel/learn/model/classifiers.py'),
                                                  'leakmel.learn.model.classifiers.BlendSettings': ( 'learn/model/classifiers.html#blendsettings',
                                                                                                     'leakmel/learn/model/classifiers.py'),
+                                                 'leakmel.learn.model.classifiers.BlendSettings.__post_init__': ( 'learn/model/classifiers.html#blendsettings.__post_init__',
+                                                                                                                  'leakmel/learn/model/classifiers.py'),
                                                  'leakmel.learn.model.classifiers._unfitted': ( 'learn/model/classifiers.html#_unfitted',
                                                                                                 'leakmel/learn/model/classifiers.py'),
                                                  'leakmel.learn.model.classifiers.from_plain': ( 'learn/model/classifiers.html#from_plain',

@@ -63,7 +63,7 @@ LABELS: Options = {
     "--labels": dict(
         metavar="FILE",
         help="labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and "
-        "recordings on which people disagree keep theirs",
+        "recordings on which people disagree keep theirs (train: labels of the test set stay as they are stored)",
     ),
 }
 COLUMNS: Options = {

@@ -95,7 +95,8 @@ def read_selections(
     for k, line in enumerate(lines[1:], 2):
         cells = line.split("\t")
         if line.strip():
-            number = cells[head.index(_SELECTION)] if _SELECTION in head else str(k)
+            at = head.index(_SELECTION) if _SELECTION in head else len(cells)
+            number = (cells[at].strip() if at < len(cells) else "") or f"line {k}"
             row = [cells[i] if i < len(cells) else "" for i in places]
             found.setdefault(number, _range(row, k, file))
     return list(found.values())

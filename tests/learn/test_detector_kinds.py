@@ -14,10 +14,11 @@ import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import Split
-from leakmel.learn.model.classifiers import BlendClassifier
+from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.export import export_detector
 from leakmel.learn.model.files import load_plain
+from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import (
     SpectralClassifier,
     fit_spectral,
@@ -283,8 +284,25 @@ HOSTILE = {
     "more nodes than tensors": lambda head, weights: head["classifier"]["settings"].update(n_nodes=1 << 30),
     "another kind": lambda head, weights: head["classifier"].update(kind="forest"),
     "a weight that is no number": lambda head, weights: weights["weight"].fill_(float("nan")),
+    "a tree deeper than its nodes": lambda head, weights: head["classifier"]["settings"].update(
+        depth=1 << 30
+    ),
+    "a leak class that does not exist": lambda head, weights: head["task"].update(leak_in_model=9),
+    "labels without a class": lambda head, weights: head["task"].update(to_model=[0]),
+    "text in an evaluation": lambda head, weights: head["evaluations"][0].update(auc="x"),
     "text as a setting": lambda head, weights: head["classifier"]["settings"].update(depth="9"),
 }
+
+
+def test_sizes_of_a_network_and_members_of_a_blend_are_checked():
+    with raises("invalid-net", UsageError):
+        NetSettings(channels=(30_000, 30_000), n_classes=-(10**6))
+    for slopes, offsets in (((), ()), ((1.0,), ()), ((float("nan"),), (0.0,))):
+        with raises("invalid-net", UsageError):
+            BlendSettings(1, slopes, offsets)
+    net = LeakNet(NetSettings(n_mels=8, channels=(2,)))
+    with raises("invalid-net", UsageError):
+        BlendClassifier(BlendSettings(2, (1.0,), (0.0,)), [net])
 
 
 @pytest.mark.parametrize("name", HOSTILE)

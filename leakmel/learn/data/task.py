@@ -65,6 +65,21 @@ class Task:
                 found=repr(self.kind),
                 expected=f"{BINARY!r} or {MULTICLASS!r}",
             )
+        classes = set(range(len(self.model_names)))
+        if len(self.to_model) != len(self.class_names) or set(self.to_model) - {LEFT_OUT} != classes:
+            raise UsageError(
+                "the labels of the data set do not map onto the classes of the model",
+                code="invalid-task",
+                found=self.to_model,
+                expected=f"{len(self.class_names)} class numbers that cover every class",
+            )
+        is_known = 0 <= self.leak_in_data < len(self.to_model)
+        if not is_known or self.to_model[self.leak_in_data] != self.leak_in_model:
+            raise UsageError(
+                "the leak label of the data set does not map to the leak class of the model",
+                code="invalid-task",
+                found=(self.leak_in_data, self.leak_in_model),
+            )
 
     @property
     def leak_label(self) -> str:

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from ...core.errors import show_path
+from ...core.parameters import check_types, field_kinds
 from ..metrics.bootstrap import Groups
 from ..metrics.decisions import HeldOutScores, alarm_threshold, fit_calibration
 from ..metrics.significance import ScoredModel, Verdict, plain
@@ -123,10 +124,14 @@ def evaluation_record(
     )
 
 
-def record_from_plain(values: Mapping[str, Any]) -> EvaluationRecord:  # raises TypeError, LookupError
+def record_from_plain(
+    values: Mapping[str, Any],
+) -> EvaluationRecord:  # raises TypeError, LookupError, UsageError
     "Make the record that a model file stores; its texts can be shown in a terminal."
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
     found: dict[str, Any] = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()} | texts
+    kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
+    check_types({n: found.get(n) for n in kinds}, kinds)
     return EvaluationRecord(**found)
 
 
@@ -143,6 +148,11 @@ def held_out_from_plain(
     if values is None:
         return None
     score, truth, group = (values[n].numpy() for n in ("score", "truth", "group"))
+    kinds, n = (score.dtype, truth.dtype, group.dtype), len(score)
+    if kinds != (np.float64, np.bool_, np.int64) or not score.shape == truth.shape == group.shape == (n,):
+        raise ValueError("held-out scores of another type or shape")
+    if not ((score >= 0) & (score <= 1)).all():
+        raise ValueError("held-out scores that are not probabilities")
     return HeldOutScores(score, truth, group, show_path(str(values["by"])), show_path(str(values["method"])))
 
 

@@ -6,6 +6,7 @@
 __all__ = ["Classifier", "platt", "BlendSettings", "BlendClassifier", "to_plain", "from_plain"]
 
 # %% ../../../nbs/learn/model/classifiers.ipynb #cl000003
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...core.errors import UsageError
 from .net import LeakNet, NetSettings
 from .spectral import SpectralClassifier, SpectralSettings
 
@@ -38,6 +40,15 @@ class BlendSettings:
     slopes: tuple[float, ...]  # of each member
     offsets: tuple[float, ...]
 
+    def __post_init__(self):
+        is_finite = all(map(math.isfinite, (*self.slopes, *self.offsets)))
+        if not len(self.slopes) == len(self.offsets) > 0 or not is_finite or self.leak < 0:
+            raise UsageError(
+                "a blend needs a slope and an offset for each member",
+                code="invalid-net",
+                found=f"{len(self.slopes)} slopes, {len(self.offsets)} offsets",
+            )
+
 
 class BlendClassifier(nn.Module):
     "Mean of calibrated classifiers."
@@ -50,6 +61,14 @@ class BlendClassifier(nn.Module):
         members: Sequence["LeakNet | SpectralClassifier"],  # as many as there are slopes
     ):
         super().__init__()
+        sizes = [member.settings.n_classes for member in members]
+        if len(members) != len(settings.slopes) or settings.leak >= min(sizes):
+            raise UsageError(
+                "the members of a blend do not fit its calibrations or its leak class",
+                code="invalid-net",
+                found=f"{len(members)} members of {sizes} classes, leak class {settings.leak}",
+                expected=f"{len(settings.slopes)} members",
+            )
         self.settings = settings
         self.members = nn.ModuleList(members)
 

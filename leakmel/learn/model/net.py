@@ -63,6 +63,15 @@ class NetSettings:
     dropout: float = 0.3  # share of features that a training step leaves out, 0 to below 1
 
     def __post_init__(self):
+        sizes = {"n_mels": (self.n_mels,), "width": (self.width,), "n_classes": (self.n_classes,)}
+        for name, values in (sizes | {"channels": self.channels or (0,)}).items():
+            least = 2 if name == "n_classes" else 1
+            if any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+                raise UsageError(
+                    f"{name} must be a whole number of at least {least}",
+                    code="invalid-net",
+                    found=repr(values),
+                )
         pairs = zip((1, *self.channels), self.channels, self.kernels())
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels

@@ -104,6 +104,10 @@ class SpectralSettings:
                     code="invalid-net",
                     found=repr(found),
                 )
+        if self.depth > self.n_nodes:
+            raise UsageError(
+                "no way through a tree has more decisions than nodes", code="invalid-net", found=self.depth
+            )
 
     @property
     def n_bytes(self) -> int:

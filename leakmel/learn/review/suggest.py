@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...audio.labels import current_labels, read_decisions
+from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
 from ...audio.tables import read_table
 from ...audio.wav import read_wav
-from ...core.errors import DataError, OutputError, RecordingError, show_path
+from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...core.progress import Progress
 from ...dataset.file.writer import replacing
 from ..data.segments import conform_recording, segment_count
@@ -256,10 +256,10 @@ class Suggestions:
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000009
 def labelled_recordings(
-    labels: str | os.PathLike,  # table of decisions by people
+    labels: str | os.PathLike,  # labels.csv, or a table of paths and labels
 ) -> set[str]:  # digests, or paths where the table has no digests
     "Return the recordings that a person decided on."
-    current = current_labels(read_decisions(labels))
+    current = read_labels(labels)
     return {*current.labels, *current.disagreements, *current.unsure}
 
 
@@ -363,6 +363,9 @@ def suggest(
     progress: str = "auto",
 ) -> Suggestions:  # raises LeakmelError
     "Choose recordings of a folder to label next."
+    for name, value, least in (("n", n, 1), ("per_sensor", per_sensor, 1), ("seed", seed, 0)):
+        if value < least:
+            raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
     labelled = set() if labels is None else labelled_recordings(labels)
