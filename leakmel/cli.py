@@ -323,13 +323,13 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "leakmel search mels --out search --trials 30 --hours 8",
     ),
     "evaluate": (
-        "model,out,figures,training,validation,votes,group,judged-by,draws,seed,allow-leaky-split,device",
+        "model,out,figures,training,validation,votes,group,metric,draws,seed,allow-leaky-split,device",
         "leakmel evaluate mels --model model --out report --figures",
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
     "retrain": (
-        "out,champion,replay,testing,validation,also,human-labels,judged-by,replay-share,epochs,learning-rate,resume,device",
+        "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
     "page": (None, "leakmel page out.ipynb"),

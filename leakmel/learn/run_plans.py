@@ -72,7 +72,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
     "out": None,
     "votes": "mean,long_vote",
     "group": "sensor",
-    "judged_by": "auc",
+    "metric": "auc",
     "n_draws": 2000,
     "seed": 0,
     "files_per_batch": 64,
@@ -85,7 +85,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
 def evaluation_kinds() -> Kinds:
     "Return names and types of the parameters of evaluate.ipynb."
     texts = dict.fromkeys(("data", "model", "training", "validation", "out"), (str, None))
-    words = dict.fromkeys(("votes", "group", "judged_by", "device"), (str,))
+    words = dict.fromkeys(("votes", "group", "metric", "device"), (str,))
     numbers = dict.fromkeys(("n_draws", "seed", "files_per_batch"), (int,))
     return texts | words | numbers | {"legacy": (bool,), "allow_leaky_split": (bool,)}
 
@@ -111,7 +111,7 @@ def plan_evaluation(
     given = {"model": model, "data": parts["testing"], "device": device}
     given |= {part: parts.get(part) for part in ("training", "validation")}
     given["votes"] = [word.strip() for word in p["votes"].split(",")]
-    same = ("group", "judged_by", "n_draws", "seed", "files_per_batch", "legacy", "allow_leaky_split")
+    same = ("group", "metric", "n_draws", "seed", "files_per_batch", "legacy", "allow_leaky_split")
     given |= {name: p[name] for name in same}
     return DetectorPlan(inputs, run_folder(p["out"], "evaluation"), given)
 
@@ -240,7 +240,7 @@ def plan_retraining(
     given["checkpoints"] = CheckpointSettings(**_of_fields(CheckpointSettings, p))
     inputs = {"champion": note if champion is None else f"{show_path(champion)}: {note}"}
     inputs |= {n.replace("_", " "): ", ".join(map(show_path, files)) for n, files in parts.items() if files}
-    inputs |= {"decided by": given["rules"].judged_by, "device": device}
+    inputs |= {"decided by": given["rules"].metric, "device": device}
     return DetectorPlan(inputs, out, given)
 
 

@@ -369,11 +369,11 @@ def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_pa
         "cnn",
         "--epochs",
         "2",
-        "--judged-by",
+        "--metric",
         "f1",
     )
     assert (other["rules"]["seed"], other["settings"]["seed"], other["settings"]["epochs"]) == (7, 7, 2)
-    assert other["rules"]["judged_by"] == "f1"
+    assert other["rules"]["metric"] == "f1"
     assert (other["settings"]["learning_rate"], other["settings"]["channels"]) == (0.0025, [4, 8]), (
         "what was not asked for stays as usual"
     )
@@ -426,7 +426,7 @@ def test_options_of_evaluate_reach_the_call(
             "any_long,frac_vote",
             "--group",
             "folder",
-            "--judged-by",
+            "--metric",
             "f1",
             "--draws",
             "300",
@@ -449,7 +449,7 @@ def test_options_of_evaluate_reach_the_call(
         "validation": [small_sets / "VALIDATION_DATASET.H5"],
         "votes": ["any_long", "frac_vote"],
         "group": "folder",
-        "judged_by": "f1",
+        "metric": "f1",
         "n_draws": 300,
         "seed": 5,
         "files_per_batch": 7,
@@ -472,7 +472,7 @@ def test_folder_of_splits_gives_training_and_validation_sets(
     usual = {n: p.default for n, p in inspect.signature(evaluate).parameters.items()}
     for name in (
         "group",
-        "judged_by",
+        "metric",
         "files_per_batch",
         "device",
         "n_draws",
@@ -608,7 +608,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
         "allow-leaky-split",
         "device",
         "seed",
-        "judged-by",
+        "metric",
         "validation",
     }
     status, text, _ = say("retrain", "--help-all")
@@ -750,7 +750,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --metric best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),

@@ -922,7 +922,7 @@ def test_files_of_the_earlier_system(tmp_path):
     [
         (dict(votes="median"), "unknown-choice"),
         (dict(votes=("median",)), "unknown-choice"),
-        (dict(judged_by="loss"), "unknown-choice"),
+        (dict(metric="loss"), "unknown-choice"),
         (dict(part="training", training="x"), "given-twice"),
     ],
 )

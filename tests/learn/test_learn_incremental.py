@@ -1157,7 +1157,7 @@ def test_rules_are_checked():
         {"replay_share": -1.0},
         {"earlier_share": -0.1},
         {"earlier_share": float("nan")},
-        {"judged_by": "beauty"},
+        {"metric": "beauty"},
         {"n_draws": 3},
         {"seed": -1},
         {"keep_share": "half"},

@@ -320,7 +320,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     result = searched(sets, tmp_path / "run", **given, trials=8)
     failed = [t for t in result.trials if t.state == "failed"]
     assert failed
-    assert all(t.changes["dropout"] > 0.5 and "astray" in t.said for t in failed)
+    assert all(t.changes["dropout"] > 0.5 and "astray" in t.error for t in failed)
     limit = -1.0
     with pytest.raises(DataError, match="astray"):
         searched(sets, tmp_path / "all", **given)
@@ -633,7 +633,7 @@ def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResul
     for text in (
         "{}",
         "no JSON",
-        '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
+        '{"format": "leakmel search 2", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
     ):
         (tmp_path / "spoilt" / "search.json").write_text(text)
         for resume in ("auto", "never"):

@@ -209,7 +209,7 @@ def _evaluation(
     part: str,  # test set
     boot: Bootstrap,  # of its recordings
     votes: Sequence[str],
-    judged_by: str,
+    metric: str,
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
     seed: int,  # of permutations
@@ -253,7 +253,7 @@ def _evaluation(
             v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()}
             for v, j in ways.items()
         },
-        verdict=give_verdict(boot, own, list(against.values()), judged_by),
+        verdict=give_verdict(boot, own, list(against.values()), metric),
         control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
         calibrated=None
@@ -284,7 +284,7 @@ def evaluate(
         "long_vote",
     ),  # voting rules of `votes.VOTES`, in addition to the rule of the model
     group: Group = "sensor",  # groups that are resampled as a whole; night or recording if the sensors are unknown
-    judged_by: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
+    metric: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
     files_per_batch: int = 64,  # recordings scored at once; fewer if memory runs out
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # number of bootstrap draws of groups
@@ -297,7 +297,7 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for what, asked, choices in (("voting rule", votes, VOTES), ("figure", (judged_by,), FIGURES)):
+    for what, asked, choices in (("voting rule", votes, VOTES), ("figure", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
             raise UsageError(
                 f"the {what} is unknown",
@@ -338,7 +338,7 @@ def evaluate(
             part,
             boot,
             votes,
-            judged_by,
+            metric,
             how,
             progress,
             seed,

@@ -293,7 +293,7 @@ class _RoundInProgress:
         write_card(challenger, challenger.save(here / MODEL))
         found = self.compare(challenger)
         (testing, *others), since = found["champion"].values(), found["first champion"]
-        replaced, reason = decide(testing, others, self.rules.judged_by, list(since.values()))
+        replaced, reason = decide(testing, others, self.rules.metric, list(since.values()))
         n_compared = len(finished_rounds(self.folder)) + 1
         reason = f"{reason} {test_set_reuse_note(n_compared)}"
         winner = champion_entry(self.folder, self.number, challenger)
