@@ -48,9 +48,9 @@ from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.mel import engines
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/town", n_files=6)
+    lm.write_demo(place + "/network", n_files=6)
     from leakmel.cli import main
-    assert main(["build", place + "/town", "--split", "training", "--out", place + "/x.h5", "--engine", "reference", "--quiet", "--no-fsync"]) == 0
+    assert main(["build", place + "/network", "--split", "training", "--out", place + "/x.h5", "--engine", "reference", "--quiet", "--no-fsync"]) == 0
 assert threading.active_count() == 1
 """
 

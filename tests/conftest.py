@@ -166,7 +166,7 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_sets(tmp_path_factory) -> Path:
-    "Data sets of a small made town, for trainings of seconds; nobody writes here."
+    "Data sets of a small synthetic network, for trainings of seconds; nobody writes here."
     import leakmel as lm
 
     root = tmp_path_factory.mktemp("data") / "small"

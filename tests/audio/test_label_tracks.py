@@ -70,5 +70,5 @@ def test_files_that_are_no_tracks(tmp_path):
         ([("PUMP", 2), ("NOLEAK", 2)], "?"),
     ],
 )
-def test_the_rule(ranges, label):
+def test_label_of_a_track(ranges, label):
     assert label_of([TimeRange(0, s, text) for text, s in ranges], LABELS) == label

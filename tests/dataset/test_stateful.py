@@ -195,7 +195,7 @@ def run(data: Path, out: Path, *, fresh: bool = False, **policy: Any) -> lm.Buil
     )
 
 
-def test_any_days_of_a_folder(tried: Callable) -> None:
+def test_random_histories_of_a_folder(tried: Callable) -> None:
     Folder.refused.clear()
     run_state_machine_as_test(
         Folder,

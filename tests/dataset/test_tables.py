@@ -48,7 +48,7 @@ def build(made: Path, **more):
     )
 
 
-def test_columns_of_a_table_by_option(made, capsys):
+def test_table_columns_by_option(made, capsys):
     words = [str(made / "data"), "--table", str(made / "t.csv"), "--columns", COLUMNS]
     assert main(["scan", *words]) == 1, "two recordings have no label"
     assert "no label for 2 of 12 recordings" in capsys.readouterr().out.replace("\n", " ")

@@ -109,7 +109,7 @@ def test_all_lanes_parallel_share_equally():
     )
 
 
-def test_gaps_are_wait():
+def test_gaps_count_as_waiting():
     timeline = timeline_of(Span("read", "a", 1, 2), Span("write", "a", 5, 6))
     assert attribute(timeline) == pytest.approx({"read": 1.0, "write": 1.0, "wait": 3.0})
     assert limit_text(amdahl_bounds(timeline)).startswith(
@@ -200,7 +200,7 @@ def test_report_names_numbers_and_limiting_stage():
 
 
 @pytest.mark.parametrize("timeline", [Timeline(), timeline_of(Span("read", "a", 0, 0))])
-def test_report_of_hardly_anything(timeline):
+def test_report_of_an_almost_empty_timeline(timeline):
     assert "0 files found" in report_text(timeline, title="x", found=0, rows=0, rejected=0, seconds=0.0)
 
 

@@ -28,7 +28,7 @@ def executed(path: Path, *bundles: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_figure_cannot_end_its_script():
+def test_script_tags_in_figures_are_escaped():
     html = figure_html({"data": [{"name": "</script><b>"}], "layout": {"height": 300}})
     assert html.count("</script>") == 1
     assert "height:300px" in html
@@ -51,7 +51,7 @@ def test_a_page_has_no_widgets(tmp_path):
     assert "widget-view" not in text
 
 
-def test_the_copy_of_the_script_in_a_notebook_is_not_repeated(tmp_path):
+def test_plotly_script_is_stored_once(tmp_path):
     path = executed(
         tmp_path / "run.ipynb", {"text/html": plotly_script()}, {PLOTLY: BARS, "text/html": "twice"}
     )

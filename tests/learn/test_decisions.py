@@ -61,7 +61,7 @@ def test_conformal_coverage_of_1000_deployments_is_within_two_percent(n_groups: 
         assert np.mean(rates) > share - 0.02 - 2 * error
 
 
-def test_a_quantile_over_recordings_breaks_the_promise_that_conformal_keeps() -> None:
+def test_quantile_over_recordings_misses_the_coverage_of_conformal() -> None:
     rng, naive, kept = np.random.default_rng(1), [], []
     for _ in range(500):
         sizes = rng.choice([1, 60], 20, p=[0.8, 0.2])  # few sensors have nearly all recordings

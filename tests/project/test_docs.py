@@ -261,7 +261,7 @@ def test_pages_in_a_browser(site, page):
 
 
 @pytest.mark.slow
-def test_the_search_finds_a_name_and_a_word(site, page):
+def test_site_search_finds_names_and_words(site, page):
     "Opened from the disk, where a page may not fetch another one."
     watched = Watched(page)
     for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/rejected_files.html")):
@@ -356,7 +356,7 @@ def test_promises_name_existing_tests():
             assert function in tests_of[file], f"{name}: there is no {test}"
 
 
-def test_formulas_need_no_renderer():
+def test_formulas_become_html():
     assert (
         prepare.formulas(r"to $2^{-24}$, `a $b$`")
         == "to <span class='formula'>2<sup>−24</sup></span>, `a $b$`"
@@ -417,7 +417,7 @@ def test_directives_become_tags():
     assert page.cells[0].metadata["mystnb"]["code_prompt_show"] == "Source of one, TWO"
 
 
-def test_lines_of_progress_are_left_out():
+def test_progress_lines_are_removed():
     v4 = nbformat.v4
     lines = "search: 1 of 4 trials in 8.4 s, 0.12 trials/s, about 25.3 s left, trial 1, epoch 1, F1 1.000\n"
     warning = "memory ran out: continuing with 4 recordings at once\n"
