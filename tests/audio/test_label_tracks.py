@@ -45,7 +45,7 @@ def test_hostile_tracks(tmp_path, text):
     assert e.value.code == "table-row"
 
 
-def test_files_that_are_no_tracks(tmp_path):
+def test_other_files_are_refused_as_tracks(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\0" * 100)
     for name in ("fifo", "binary", "missing"):

@@ -124,7 +124,7 @@ def test_hostile_tables(tmp_path, content, code):
     assert file.read_bytes() == content  # nothing is written into a foreign file
 
 
-def test_files_that_are_no_tables(tmp_path):
+def test_other_files_are_refused_as_tables(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in ("fifo", ".", "/dev/zero"):
         with pytest.raises(DataError) as e:

@@ -515,7 +515,7 @@ def test_each_spelling_is_found(tmp_path: Path, folder: str) -> None:
         assert m.listings[0].folder == tmp_path / folder
 
 
-def test_splits_come_in_their_order(tmp_path: Path) -> None:
+def test_splits_are_ordered(tmp_path: Path) -> None:
     put(tmp_path, "test/A/1.wav", "Train/A/1.wav", "DATASET_VALIDATION/A/1.wav", "notes/x.wav")
     assert [x.split for x in scan(tmp_path).listings] == ["TRAINING", "VALIDATION", "TESTING"]
 

@@ -338,7 +338,7 @@ def test_every_mode_gives_the_same_bytes(
         assert r.rejections == plain.rejections
 
 
-def test_rules_that_reject_reject_exactly_what_would_be_changed(
+def test_rejecting_rules_reject_the_recordings_that_others_change(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path
 ) -> None:
     spec = {"sample_rate": RATE, "duration_s": 1.0, "rate": "reject", "short": "reject", "long": "reject"}

@@ -616,7 +616,7 @@ def test_table_path_that_is_not_a_file_is_refused(tmp_path):
 @pytest.mark.parametrize("count", [3, 200])
 @given(data=st.data())
 @fuzz(15)
-def test_a_table_written_by_pandas_is_read_as_it_was(tmp_path_factory, count, data):
+def test_table_written_by_pandas_survives_a_round_trip(tmp_path_factory, count, data):
     names = data.draw(
         st.lists(
             st.text(
@@ -1287,7 +1287,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
     bad(lm.verify(r.path), "have a label that differs from their folder, first LEAK/odd.wav")
 
 
-def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path, capsys):
+def test_unmatched_name_is_rejected_if_the_pattern_has_the_label(tmp_path, capsys):
     put(tmp_path, "LEAK_H1.wav", "odd.wav")
     assert scan(tmp_path, pattern="{label}_{sensor}").report().groups()["cannot be used"] == ["no_match"]
     assert main(["scan", str(tmp_path), "--pattern", "{label}_{sensor}"]) == 1
@@ -1306,7 +1306,7 @@ def test_pattern_without_match_is_reported_once(tmp_path):
     assert repr(m.preview).startswith("0 of 2 names fit {label}-*_{sensor}\n  does not fit: LEAK/H1_5.wav")
 
 
-def test_a_table_as_excel_writes_it(tmp_path):
+def test_table_written_by_excel(tmp_path):
     t = read_table(table(tmp_path, "File;Label;Gain\r\na.wav;LEAK;1,5\r\nb.wav;NORMAL;-3.25\r\n"))
     assert (t.paths, t.labels, [p.gain for p in t.parts]) == (
         [b"a.wav", b"b.wav"],
@@ -1336,7 +1336,7 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
 
 
-def test_a_table_that_fails_while_it_is_read_is_named(tmp_path, monkeypatch):
+def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
     def fail(path: Path) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -113,7 +113,7 @@ def named_folders() -> list[Path]:
 # -- the made set -------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_is_read_or_refused_as_the_manifest_says(odd: Path) -> None:
+def test_every_file_is_read_or_refused_as_in_the_manifest(odd: Path) -> None:
     assert complaints(odd) == []
 
 

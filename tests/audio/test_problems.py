@@ -595,7 +595,7 @@ def test_the_demo_set_s_planted_faults_are_named(tmp_path: Path) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_what_was_read(messy) -> None:
+def test_table_of_read_recordings(messy) -> None:
     root, _ = messy
     m = scan(root, content=True, progress="none")
     assert m.content is not None
@@ -716,7 +716,7 @@ def test_a_report_stays_bounded() -> None:
     assert "LEAK/0.wav" not in repr(ProblemReport(problems, 0))
 
 
-def test_what_counts_as_a_copy(tmp_path: Path) -> None:
+def test_definition_of_a_copy(tmp_path: Path) -> None:
     "The same bytes under another name and behind another header are a copy; the same sound in another encoding is none, and the text says so."
     import soundfile
 
@@ -798,7 +798,7 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in repr(m.report(100))
 
 
-def test_the_card_counts_and_groups(messy) -> None:
+def test_problem_card_counts_and_groups(messy) -> None:
     root, planted = messy
     m = scan(root, content=True, progress="none")
     text = Tags(m._repr_html_()).text

@@ -169,7 +169,7 @@ def test_no_prefetch_on_a_file_system_without_page_information(
 # ---- what is fetched ahead
 
 
-class Asked:
+class RecordingAdvice:
     "Stands in for the system: keeps what was asked for, and checks the window."
 
     def __init__(self, ahead: ReadAhead):
@@ -185,16 +185,16 @@ class Asked:
         return len(paths)
 
 
-def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, threading.Thread]:
+def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordingAdvice, threading.Thread]:
     "The thread of a read-ahead, with the system played."
-    asked = Asked(ahead)
+    asked = RecordingAdvice(ahead)
     monkeypatch.setattr(native, "prefetch_files", asked)
     thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)
     thread.start()
     return asked, thread
 
 
-def settle(asked: Asked, n_files: int) -> int:
+def settle(asked: RecordingAdvice, n_files: int) -> int:
     "Wait until so many files are asked for, and a little longer; returns how many were."
     until = time.monotonic() + 60
     while len(asked.paths) < n_files and time.monotonic() < until:

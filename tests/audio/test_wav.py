@@ -68,7 +68,7 @@ def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_ask
     ("encoding", "n_bytes"),
     [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)],
 )
-def test_a_recording_may_have_as_many_samples_as_a_plain_file_can_say(
+def test_recording_may_have_as_many_samples_as_the_header_can_state(
     tmp_path: Path, encoding: str, n_bytes: int
 ) -> None:
     with open(sparse(tmp_path / "large.wav", n_bytes, encoding), "rb") as f:
@@ -241,7 +241,7 @@ except MachineError as e: print(e)
     assert "raise the limit" in done.stdout.lower()
 
 
-def test_no_descriptor_is_lost(tmp_path: Path) -> None:
+def test_no_descriptor_leaks(tmp_path: Path) -> None:
     n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     if n_open is None:
         pytest.skip("needs /proc")

@@ -112,7 +112,7 @@ def test_monitor_stops_at_once_with_a_long_interval():
     assert not [t for t in threading.enumerate() if t.name == "leakmel-monitor"]
 
 
-def test_a_pause_of_the_process_while_it_stops_costs_no_sample(monkeypatch):
+def test_pause_while_stopping_loses_no_sample(monkeypatch):
     "The first wait for the thread is over before the thread has had its turn."
     go, waits, real = threading.Event(), list[float | None](), threading.Thread.join
 
@@ -162,7 +162,7 @@ def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
         monitor._thread.join()
 
 
-def test_failure_of_the_body_comes_through():
+def test_exception_of_the_body_is_raised():
     timeline = Timeline()
     with pytest.raises(OSError, match="disk full"), Monitor(timeline):
         raise OSError("disk full")
@@ -557,7 +557,7 @@ def test_count_without_total_is_shown_when_slow(caplog, monkeypatch):
     ]
 
 
-def test_silent_front_end_and_pytest_is_no_notebook(capfd):
+def test_silent_front_end_and_detection_of_notebooks(capfd):
     assert front_end() in ("log", "terminal")
     with Progress(3, show="none") as progress:
         progress.update(3)
@@ -583,7 +583,7 @@ def test_broken_progress_display_does_not_stop_the_work(monkeypatch):
     assert progress.n_done == 3
 
 
-def test_count_never_goes_back():
+def test_progress_count_never_decreases():
     progress = Progress(10, show="none")
     for n in (3, 7, 5):
         progress.update(n)

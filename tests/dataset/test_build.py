@@ -502,7 +502,7 @@ def test_old_data_set_is_replaced_only_on_success(small, tmp_path, make_wav):
     assert leftovers(tmp_path, "small") == ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
-def test_layout_is_what_the_earlier_trainer_reads(demo, tmp_path):
+def test_earlier_trainer_reads_the_layout(demo, tmp_path):
     lm.build(demo, split="validation", out=tmp_path / "VALIDATION_DATASET.H5", **QUIET)
     with h5py.File(tmp_path / "VALIDATION_DATASET.H5") as f:
         assert f["labels"].dtype == np.int16
@@ -567,7 +567,7 @@ def test_report_and_timeline_agree_with_the_build(faulty, tmp_path):
         )
 
 
-def test_what_was_not_measured_is_null_and_never_zero(small, tmp_path, monkeypatch):
+def test_unmeasured_figures_are_null_and_never_zero(small, tmp_path, monkeypatch):
     for name in ("psutil", "pynvml"):
         monkeypatch.setitem(sys.modules, name, None)
     r = lm.build(small, out=tmp_path / "x.h5", **QUIET)

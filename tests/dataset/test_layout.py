@@ -112,7 +112,7 @@ def test_names_of_the_files(folder):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_the_trainer_reads(recordings, folder, split):
+def test_earlier_trainer_reads_rows_labels_and_settings(recordings, folder, split):
     got = as_the_trainer_reads(folder / f"{split}_DATASET.H5")
     paths = [p for p in walk(recordings / split) if b"000a" not in p]
     assert got["n"] == len(paths) == len(got["labels"])
@@ -406,9 +406,7 @@ def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_waveforms_of_any_recording_are_cut_from_what_the_row_is_made_of(
-    tmp_path, make_wav, engine, compression
-):
+def test_waveforms_equal_the_conformed_samples(tmp_path, make_wav, engine, compression):
     "Stereo, another rate, too short, too long, float; with rejected files before and between; overlapping segments."
     import soundfile
 

@@ -602,7 +602,7 @@ def test_clear_keeps_a_cache_file_that_is_being_written(mixed, own_cache):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_regular_file_is_not_opened(tmp_path, mixed, own_cache, kind):
+def test_special_files_are_not_opened(tmp_path, mixed, own_cache, kind):
     path = cache_path(own_cache, "", cache_key(scan(mixed).listings[0], SPEC))
     own_cache.mkdir()
     if kind == "link":

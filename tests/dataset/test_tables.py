@@ -221,7 +221,7 @@ def lm_group_split(path, group):
     return group_split([path], group, shares=shares, allow_leaky_split=True, progress="none")
 
 
-def test_train_by_a_column_and_predict_what_has_no_label(made, capsys):
+def test_train_by_a_column_and_predict_unlabelled_recordings(made, capsys):
     table = pd.read_csv(made / "t.csv", keep_default_na=False).assign(tank=[f"T{i // 2}" for i in range(N)])
     table.to_csv(made / "t.csv", index=False)
     path = build(made).path

@@ -977,7 +977,7 @@ def test_flipped_bits_in_the_data_are_all_found(file, seed):
 
 
 @pytest.mark.parametrize("name", ["segments_waveform", "digests/waveforms", "segments_mel"])
-def test_flipped_bits_beside_waveforms_are_all_found(waved, name):
+def test_flipped_bits_next_to_waveforms_are_all_found(waved, name):
     rng, raw, (at, size) = np.random.default_rng(5), waved.read_bytes(), regions(waved)[name]
     for _ in range(20):
         damaged = bytearray(raw)

@@ -113,7 +113,7 @@ def test_invalid_values_are_refused(runs):
 # ---- what is read --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_read_as_it_was_built(runs):
+def test_run_record_equals_the_build(runs):
     run = read_run(runs / "b")
     assert (run.found, len(run.data_sets), len(run.distinct_timelines)) == (
         sum(r["found"] for r in run.reports.values()),
@@ -171,7 +171,7 @@ R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 @pytest.mark.parametrize("name", [R, T])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
-def test_a_file_that_is_no_json_is_named(copied, name, content):
+def test_invalid_json_file_is_named(copied, name, content):
     (copied / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_run(copied)
@@ -220,7 +220,7 @@ def test_damaged_run_is_left_out_of_the_comparison(copied, runs):
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 
-def test_the_card_has_verdict_time_machine_and_data(runs):
+def test_run_card_has_verdict_time_machine_and_data(runs):
     run = read_run(runs / "b")
     card = run_card(run)
     text, page = repr(card), card._repr_html_()

@@ -714,7 +714,7 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     assert analysis_text(long, summaries, analysis="auto") == analysis_text(long, summaries)
 
 
-def test_imports_are_no_part_of_the_ten_seconds():
+def test_import_time_does_not_count_for_the_ten_seconds():
     timeline = made(CPU, Span("start_up", "imports", 0, 9), Span("read", "worker-0", 9, 12, "T"))
     assert is_short_run(timeline)
     assert analysis_text(timeline, analysis="auto").startswith("Performance: 3.00 s.")

@@ -368,7 +368,7 @@ def test_a_sample_is_stated_and_even(recordings):
 # ---- spec files ----------------------------------------------------------------------------------------------------
 
 
-def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
+def test_spec_written_by_explore_is_used_by_build(state, data, tmp_path, capsys):
     state.change_spec(preset="overlap", n_mels=24, n_fft=256)
     path = tmp_path / "spec.json"
     assert state.write(path) == read_spec(path)
@@ -521,7 +521,7 @@ def test_hostile_spec_file_is_refused(tmp_path, text, code, says):
     assert len(str(caught.value)) < 1200
 
 
-def test_a_spec_file_that_is_no_file(tmp_path):
+def test_missing_or_special_spec_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for name, code in (("pipe.json", "not-a-file"), ("none.json", "no-such-file"), (".", "read-failed")):
         with raises(code, DataError, path=tmp_path / name):
@@ -726,7 +726,7 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
     return values | {"data_root": str(data)} | more
 
 
-def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
+def test_initial_filter_and_spec_are_parameters(data, built, tmp_path):
     write_spec(tmp_path / "spec.json", {"n_mels": 20})
     state = open_explorer(
         given(data, split="training", flag="clipped", spec_file=str(tmp_path / "spec.json")), progress="none"

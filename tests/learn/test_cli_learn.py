@@ -211,7 +211,7 @@ def scored(say: Say, place: Path, model: Path, out: Path) -> list[list[str]]:
         return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
 
 
-def test_folder_of_rounds_stands_for_its_champion(
+def test_folder_of_rounds_selects_its_champion(
     two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "rounds"
@@ -592,7 +592,7 @@ def options_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M))
 
 
-def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
     def names(cls: type) -> set[str]:

@@ -180,7 +180,7 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
     assert names[1:] == ["score", "probability"]
 
 
-def test_a_detector_without_evaluation_says_so(trained: Path, tmp_path: Path) -> None:
+def test_detector_without_evaluation_is_reported(trained: Path, tmp_path: Path) -> None:
     plain = replace(load_detector(trained / "model" / "model.pt"), held_out=None, evaluations=())
     plain.save(tmp_path / "model.pt")
     loaded = load_detector(tmp_path / "model.pt")

@@ -103,7 +103,7 @@ def test_widths_of_masks_are_equally_frequent_and_everywhere():
     assert int(runs.max()) == 1  # neighbours
 
 
-def test_what_is_hidden_is_the_mean_of_its_band():
+def test_masked_values_are_band_means():
     x, fill = pictures(), torch.arange(16.0)
     out = augment(
         x,

@@ -209,7 +209,7 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
         load_plain(tmp_path / "rows.h5")
 
 
-def test_files_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_loaded_as_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")
     torch.save([1, 2], tmp_path / "list")
@@ -239,7 +239,7 @@ def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(tmp_path: Path) 
     assert (tmp_path / "best.pt").exists()
 
 
-def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+def test_links_and_other_names_are_not_loaded_as_checkpoints(tmp_path: Path) -> None:
     one = save_checkpoint(tmp_path / "a", {"step": 1}, 1, sync=False)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / one.path.name.replace("01.", "02.")).symlink_to(one.path)

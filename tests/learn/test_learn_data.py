@@ -120,7 +120,7 @@ def test_missing_items_are_an_index_error(forms):
                 read_rows(d, np.array(items))
 
 
-def test_file_that_is_cut_off_while_it_is_open(tmp_path):
+def test_file_truncated_while_open_is_an_error(tmp_path):
     path = legacy_file(tmp_path / "x.h5")
     with lm.open_dataset(path, legacy=True) as ds:
         end = ds.mels.id.get_offset() + ds.mels.nbytes

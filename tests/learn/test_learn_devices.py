@@ -515,7 +515,7 @@ def test_buffers_fit_the_free_memory(wavs, right, monkeypatch, rows):
     assert opened[0].free_bytes() == opened[0].faults.limit_bytes, "all memory was given back"
 
 
-def test_no_room_for_a_row_on_a_device(wavs, monkeypatch):
+def test_device_without_memory_for_one_row(wavs, monkeypatch):
     fake_devices(monkeypatch, largest_bytes=1000)
     with pytest.raises(MachineError, match="a single recording; found out of memory.*device='cpu'"):
         lm.predict(wavs, made_detector(), **QUIET | {"device": "fake"})

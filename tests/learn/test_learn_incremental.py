@@ -140,7 +140,7 @@ def three_class_scores(*leak_scores: list[float], hum: float = 0.75) -> np.ndarr
     return np.stack([(1 - leak) * hum, leak, (1 - leak) * (1 - hum)], -1)
 
 
-def test_classes_come_from_the_vote_and_the_likeliest_other():
+def test_classes_follow_the_vote_and_the_likeliest_other_class():
     found = select(three_class_scores([0.9, 0.8, 0.1, 0.6], [0.1, 0.2, 0.9, 0.0]))
     assert found.choice.classes.tolist() == [1, 0]
     assert found.choice.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
@@ -182,7 +182,7 @@ def test_human_label_corrects_the_training_class():
     assert RoundRules().keep_share_human == 1.0
 
 
-def test_scores_that_are_no_numbers_are_refused(networks):
+def test_non_finite_scores_are_refused(networks):
     detector = fresh(task=THREE)
     with torch.no_grad():
         next(detector.classifier.parameters()).fill_(torch.nan)
@@ -857,7 +857,7 @@ def earlier_system(path: Path, n: int, seed: int) -> Segments:
     return recordings(path, legacy=True, preload_to_ram=False)
 
 
-def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
+def test_files_of_the_earlier_system_are_identified_by_rows(tmp_path):
     with (
         earlier_system(tmp_path / "a", 20, 0) as a,
         earlier_system(tmp_path / "b", 20, 1) as b,

@@ -303,7 +303,7 @@ def test_a_table_names_the_recordings(tmp_path, detector, mixed):
     assert p.rejected[["path", "code"]].values.tolist() == [["not there.wav", "unreadable"]]
 
 
-def test_names_that_are_no_text(tmp_path, detector):
+def test_names_that_are_not_unicode(tmp_path, detector):
     folder = tmp_path / "wav"
     folder.mkdir()
     for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"):
@@ -431,7 +431,7 @@ def test_a_model_that_cannot_be_used(mixed, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device):
+def test_failing_model_ends_the_prediction_cleanly(mixed, monkeypatch, tmp_path, device):
     calls = []
 
     def fail(*args: Any) -> torch.Tensor:
@@ -448,7 +448,7 @@ def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device
     assert os.listdir(tmp_path) == []
 
 
-def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
+def test_failing_reader_ends_the_prediction_cleanly(mixed, detector, monkeypatch):
     def fail(self: RowBlock, *args: Any) -> bool:
         raise OSError(5, "Input/output error")
 
@@ -457,7 +457,7 @@ def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
         lm.predict(mixed, detector, **QUIET)
 
 
-def test_ctrl_c_ends_it_cleanly(mixed, detector, monkeypatch, tmp_path):
+def test_ctrl_c_ends_the_prediction_cleanly(mixed, detector, monkeypatch, tmp_path):
     def interrupt(self: Progress, *args: Any) -> None:
         raise KeyboardInterrupt
 

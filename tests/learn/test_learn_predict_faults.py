@@ -81,7 +81,7 @@ def test_number_of_figures_is_limited(tmp_path, detector):
             plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
 
 
-def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch):
+def test_model_too_large_for_the_device_is_an_error(tmp_path, detector, monkeypatch):
     def refuse(*args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory: 2 MB")
 

@@ -60,7 +60,7 @@ def trained(network: Path, out: Path, **options: Any) -> TrainResult:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
-def test_a_device_that_is_not_there_is_named(
+def test_missing_device_is_named(
     network: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
 ) -> None:
     with pytest.raises(UsageError, match="no such"):
@@ -162,7 +162,9 @@ def test_files_of_other_programs_are_not_replaced(
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_what_a_training_wrote_is_replaced_and_a_file_is_no_folder(network: Path, tmp_path: Path) -> None:
+def test_output_of_an_earlier_training_is_replaced_and_a_file_is_refused(
+    network: Path, tmp_path: Path
+) -> None:
     trained(network, tmp_path / "run")
     assert (
         trained(network, tmp_path / "run", settings=replace(TINY, seed=1), resume="never")

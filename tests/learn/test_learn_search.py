@@ -697,7 +697,7 @@ def test_recordings_for_testing_cannot_be_given_and_are_not_opened(
     assert plain(tmp_path / "run") == plain(right.folder)[:2]
 
 
-def test_a_split_with_a_part_for_testing_does_not_show_it(
+def test_search_does_not_use_the_testing_part_of_a_split(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]

@@ -220,7 +220,7 @@ def test_property_tied_to_a_label_is_reported(tmp_path, what):
     assert {p.kind for p in split.problems} == {"label_tied"}
 
 
-def test_names_that_are_no_text(tmp_path):
+def test_names_that_are_not_unicode(tmp_path):
     odd = os.fsdecode(b"H\xff\n~000001~20240301_120000~8")
     made = pair(tmp_path, {f"LEAK/{odd}": 1, "NO/x1": 2}, {f"LEAK/{odd}": 3, "NO/x2": 4})
     with pytest.warns(LeakySplitWarning, match=re.escape(r"H\xff\n")):
@@ -601,7 +601,7 @@ def six_pipes(out: Path) -> Path:
     return lm.build(root, manifest=found, out=out, progress="none", check=0, spec=spec).path
 
 
-def test_the_error_proposes_what_works(tmp_path):
+def test_proposals_of_split_errors_work(tmp_path):
     path = six_pipes(tmp_path / "x.h5")
     with raises("label-in-one-part", DataError, found="LEAK is in 2 of 6 groups by sensor") as caught:
         group_split(path)

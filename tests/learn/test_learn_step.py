@@ -480,7 +480,7 @@ def test_use_compile_compiles_the_net(monkeypatch):
     assert stepper.net.training
 
 
-def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
+def test_compile_error_names_the_remedy(monkeypatch):
     from torch._dynamo.exc import TorchDynamoException
 
     def refuse(*args):
@@ -632,7 +632,7 @@ def test_each_setting_has_another_test_value():
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
-def test_only_what_never_changes_a_weight_may_differ(name):
+def test_only_performance_settings_may_differ_on_resume(name):
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
         replace(then, **{name: OTHERS[name]}),
@@ -642,7 +642,7 @@ def test_only_what_never_changes_a_weight_may_differ(name):
     assert [text.partition("=")[0] for text in output] == ([] if name in SPEED_ONLY else [name])
 
 
-def test_settings_of_earlier_versions_are_no_difference():
+def test_settings_of_earlier_versions_are_accepted_on_resume():
     data: Any = SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
     now = training_identity(data, TrainSettings())
     then = now | {"settings": now["settings"] | {"num_workers": 4, "start_method": "spawn"}}

@@ -408,7 +408,7 @@ def test_parts_without_both_labels_are_refused(sets: Path, tmp_path: Path) -> No
         train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
 
 
-def test_a_loss_that_is_no_number_ends_the_training(
+def test_non_finite_loss_ends_the_training(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from leakmel.learn.train import state as training_state
@@ -546,7 +546,7 @@ def test_without_fsync_only_the_model_is_synced(
 # ---- what is kept --------------------------------------------------------------------------------------------------
 
 
-def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) -> None:
+def test_model_has_the_weights_of_the_best_epoch(sets: Path, right: TrainResult) -> None:
     best = right.epochs[right.best_epoch - 1]
     loaded = load_detector(right.model_path)
     with open_training(*files(sets), settings=TINY) as data:

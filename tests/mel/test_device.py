@@ -49,7 +49,7 @@ TINY = MelSpec(
 N_VALUES = int(np.prod(TINY.row_shape))
 
 
-class Ends:
+class SumOfEndsChain:
     "A chain whose row is the sum of a recording's two ends: every late, early or misplaced byte shows."
 
     granule = 1
@@ -125,7 +125,7 @@ def submit_many(
     accumulation: int = 1,
     pinned: bool = True,
     dtype: Any = np.int16,
-    chain: Callable[..., Any] = Ends,
+    chain: Callable[..., Any] = SumOfEndsChain,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Many batches at once through an engine: samples, rows and moments."
     with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: chain(), options) as engine:
@@ -228,7 +228,7 @@ def test_mixed_batches_in_one_submit() -> None:
     "16-bit and float batches, empty ones, arrays that are pinned, are not, or do not lie in one piece."
     devices = engine_of_devices(1, 3)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, wide = engine.host_array((6, TINY.n_samples), np.int16), recordings(5, 1, np.float32)
         x[:] = recordings(6, 2)
@@ -252,7 +252,7 @@ def test_both_kinds_of_samples_share_buffers(pinned: bool) -> None:
     "Blocks of 16-bit and of float samples in turn, of many sizes and by graphs; memory is taken once."
     (device,) = devices = engine_of_devices(1, 2)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=64)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=64)
     ) as engine:
         make = engine.host_array if pinned else np.zeros
         arrays = {kind: make((64, TINY.n_samples), kind) for kind in (np.int16, np.float32)}
@@ -273,7 +273,7 @@ def test_both_kinds_of_samples_share_buffers(pinned: bool) -> None:
 def test_two_threads_with_a_lane_each() -> None:
     devices = engine_of_devices(2, 1)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = recordings(160), np.full((160, *TINY.row_shape), np.nan, np.float16)
 
@@ -310,7 +310,7 @@ def test_submit_does_not_wait_for_the_device() -> None:
     "Thirty batches are queued while the device stands still."
     devices, gate = engine_of_devices(1, 0, 0.0), threading.Event()
 
-    class Held(Ends):
+    class Held(SumOfEndsChain):
         def features(self, *tensors: Any) -> None:
             gate.wait()
             super().features(*tensors)
@@ -341,7 +341,7 @@ def test_pinned_arrays_are_copied_without_staging() -> None:
     for pinned in (True, False):
         (device,) = devices = engine_of_devices(1, 0, 0.0)
         with DeviceEngine(
-            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=8)
+            TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=8)
         ) as engine:
             make = engine.host_array if pinned else np.zeros
             x, out = make((64, TINY.n_samples), np.int16), make((64, *TINY.row_shape), np.float16)
@@ -364,7 +364,7 @@ def test_thousands_of_batches_take_no_more_memory() -> None:
     (device,) = devices = engine_of_devices(1, 0, 0.0)
     timeline = Timeline()
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = (
             engine.host_array((4, TINY.n_samples), np.int16),
@@ -389,7 +389,7 @@ def test_thousands_of_batches_take_no_more_memory() -> None:
 def test_spans_of_a_block_follow_each_other() -> None:
     devices, timeline = engine_of_devices(2, 5, 0.002), Timeline()
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = recordings(40), np.zeros((40, *TINY.row_shape), np.float16)
         lanes, began_s = [engine.open_lane(k, timeline) for k in range(2)], timeline.now_s()
@@ -523,7 +523,7 @@ def test_blocks_are_halved_down_to_the_smallest_size(caplog: pytest.LogCaptureFi
     assert "blocks of 2" not in caplog.text
     small = FakeDevice(faults=Faults(largest_bytes=5 * row_bytes))
     with raises("device-memory", EngineError, says=" 6 recordings") as caught:
-        submit_many([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
+        submit_many([small], DeviceOptions(max_block=32), chain=lambda: SumOfEndsChain(granule=6))
     assert "out of memory" in str(caught.value)
     all_memory_is_freed([small])
 
@@ -546,7 +546,9 @@ def test_out_of_memory_at_the_smallest_block_fails_the_batch() -> None:
             return made
 
     device = LimitedRoom()
-    with DeviceEngine(TINY, [device], lambda device, n_block: Ends(), DeviceOptions(max_block=8)) as engine:
+    with DeviceEngine(
+        TINY, [device], lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=8)
+    ) as engine:
         x, out = recordings(5), np.zeros((5, *TINY.row_shape), np.float16)
         lane = engine.open_lane()
         (first,) = lane.submit([(x, out)])
@@ -569,7 +571,7 @@ def test_out_of_memory_at_the_smallest_block_fails_the_batch() -> None:
 def results_after_fault(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
     "What became of each of nine batches: right rows, or an error; and of one more afterwards."
     try:
-        engine = DeviceEngine(TINY, [device], lambda device, n_block: Ends(), options)
+        engine = DeviceEngine(TINY, [device], lambda device, n_block: SumOfEndsChain(), options)
     except EngineError:
         return ["not opened"]
     with engine:
@@ -626,7 +628,7 @@ def test_closing_with_tickets_outstanding() -> None:
     for pinned in (True, False):
         devices = engine_of_devices(2, 4)
         engine = DeviceEngine(
-            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+            TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
         )
         make = engine.host_array if pinned else np.zeros
         x, out = make((60, TINY.n_samples), np.int16), make((60, *TINY.row_shape), np.float16)
@@ -645,10 +647,10 @@ def test_closing_with_tickets_outstanding() -> None:
         all_memory_is_freed(devices)
 
 
-def test_a_row_that_is_no_number_fails_its_batch() -> None:
+def test_nan_row_fails_its_batch() -> None:
     calls = itertools.count()
 
-    class Broken(Ends):
+    class Broken(SumOfEndsChain):
         def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
             super().features(x, mels, moments)
             if next(calls) == 1:
@@ -680,7 +682,7 @@ def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
         FakeDevice("fake:2"),
     ]
     with raises("device-memory", EngineError, says="fake:1"):
-        DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
+        DeviceEngine(TINY, list[Device](devices), lambda d, n: SumOfEndsChain())
     all_memory_is_freed(devices)
 
 
@@ -813,7 +815,7 @@ def test_torchaudio_rows_need_full_float32_products() -> None:
     open_engine("torchaudio", SHORT, device="fake").close()
 
 
-def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_engine_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     "At each allocation of a chain and its flights: the chain needs all its buffers whatever the block, so it is opened at the second try."
     counted = FakeDevice()
     with TorchEngine(SHORT, device=[counted], options=DeviceOptions(max_block=4096)) as engine:

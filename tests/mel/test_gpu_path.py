@@ -182,7 +182,7 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
 
 
 @pytest.mark.parametrize(("n_devices", "together"), [(2, 1), (1, 5)])
-def test_the_timeline_tells_copies_from_computing(
+def test_timeline_separates_copies_and_computing(
     demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
 ) -> None:
     used = devices(*(Faults() for _ in range(n_devices)))

@@ -207,7 +207,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_usage_error(tmp_path, machine):
         bench_gpu(tmp_path)
 
 
-def test_what_does_not_fit_into_the_time_is_left_out_and_named(tmp_path, machine):
+def test_measurements_beyond_the_time_limit_are_named(tmp_path, machine):
     machine.seconds = 50.0
     figures = bench_gpu(tmp_path, budget_s=390)
     assert len(machine.built) == 7, "after a build of 50 s no other one is begun 40 s before the end"

@@ -95,7 +95,7 @@ def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, in_this_process):
         assert trust["share"] == pytest.approx(sum(trust["pieces_s"].values()) / trust["build_s"])
 
 
-def test_builds_that_differ_are_no_figures(tmp_path, monkeypatch, in_this_process):
+def test_builds_with_different_bytes_give_no_figures(tmp_path, monkeypatch, in_this_process):
     "One bit more or less by --check 0 or fsync would be a defect; then nothing is all right."
     monkeypatch.setattr(bench_parts, "core_counts", lambda: [1])
     monkeypatch.setattr(bench_parts, "GEOMETRIES", {"A": bench_parts.GEOMETRIES["A"]})
@@ -181,7 +181,7 @@ def test_cpu_affinity_is_restored():
     assert usable_cores() == before
 
 
-def test_threads_do_every_batch_once_and_tell_errors():
+def test_threads_process_every_batch_once_and_raise_errors():
     done: list[int] = []
     on_threads(lambda k, batch: done.append(batch), 1000, 4)
     assert sorted(done) == list(range(1000))

@@ -216,7 +216,7 @@ def test_cpu_record_is_marked_as_cpu(tmp_path, monkeypatch):
     assert newest("train", tmp_path / "records", "cpu") == newest("train", tmp_path / "records") == found
 
 
-def test_what_is_refused(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     with raises("invalid-effort", found=0):
         bench_train(tmp_path / "x", rounds=0, rehearse=True)
     assert not (tmp_path / "x").exists()

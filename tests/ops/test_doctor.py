@@ -435,7 +435,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     assert "__pycache__" in check.found or os.environ.get("NUMBA_CACHE_DIR", "-") in check.found
 
 
-def test_what_can_be_written(tmp_path):
+def test_writable_folders(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     can_write = doctor._can_write
     assert can_write(tmp_path)
@@ -453,7 +453,7 @@ def test_a_machine_without_a_gpu(monkeypatch):
     assert doctor.examine_gpu().status == "missing"
 
 
-def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
+def test_gpu_that_torch_cannot_use_is_reported(monkeypatch):
     import torch
 
     monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
@@ -570,7 +570,7 @@ def test_no_such_folder(tmp_path, capsys):
         examine(tmp_path / "nowhere")
 
 
-def test_without_a_folder_it_is_the_current_one(tmp_path, monkeypatch):
+def test_current_folder_is_the_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "probes", lambda: {"wsl": REAL["wsl"]})
     assert examine().folder == tmp_path

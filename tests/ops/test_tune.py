@@ -487,7 +487,7 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
-def test_a_time_that_is_none_is_refused(data, budget_s):
+def test_invalid_time_is_refused(data, budget_s):
     with raises("invalid-effort"):
         tune(data, budget_s=budget_s)
 

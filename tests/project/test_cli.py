@@ -527,7 +527,7 @@ def test_scan_of_a_label_folder_and_of_a_file(data, say):
     assert "1.wav: the path is a file, but a folder is needed" in err
 
 
-def test_scan_tells_sensors_in_several_splits(tmp_path, make_wav, say):
+def test_scan_reports_sensors_in_several_splits(tmp_path, make_wav, say):
     for split, sensor in (("TRAINING", "H1"), ("TRAINING", "H2"), ("TESTING", "H1")):
         make_wav(tmp_path / "set" / split / "LEAK" / f"{sensor}~1~20250101_000000~5.wav")
     status, out, _ = say("scan", tmp_path / "set")
@@ -595,9 +595,7 @@ def test_bench_checks_folders_before_measuring(tmp_path, say, where):
     assert not list(tmp_path.rglob("*.wav"))
 
 
-def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_what_to_do(
-    tmp_path, make_wav, say
-):
+def test_missing_label_folder_and_missing_spec_file_have_remedies(tmp_path, make_wav, say):
     make_wav(tmp_path / "flat" / "x.wav")
     status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
     assert status == 1

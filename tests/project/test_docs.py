@@ -279,7 +279,7 @@ def test_site_search_finds_names_and_words(site, page):
 
 
 @pytest.mark.slow
-def test_the_front_page_goes_from_a_picture_to_links_by_task(site):
+def test_front_page_has_a_picture_and_links_by_task(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     parts = [
         "<h1>leakmel",

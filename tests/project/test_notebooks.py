@@ -336,7 +336,7 @@ def test_benchmark_shows_existing_records(measured, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists(), "nothing is measured"
 
 
-def test_benchmark_without_records_says_so(tmp_path, monkeypatch):
+def test_benchmark_without_records_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs")
     run = run_here("benchmark.ipynb", run=False, suites="all")
     assert run.error == ""

@@ -121,7 +121,7 @@ def conda_lists() -> dict[str, list[str]]:
     return lists
 
 
-def test_environment_yml_says_what_settings_ini_says():
+def test_environment_yml_agrees_with_settings_ini():
     "Conda brings the base and the extras with compiled packages; pip installs leakmel and the rest with the bounds of settings.ini."
     s, lists = settings(), conda_lists()
     assert lists["channels"] == ["conda-forge", "nodefaults"]
@@ -136,7 +136,7 @@ def test_environment_yml_says_what_settings_ini_says():
     assert "leakmel[all]" in s["dev_requirements"].split()
 
 
-def test_package_metadata_come_from_settings_ini():
+def test_package_metadata_equal_settings_ini():
     s, m = settings(), metadata("leakmel")
     assert (m["Name"], m["Version"], m["Requires-Python"]) == (
         s["lib_name"],
@@ -249,7 +249,7 @@ def folder_of(name: str) -> tuple[str, int]:
 @pytest.mark.parametrize(
     "path", [p for p in MODULES if module_name(p).split(".")[1] in FOLDERS], ids=module_name
 )
-def test_imports_inside_a_room_go_to_the_left(path):
+def test_imports_inside_a_room_follow_the_order_of_sub_folders(path):
     name = module_name(path)
     room, place = folder_of(name)
     against = sorted(i for i in imports_of(path) if folder_of(i)[0] == room and folder_of(i)[1] > place)
@@ -398,7 +398,7 @@ def test_run_notebooks_are_known_to_the_makefile():
     assert not set(at_top) & set(names)
 
 
-def test_the_skip_pattern_matches_what_it_should():
+def test_skip_pattern_of_nbdev_test():
     listing = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
     (pattern,) = re.findall(r"nbdev_test --n_workers \d+ --skip_file_re '([^']+)'", listing)
     skipped = [
@@ -497,7 +497,7 @@ def test_readme_is_the_front_page():
 
 
 @pytest.mark.slow
-def test_the_front_page_shows_what_its_code_prints(tmp_path):
+def test_outputs_of_the_front_page_are_current(tmp_path):
     "Run again, on the figures that are tracked, it is the same notebook."
     for name in (
         "nbs/index.ipynb",
