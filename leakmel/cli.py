@@ -185,11 +185,11 @@ def _build_text(result: Any) -> str:
     from leakmel.audio.labels import counts_text
     from leakmel.audio.problems import format_counts
     from leakmel.dataset.source.loader import share_sentence
-    from leakmel.dataset.run.publish import kept_sentence, rate_text
+    from leakmel.dataset.run.publish import reused_rows_sentence, rate_text
     from leakmel.insight.dashboard import cache_sentence
 
     s = result.summary
-    kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
+    kept, counts = reused_rows_sentence(s), Counter(r.code for r in result.rejections)
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, EngineUnavailable
+from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
@@ -101,7 +101,7 @@ def all_contestants() -> dict[str, Contestant]:
             ],
         )
 
-    return {f"leakmel {engine}": build(engine) for engine in (*CPU_ENGINES, *YARDSTICK_ENGINES)} | {
+    return {f"leakmel {engine}": build(engine) for engine in (*CPU_ENGINES, *COMPARISON_ENGINES)} | {
         name: tool(name) for name in TOOLS
     }
 

@@ -216,7 +216,7 @@ def test_number_of_queued_chunks_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "compress_chunk", counted)
     packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2, stopped=slow_writer)
     assert len(ahead) == 300
-    assert 2 <= max(ahead) <= 2 * chunks._AHEAD
+    assert 2 <= max(ahead) <= 2 * chunks._CHUNKS_PER_THREAD
 
 
 def test_chunks_are_compressed_in_parallel(tmp_path, monkeypatch):
@@ -375,7 +375,7 @@ def test_signal_during_compression_leaves_a_resumable_state(tmp_path, make_wav, 
             took.append(time.monotonic() - began)
         assert child.returncode == 128 + number
     assert took[-1] < 5, took
-    assert rest.count(b".") < 2 * chunks._AHEAD, "the rest was still compressed"
+    assert rest.count(b".") < 2 * chunks._CHUNKS_PER_THREAD, "the rest was still compressed"
     assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
     config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)
     result = lm.build(

@@ -22,7 +22,7 @@ from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.model.devices import AdaptiveBatches, pick_device
-from leakmel.mel.torch_engine import exactly_float32
+from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
@@ -127,14 +127,14 @@ def all_rounded() -> None:
 def test_float32_precision_is_enforced_and_restored(own_switches, turn):
     turn()
     before = switches()
-    with exactly_float32():
+    with full_float32_precision():
         assert switches() == EXACT
-        with exactly_float32():
+        with full_float32_precision():
             assert switches() == EXACT
         assert switches() == EXACT
         torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))
     assert switches() == before
-    with pytest.raises(KeyError), exactly_float32():
+    with pytest.raises(KeyError), full_float32_precision():
         raise KeyError("x")
     assert switches() == before
 
@@ -144,14 +144,14 @@ def test_concurrent_threads_restore_the_precision_settings(own_switches):
     before, entered, left = switches(), threading.Event(), threading.Event()
 
     def first() -> None:
-        with exactly_float32():
+        with full_float32_precision():
             entered.set()
             left.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
     entered.wait(60)
-    with exactly_float32():
+    with full_float32_precision():
         left.set()
         thread.join()
         assert switches() == EXACT

@@ -18,7 +18,7 @@ from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-from leakmel.learn.train.inputs import open_training, silence_behind
+from leakmel.learn.train.inputs import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.state import TrainingState
 from leakmel.learn.train.step import Stepper
@@ -257,7 +257,7 @@ def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path
     )
     output = "75.0% of the long segments are silence behind them and left out"
     with open_training(files[NAMES[0]], settings=TINY) as data:
-        assert output in silence_behind(data.training)
+        assert output in trailing_silence(data.training)
     found = evaluate(done.detector, files[NAMES[2]], device="cpu", progress="none")
     assert output in " ".join(found.report().split())
     assert not any("silence" in c for c in found.cautions)

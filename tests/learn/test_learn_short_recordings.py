@@ -29,7 +29,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.inputs import TooShortWarning, open_training, silence_behind
+from leakmel.learn.train.inputs import TooShortWarning, open_training, trailing_silence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -477,7 +477,7 @@ def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
         warnings.simplefilter("ignore", TooShortWarning)
         with open_training(rows, settings=given) as data:
             assert sum(data.class_counts) == len(data.training) == data.training.segment_counts.sum()
-            assert "end before their rows do" in silence_behind(data.training)
+            assert "end before their rows do" in trailing_silence(data.training)
 
 
 def test_a_data_set_of_too_short_recordings_is_refused(tmp_path):

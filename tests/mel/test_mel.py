@@ -22,7 +22,7 @@ from leakmel.mel.engines import (
     CPU_ENGINES,
     DEVICE_ENGINES,
     ENGINES,
-    YARDSTICK_ENGINES,
+    COMPARISON_ENGINES,
     Engine,
     EngineUnavailable,
     UnsupportedSpec,
@@ -35,10 +35,10 @@ from leakmel.mel.reference import compare, hann_periodic, reference_features, re
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
-ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *YARDSTICK_ENGINES)]
+ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *COMPARISON_ENGINES)]
 ON_GPU = [
     pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-    for name in (*DEVICE_ENGINES, *YARDSTICK_ENGINES)
+    for name in (*DEVICE_ENGINES, *COMPARISON_ENGINES)
 ]
 every_engine = pytest.mark.parametrize(("name", "device"), ON_CPU + ON_GPU)
 
@@ -532,7 +532,7 @@ def test_unknown_engines_and_devices() -> None:
 # -- log_mel --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *YARDSTICK_ENGINES])
+@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *COMPARISON_ENGINES])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
 def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)

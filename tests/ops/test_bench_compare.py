@@ -263,9 +263,9 @@ def test_each_tool_is_correct_with_overlapping_segments(name, demo, tmp_path):
 
 
 def test_every_engine_for_cpus_takes_part():
-    from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES
+    from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES
 
-    engines = (*CPU_ENGINES, *YARDSTICK_ENGINES)
+    engines = (*CPU_ENGINES, *COMPARISON_ENGINES)
     assert [n for n in all_contestants() if n.startswith("leakmel")] == [f"leakmel {e}" for e in engines]
     words = all_contestants()["leakmel torch"].command(Path("R"), Path("O"), "B")
     assert words[words.index("--engine") + 1] == "torch"

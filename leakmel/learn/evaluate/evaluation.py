@@ -44,7 +44,7 @@ from ..model.card import TEST_SET, evaluation_record, write_card
 from ..model.devices import pick_device
 from ..model.locate import CHAMPION_FILE, model_file
 from ..model.provenance import Overlap, find_overlap
-from ..train.inputs import Sources, silence_behind, too_short
+from ..train.inputs import Sources, trailing_silence, too_short
 
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
@@ -198,7 +198,7 @@ def _score_votes(
 
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #cb32c535
-def _has_both(ds: Segments | None) -> bool:
+def _has_both_classes(ds: Segments | None) -> bool:
     "Whether both classes occur."
     return ds is not None and 0 < leak_mask(ds).sum() < len(ds.rows)
 
@@ -226,7 +226,7 @@ def _evaluation(
     seconds = time.perf_counter() - began
     ways = _score_votes(boot, detector, ds, segments, votes)
     simple = {}
-    if _has_both(parts.get("training")):
+    if _has_both_classes(parts.get("training")):
         simple = score_baselines(boot, ds, parts["training"], validation, progress=progress)
     own = ways[detector.vote]
     against = dict(simple)
@@ -262,7 +262,7 @@ def _evaluation(
         worst=worst_errors(ds, table, own, segments),
         seconds=seconds,
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}
-        | {"too_short": ds.n_too_short, "silence": silence_behind(ds)},
+        | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
         model=name,
         stamps=stamps,
         cautions=cautions,

@@ -8,7 +8,7 @@ __all__ = [
     "TrainingData",
     "TooShortWarning",
     "too_short",
-    "silence_behind",
+    "trailing_silence",
     "open_training",
     "row_digests",
     "differences",
@@ -97,7 +97,7 @@ def too_short(
     return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
 
 
-def silence_behind(
+def trailing_silence(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
     "Return a note on the share of padding behind the recordings."
@@ -133,8 +133,10 @@ def open_training(
         raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
         people = None if labels is None else read_labels(labels)
-        opened = stack.enter_context(_closing(training, legacy, people))
-        held = [] if validation is None else stack.enter_context(_closing(validation, legacy, people))
+        opened = stack.enter_context(_opened_data_sets(training, legacy, people))
+        held = (
+            [] if validation is None else stack.enter_context(_opened_data_sets(validation, legacy, people))
+        )
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         rows = validation_rows = None  # all
@@ -164,7 +166,9 @@ def open_training(
 
 
 @contextmanager
-def _closing(given: Sources, legacy: bool, people: CurrentLabels | None) -> Iterator[list[MelDataset]]:
+def _opened_data_sets(
+    given: Sources, legacy: bool, people: CurrentLabels | None
+) -> Iterator[list[MelDataset]]:
     "Open data sets; those that were given open stay open."
     opened = open_sources(given, legacy=legacy, people=people)
     try:
