@@ -4034,6 +4034,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'leakmel/mel/triton_kernel.py'),
                                            'leakmel.mel.triton_kernel.TritonEngine.make_chain': ( 'mel/triton_kernel.html#tritonengine.make_chain',
                                                                                                   'leakmel/mel/triton_kernel.py'),
+                                           'leakmel.mel.triton_kernel._dft_powers': ( 'mel/triton_kernel.html#_dft_powers',
+                                                                                      'leakmel/mel/triton_kernel.py'),
                                            'leakmel.mel.triton_kernel._frame_scale': ( 'mel/triton_kernel.html#_frame_scale',
                                                                                        'leakmel/mel/triton_kernel.py'),
                                            'leakmel.mel.triton_kernel._mel_kernel': ( 'mel/triton_kernel.html#_mel_kernel',

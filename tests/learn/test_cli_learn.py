@@ -750,7 +750,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --metric best"),
+        (2, "the metric is unknown; found 'best'; expected accuracy", "--champion RUN --metric best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),

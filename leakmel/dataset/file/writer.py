@@ -334,6 +334,7 @@ class RowFile:
                 path=self.partial,
                 found=offsets,
                 expected=(self.offset, self.waveform_offset),
+                remedy="install another version of h5py, and report this error",
             )
         size = self.scratch.stat().st_size
         behind = self.waveform_offset + n_rows * self.waveform_bytes

@@ -297,7 +297,7 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for what, asked, choices in (("voting rule", votes, VOTES), ("figure", (metric,), FIGURES)):
+    for what, asked, choices in (("voting rule", votes, VOTES), ("metric", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
             raise UsageError(
                 f"the {what} is unknown",
@@ -309,7 +309,10 @@ def evaluate(
     twice = [] if split is None else [name for name, own in given.items() if own is not None]
     if twice or given.get(part) is not None:
         raise UsageError(
-            "a part of the data is given twice", code="given-twice", found=", ".join(twice) or repr(part)
+            "a part of the data is given twice",
+            code="given-twice",
+            found=", ".join(twice) or repr(part),
+            remedy="give each part once: in the split, or as data sets",
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
     on = pick_device(device)

@@ -376,7 +376,7 @@ def _checked_shares(
         )
     if detector == "blend":
         raise UsageError(
-            "a learning curve is made with one kind of detector",
+            "a learning curve needs one kind of detector",
             code="usage",
             found=detector,
             expected="spectral, cnn or auto",

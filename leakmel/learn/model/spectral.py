@@ -106,7 +106,7 @@ class SpectralSettings:
                 )
         if self.depth > self.n_nodes:
             raise UsageError(
-                "no way through a tree has more decisions than nodes", code="invalid-net", found=self.depth
+                "depth must be at most n_nodes", code="invalid-net", found=self.depth, expected=self.n_nodes
             )
 
     @property

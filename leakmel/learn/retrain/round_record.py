@@ -80,7 +80,7 @@ class RoundRules:
                 )
         if self.metric not in FIGURES:
             raise UsageError(
-                "the figure is unknown",
+                "the metric is unknown",
                 code="unknown-value",
                 found=repr(self.metric),
                 expected=", ".join(FIGURES),

@@ -260,6 +260,7 @@ class _RoundInProgress:
                 found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels"
                 if left.any()
                 else None,
+                remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
             )
         return replace(found, choice=LabelledSegments(new, kept, classes)), int(left.sum())
 

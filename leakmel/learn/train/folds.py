@@ -104,7 +104,7 @@ def make_folds(
         code="label-in-one-part",
         found=f"{len(numbers):,} groups, {most:,} with the rarest label",
         expected="at least two groups with each label",
-        remedy="add recordings of other groups with this label: those of one group prove nothing about others",
+        remedy="add recordings of other groups with this label: with one group there is nothing left to train on or to test",
     )
 
 
