@@ -1,4 +1,4 @@
-"""Commands in processes that end as a user's do, many of them quickly.
+"""Run many commands in child processes that end like a user's.
 
 A server imports leakmel once, and forks for each command: the child runs Python code of the test, then the command line, and leaves through
 the interpreter's own end, where a library that is in a bad state would crash. Status, time and memory come from the system.

@@ -1,4 +1,4 @@
-"Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
+"Shared fixtures: small synthetic sets, skips that are errors where everything is installed, and trials for each promise."
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""A made tree of recordings in which everything is wrong that goes wrong in practice, and a list of what was planted.
+"""A synthetic tree of recordings with the faults that occur in practice, and the list of planted files.
 
 Nothing of leakmel is imported here, on purpose. `write_messy(root)` writes some 200 recordings of about a second into three splits and returns a
 `Messy`: for each file whether it becomes a row, with which status, or why not, and every problem that a report has to name, for a data set of

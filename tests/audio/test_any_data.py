@@ -1,4 +1,4 @@
-"Any rate, channel count, length and encoding: built, written down in the row and counted, and every row recomputed from outside."
+"Any rate, channel count, length and encoding: built, reported in the columns and counts, and every row recomputed independently."
 
 import json
 import math

@@ -1,4 +1,4 @@
-"One recording made to fit: every rule, what is written down about it, and a resampler held against analytic tones."
+"Conforming one recording: every rule, the status it reports, and the resampler compared with analytic tones."
 
 import itertools, math, sys, tracemalloc
 from dataclasses import replace

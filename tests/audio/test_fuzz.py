@@ -62,7 +62,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
     ],
 )
 def test_fuzzer_detects_a_faulty_parser(fault: str, message: str) -> None:
-    "The net has no holes: a large allocation, a wide read, samples beyond the file, a crash, another exception."
+    "The fuzzer detects a large allocation, a wide read, samples beyond the file, a crash and another exception."
     code = f"import sys; sys.path.insert(0, {str(FUZZER.parent)!r}); import fuzzer; from leakmel.audio import wav\n{fault}\nfuzzer.main('headers', 1, 1000)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

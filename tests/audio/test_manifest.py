@@ -1,4 +1,4 @@
-"Which files are found, in which order, under which label: against a walk of its own, with every odd name and place."
+"Files, order and labels of a scan, compared with an independent walk, with unusual names and places."
 
 import errno, os, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def found(manifest: Manifest) -> list[bytes]:
 
 
 def outside_walk(folder: Path) -> list[bytes]:
-    "An independent walk: `find`, with the rule of names and types in its own words."
+    "An independent walk by `find`, with its own rules of names and types."
     command = [
         "find",
         os.fspath(folder),
@@ -743,7 +743,7 @@ def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["folders", "pattern", "table", "many"])
 def test_listing_counts_every_recording_it_finds(tmp_path, make_wav, monkeypatch, how):
-    "What a bar says while a large folder is listed."
+    "The progress bar while a large folder is listed."
     counts, real = [], manifest_module.DelayedProgress
 
     def counted(*args, **options):

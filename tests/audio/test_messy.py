@@ -1,4 +1,4 @@
-"A messy made tree, end to end: every file has the fate it was made for, every problem is named, every row is right, from outside."
+"A synthetic tree with many faults, end to end: every file has the expected result, every problem is named, every row is verified independently."
 
 import base64
 import csv

@@ -1,4 +1,4 @@
-"Where labels come from: patterns against a regular expression, tables with every fault, and whole builds judged from outside."
+"Sources of labels: patterns compared with a regular expression, tables with every fault, and builds verified independently."
 
 import base64
 import errno

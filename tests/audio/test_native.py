@@ -1,4 +1,4 @@
-"Compiled reading, digests, moments and looks at rows: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
+"Compiled reading, digests, moments and row checks: bit-identical to Python, and no faulty file is read as a recording."
 
 import errno
 import importlib.abc
@@ -41,7 +41,7 @@ QUIET: dict[str, Any] = dict(
 
 @pytest.fixture(autouse=True)
 def clear_cached_availability():
-    "Whether compiled code is to be had is asked anew in every test."
+    "Check the availability of compiled code again in every test."
     conform.native.cache_clear()
     yield
     conform.native.cache_clear()
@@ -437,7 +437,7 @@ def test_everything_works_without_numba(
 
 
 class _Damaged(importlib.abc.MetaPathFinder):
-    "What numba does about a cache with empty files."
+    "Simulates numba with a cache of empty files."
 
     def find_spec(self, fullname: str, *others: Any) -> None:
         if fullname == "leakmel.audio.native":
@@ -527,7 +527,7 @@ def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
 
 
 def test_rows_are_the_same_without_a_numba_cache(tmp_path: Path, six: tuple[Path, bytes]) -> None:
-    "No place for numba's cache: the same engine, and one warning."
+    "No writable folder for numba's cache: the same engine, and one warning."
     got, output = built_by_a_child(six[0], tmp_path / "x.h5", tmp_path / "cache", "no place")
     assert got == six[1]
     assert output.count("cannot be kept") == 1, output

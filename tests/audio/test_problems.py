@@ -1,4 +1,4 @@
-"The quality report: each kind is found when planted and not a notch below its threshold, in a scan, a build and on a card."
+"The quality report: each planted problem is found, and none below its threshold, in a scan, a build and a card."
 
 import json
 import os

@@ -1,4 +1,4 @@
-"Recordings that come from a disk: what is fetched ahead of the readers, what a build says of it, and listing by compiled code."
+"Recordings on a disk: prefetching, cache use in the report of a build, and listing by compiled code."
 
 import errno
 import os
@@ -170,7 +170,7 @@ def test_no_prefetch_on_a_file_system_without_page_information(
 
 
 class RecordingAdvice:
-    "Stands in for the system: keeps what was asked for, and checks the window."
+    "Simulated system call: records the requests and checks the window."
 
     def __init__(self, ahead: ReadAhead):
         self.ahead, self.most_files = ahead, 0
@@ -186,7 +186,7 @@ class RecordingAdvice:
 
 
 def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordingAdvice, threading.Thread]:
-    "The thread of a read-ahead, with the system played."
+    "The thread of a read-ahead with simulated system calls."
     asked = RecordingAdvice(ahead)
     monkeypatch.setattr(native, "prefetch_files", asked)
     thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)

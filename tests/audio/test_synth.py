@@ -1,4 +1,4 @@
-"The demo set: same bytes for the same seed, every file accounted for, never half written, hard enough to be honest."
+"The demo set: equal bytes for equal seeds, complete accounting, never incomplete, and not trivial to classify."
 
 import errno, os, signal, subprocess, sys, threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"The reader of WAV files: what it says of one file, names that are no text, and faults of the machine told from faults of a file."
+"The WAV reader: errors of a file, names that are not Unicode, and machine faults separated from file faults."
 
 import contextlib, errno, math, os, struct, subprocess, sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"The monitor measures or says that it did not; progress ends with the truth in every front end."
+"The monitor measures or reports that it did not; progress ends with the correct count in every front end."
 
 import html
 import io

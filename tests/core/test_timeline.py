@@ -1,4 +1,4 @@
-"A timeline file stays small, keeps to its schema and tells the same story; the monitor's queries fail one by one and cost little."
+"A timeline file is small, follows its schema and survives a round trip; the monitor's queries fail separately and are cheap."
 
 import json
 import sys

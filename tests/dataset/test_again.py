@@ -1,4 +1,4 @@
-"Interrupted builds go on, and data sets are brought up to date: always the bytes of a build from nothing."
+"Interrupted builds are resumed and data sets updated: always with the bytes of a fresh build."
 
 import base64
 import json
@@ -399,7 +399,7 @@ def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
 
 
 def keeping_time(path: Path, do: Callable[[], None]) -> None:
-    "What rots does not say so by its time."
+    "Change a file and keep its modification time."
     st = path.stat()
     do()
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))

@@ -1,4 +1,4 @@
-"What a bad file means: it is rejected, or stops the build; too many of them publish nothing; and many in a row are the machine's fault."
+"Bad files: rejected or a reason to stop; too many prevent publication; many consecutive ones are a machine fault."
 
 import errno
 import json
@@ -487,7 +487,7 @@ def test_a_network_folder_without_its_server_is_a_fault_of_the_machine() -> None
 
 
 def as_unprivileged_user(work: Callable[[], object]) -> str:
-    "What a function says in a child that may not read everything."
+    "Return the result of a function in a child process without root privileges."
     out, into = os.pipe()
     if (pid := os.fork()) == 0:
         try:

@@ -1,4 +1,4 @@
-"From a folder to a data set: every row, every name and every byte, looked at from outside."
+"From a folder to a data set: every row, every name and every byte, verified independently."
 
 import json
 import os

@@ -1,4 +1,4 @@
-"A builder that makes recordings fit in another way than the rules say does not get past its own check."
+"A builder that conforms recordings against the rules is stopped by the check."
 
 from collections.abc import Callable
 from pathlib import Path

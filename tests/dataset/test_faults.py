@@ -51,7 +51,7 @@ BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 @pytest.fixture(autouse=True, params=["hand to hand", "each for itself"])
 def worker_layout(request, monkeypatch) -> str:
-    "Both ways to work: readers, engine threads and a writer, or threads that take every step themselves."
+    "Both layouts of threads: readers, engine threads and a writer, or threads that do all steps."
     alone = {} if request.param == "hand to hand" else {"read_workers": None, "slots": None}
     monkeypatch.setitem(QUIET, "pipeline", replace(QUIET["pipeline"], **alone))
     return request.param

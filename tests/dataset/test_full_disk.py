@@ -1,4 +1,4 @@
-"A disk that is full, at many amounts of room: the build says so and leaves what stood, and goes on once there is room."
+"A full disk, at many amounts of free space: the build reports it, keeps the old data set, and resumes when there is space."
 
 import os
 import shutil

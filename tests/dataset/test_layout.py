@@ -1,4 +1,4 @@
-"""The layout contract: what the earlier system's trainer, and anybody with plain h5py, finds in a data set.
+"""The layout contract: what the earlier system's trainer and plain h5py read from a data set.
 
 How features are worked out by SciPy stands in `outsider.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
 """

@@ -1,4 +1,4 @@
-"Every mode gives the same bytes; what is held is used only while it is what the files say; a place too small is left for the next one."
+"Every mode gives the same bytes; cached recordings are used only while they match the files; too little space selects the next mode."
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What the disk holds after the power went: writes that were not confirmed are lost, torn or there without earlier ones.
+"""States of the disk after a power cut: unsynced writes are lost, torn or reordered.
 
 Every change that a build makes to its folder is logged. A state after a power cut is made from the log's first part: of each file, what
 was written before it was last confirmed (fsync, fdatasync) is there; of later writes each is there, in part, or not at all. Names (made, moved,

@@ -1,4 +1,4 @@
-"What rows should hold is worked out ahead of the check, and no recording is believed that changed since."
+"Rows expected by the check are computed in advance, and recordings that changed afterwards are detected."
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"Recordings come, go and change, builds are killed or done: at any time what stands is what a build from nothing would give."
+"Recordings are added, removed and changed, builds are killed or finished: the data set always equals a fresh build."
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"HDF5 files that a stranger made: refused before data are read, in less than a second and 200 MB, by a process that opens and verifies them."
+"Hostile HDF5 files: refused before data are read, in less than a second and 200 MB, by a process that opens and verifies them."
 
 import json
 import os

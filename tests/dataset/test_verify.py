@@ -1,4 +1,4 @@
-"The check can fail: every way of spoiling a finished data set is reported, and none of them is an exception."
+"The check can fail: every corruption of a finished data set is reported, and none raises an exception."
 
 import ast
 import json
@@ -196,7 +196,7 @@ def test_the_largest_difference_is_that_of_all_blocks(built, file, row):
 
 
 def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np.ndarray]) -> None:
-    "All rows made anew by somebody whose features are a little different."
+    "Rewrite all rows with slightly different features."
     config = json.loads(f.attrs["config_json"])
     for k, p in enumerate(f["files/path"][:].tolist()):
         f["segments_mel"][k] = change(fit(*read(os.path.join(os.fsencode(data), p)), config), config)

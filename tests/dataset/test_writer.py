@@ -1,4 +1,4 @@
-"Rows at a fixed place, everything else around them, and a final name that means complete."
+"Rows at a fixed offset, metadata around them, and a final name only for complete files."
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"The limit of a run is named rightly on made timelines and in real builds, its bound holds, and advice never asks for what a machine cannot do."
+"The limiting stage is named correctly on synthetic timelines and in real builds, its bound holds, and advice fits the machine."
 
 import heapq
 import inspect

@@ -61,7 +61,7 @@ def no_constant(text: str) -> float:
 
 
 def run_json(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
-    "What a command that must work says to machines."
+    "Return the JSON output of a command that must succeed."
     status, out, err = say(*words, "--json")
     assert status == 0, err
     body = json.loads(out, parse_constant=no_constant)
@@ -71,7 +71,7 @@ def run_json(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def place(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    "A detector, a further network that judges, and recordings without labels in folders by their dates."
+    "A detector, test sets of another network, and unlabelled recordings in folders by date."
     folder = tmp_path_factory.mktemp("place")
     spec = ["--spec", str(small_sets / "TRAINING_DATASET.H5"), "--quiet"]
     assert (

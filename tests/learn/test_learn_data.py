@@ -1,4 +1,4 @@
-"Items of data sets in loaders: every level, every process, every file form, in an order that can be taken up again."
+"Items of data sets in loaders: every level, process and file form, in an order that can be resumed."
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"Devices by name; float32 that is float32; memory that runs out while recordings are judged, wherever it does."
+"Devices by name; float32 precision; out of memory at any operation while recordings are scored."
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"A detector is judged beside baselines, with intervals that hold, and what cannot be concluded is said."
+"Evaluation of a detector against baselines, with intervals of nominal coverage, and cautions where nothing can be concluded."
 
 import json
 import os
@@ -69,7 +69,7 @@ def simulate_network(
 
 
 def coverage_of(n_sensors: int, n_sets: int) -> dict[str, float]:
-    "How often intervals of made data hold the figure of the whole network."
+    "Share of the intervals of synthetic data that contain the figure of the whole network."
     whole, held = simulate_network(np.random.default_rng(7), 20_000), {name: [] for name in FIGURES}  # type: ignore[var-annotated]
     true = leak_metrics(whole[0], whole[1], 0.5)
     for seed in range(n_sets):
@@ -613,7 +613,7 @@ def detector(sets: list[Path], **more: Any) -> Detector:
 
 
 def informed_detectors(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
-    "Let detectors know the truth, as far as the noise lets them."
+    "Replace scores by the truth with noise."
 
     def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
         rng = np.random.default_rng(5)

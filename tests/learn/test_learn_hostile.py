@@ -1,4 +1,4 @@
-"A detector's file may come from a stranger: whatever it claims, it costs no memory that it does not hold, runs nothing and says nothing to a terminal."
+"Hostile model files: they allocate no memory beyond their size, run no code and print no control characters."
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"Learning from new recordings: what is kept, what people say, what is repeated, who wins, and what an interruption leaves."
+"Retraining rounds: selected segments, labels by people, replay, promotion, and interruption."
 
 import json
 import os

@@ -1,4 +1,4 @@
-"What cannot go well is said before a training begins, and nothing that belongs to somebody else is replaced."
+"Errors are reported before a training begins, and files of other programs are not replaced."
 
 import json
 import pickle

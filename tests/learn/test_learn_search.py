@@ -1,4 +1,4 @@
-"A search of settings: repeatable, killed and taken up again, pruned, refused by name, and blind to recordings for testing."
+"Search of settings: repeatable, resumed after kills, pruned, with named errors, and without access to test recordings."
 
 import csv
 import inspect
@@ -112,7 +112,7 @@ def assert_same(out: Path, right: SearchResult) -> None:
 
 
 class Staged:
-    "Trainings that come to what was staged: no net learns."
+    "Simulated trainings with given results."
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, figures: Callable[[TrainSettings, int], float]):
         from leakmel.learn.train import state as training_state

@@ -598,7 +598,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
 
 @pytest.mark.parametrize("part", ["training", "validation", "testing"])
 def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
-    "A part of which no level is known is judged by what was learned of the mels, not of decibels of samples."
+    "A part without known levels is scored with the level of the mels."
     sets = dict(zip(("training", "validation", "testing"), network[10.0]))
     path = tmp_path / "x.h5"
     path.write_bytes(sets[part].read_bytes())

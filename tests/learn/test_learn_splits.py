@@ -1,4 +1,4 @@
-"Splits: what is on both sides is found and said, and groups stay together."
+"Splits: recordings and groups on both sides are reported, and groups stay together."
 
 import os
 import re

@@ -1,4 +1,4 @@
-"One optimiser step: pieces add up to the batch, memory may run out anywhere, and a resumed training goes on bit for bit."
+"One optimiser step: micro-batches add up to the batch, memory may run out anywhere, and a resumed training continues bit for bit."
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"Training: what was interrupted comes to the same weights, the best epoch is kept, the threshold is chosen on validation, and what is wrong is said before."
+"Training: interrupted runs give the same weights, the best epoch is kept, the threshold is chosen on validation, and errors are reported before."
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"train.ipynb through papermill, on a tiny set: it trains, judges, draws, and says for machines what came out; what is wrong stops it."
+"train.ipynb through papermill, on a tiny set: training, evaluation, figures, JSON results, and errors."
 
 import json
 import re

@@ -1,4 +1,4 @@
-"Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Fake devices here, a card where there is one."
+"Engines on devices: the same bytes with any delays, no row of a failed batch, all memory freed. Fake devices, and a GPU if available."
 
 import inspect
 import itertools
@@ -127,7 +127,7 @@ def submit_many(
     dtype: Any = np.int16,
     chain: Callable[..., Any] = SumOfEndsChain,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Many batches at once through an engine: samples, rows and moments."
+    "Submit many batches to an engine; return samples, rows and moments."
     with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: chain(), options) as engine:
         make = engine.host_array if pinned else np.zeros
         x, out = make((n, TINY.n_samples), dtype), make((n, *TINY.row_shape), np.float16)
@@ -569,7 +569,7 @@ def test_out_of_memory_at_the_smallest_block_fails_the_batch() -> None:
 
 
 def results_after_fault(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
-    "What became of each of nine batches: right rows, or an error; and of one more afterwards."
+    "Results of nine batches and of one more afterwards: correct rows or an error."
     try:
         engine = DeviceEngine(TINY, [device], lambda device, n_block: SumOfEndsChain(), options)
     except EngineError:

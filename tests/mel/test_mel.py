@@ -1,4 +1,4 @@
-"Log-mel features: every engine against the float64 reference, the reference against other people's code, and a tolerance that can fail."
+"Log-mel features: every engine against the float64 reference, the reference against other libraries, and a tolerance that can fail."
 
 import json, logging, threading
 from collections.abc import Callable

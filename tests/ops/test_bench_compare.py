@@ -1,4 +1,4 @@
-"The comparison with other tools: right before fast, what is missing or broken is named, and a process tree is weighed as a whole."
+"The comparison with other tools: verified results only, missing or broken tools are named, and memory is that of the process tree."
 
 import importlib.util
 import os

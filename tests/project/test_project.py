@@ -1,4 +1,4 @@
-"The project's structure: one source of versions, arrows between rooms, sizes, documents, and what notebooks are stored with."
+"The project's structure: one source of versions, import order of rooms, sizes, documents, and stored notebooks."
 
 import ast
 import json
