@@ -191,6 +191,7 @@ def test_evaluation_and_split_use_the_labels(splits, tmp_path):
     )
     result = execute_training(plan, progress="none")
     found = execute_evaluation(plan, result, progress="none")
+    assert found is not None
     assert found.table.leak.sum() == n_leaks
     assert any("3 labelled by people, 3 of them changed" in c for c in found.cautions)
     plain = lm.evaluate(result.detector, sets / "TESTING_DATASET.H5", progress="none")
