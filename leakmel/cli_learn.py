@@ -63,7 +63,7 @@ LABELS: Options = {
     "--labels": dict(
         metavar="FILE",
         help="labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and "
-        "recordings on which people disagree keep theirs (train: labels of the test set stay as they are stored)",
+        "recordings on which people disagree keep theirs",
     ),
 }
 COLUMNS: Options = {
@@ -229,16 +229,9 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         "leave_out": tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
         "device": args.device,
         "legacy": args.legacy,
+        "labels": args.labels,
         "progress": progress_mode(args),
     }
-    if args.labels is not None and (args.learning_curve or is_several):
-        raise UsageError(
-            "The option --labels belongs to a training or a cross-validation by one group",
-            code="invalid-arguments",
-            remedy="build the data set again with --labels",
-        )
-    if args.labels is not None:
-        given["labels"] = args.labels
     given |= {n: v for n, v in (("n_folds", args.folds), ("seeds", args.seeds)) if v is not None}
     found: lm.CrossValidation | lm.Generalisation | lm.LearningCurve
     if args.learning_curve:
@@ -471,6 +464,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
             metavar="N",
             help="recordings in a batch (default 64)",
         ),
+        **LABELS,
         **_LEGACY,
         **_LEAKY,
         **_DEVICE,
@@ -514,6 +508,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         n_draws=args.draws,
         seed=args.seed,
         legacy=args.legacy,
+        labels=args.labels,
         allow_leaky_split=args.allow_leaky_split,
         progress=progress_mode(args),
     )

@@ -24,6 +24,7 @@ __all__ = [
     "joint_counts",
     "persons_of",
     "counts_text",
+    "check_paths",
     "relabel",
     "read_labels",
 ]
@@ -417,30 +418,46 @@ def counts_text(
     )
 
 
-def relabel(
+def check_paths(
     current: CurrentLabels,
-    paths: Sequence[str],  # of the recordings, as in data sets
-    digests: Sequence[str],  # of their payloads; "": unknown
-    labels: Sequence[str],  # before; "": none
+    paths: Iterable[str],  # of all recordings that are labelled together, as in data sets
     file: str | os.PathLike | None = None,  # of the table, for errors
-) -> Relabelled:  # raises DataError if a decision without a digest names a path that several recordings have
-    "Replace labels by those on which people agree; other recordings keep theirs."
-    new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
-    differ: dict[int, tuple[Decision, ...]] = {}
-    at_path: dict[str, int] = {}
+) -> None:  # raises DataError if a decision without a digest names a path that several recordings have
+    "Check that paths identify recordings, and warn of paths in a handwritten table that no recording has."
+    named = {d.path for last in current.last.values() for d in last if d.label and not d.digest}
     met = set[str]()
-    persons: dict[int, str] = {}
-    for i, (path, digest) in enumerate(zip(paths, digests)):
-        by_path = current.last.get(path, ())
-        if any(d.label for d in by_path) and at_path.setdefault(path, i) != i:
+    for path in paths:
+        if path in named and path in met:
             raise DataError(
                 "several recordings have the same path",
                 code="ambiguous-recording",
                 path=file,
                 found=show_path(path),
-                remedy="give the digest of the recording too (labels.csv), or use these data sets separately",
+                remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
             )
-        opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path)
+        met.add(path)
+    if current.exact_paths and (unknown := sorted(current.last.keys() - met)):
+        log.warning(
+            "%s of %s paths in the table of labels were not found, first %s",
+            f"{len(unknown):,}",
+            f"{len(current.last):,}",
+            show_path(unknown[0]),
+        )
+
+
+def relabel(
+    current: CurrentLabels,
+    paths: Sequence[str],  # of the recordings, as in data sets
+    digests: Sequence[str],  # of their payloads; "": unknown
+    labels: Sequence[str],  # before; "": none
+) -> Relabelled:
+    "Replace labels by those on which people agree; other recordings keep theirs. `check_paths` comes first."
+    new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
+    differ: dict[int, tuple[Decision, ...]] = {}
+    met = set[str]()
+    persons: dict[int, str] = {}
+    for i, (path, digest) in enumerate(zip(paths, digests)):
+        opinions = (*(current.last.get(digest, ()) if digest else ()), *current.last.get(path, ()))
         if not opinions:
             continue
         met.update(d.key for d in opinions)

@@ -8,6 +8,7 @@ __all__ = ["relabel_manifest"]
 # %% ../../nbs/audio/relabel.ipynb #6b76a88f
 import os
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from .content import read_content
 from leakmel.audio.labels import (
     BEFORE_COLUMN,
     BY_COLUMN,
+    CurrentLabels,
     LabelTable,
     Relabelled,
+    check_paths,
     joint_counts,
     persons_of,
     read_labels,
@@ -49,12 +52,12 @@ def relabel_manifest(
     current = read_labels(labels)
     has_digests = any(d.digest for last in current.last.values() for d in last)
     digests = _digests(manifest, progress) if has_digests else [[""] * len(x) for x in manifest.listings]
+    paths = [[os.fsdecode(p) for p in x.paths] for x in manifest.listings]
+    check_paths(current, chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels)
     before = np.array(["", *manifest.label_names], object)
     found = [
-        relabel(
-            current, [os.fsdecode(p) for p in x.paths], own, before[x.label_ids.clip(min=-1) + 1].tolist()
-        )
-        for x, own in zip(manifest.listings, digests)
+        relabel(current, names, own, before[x.label_ids.clip(min=-1) + 1].tolist())
+        for x, names, own in zip(manifest.listings, paths, digests)
     ]
     names = list(manifest.label_names)
     known = {name.casefold() for name in names}

@@ -151,27 +151,28 @@ def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
 
 
 # %% ../../nbs/insight/runs.ipynb #fcdf3c5b
-_NEEDED = (
-    "found",
-    "rows",
-    "rejected",
-    "seconds",
-    "files_per_s",
-    "verified",
-    "span_name",
-    "machine",
-    "pipeline",
-)
+_NEEDED: dict[str, Any] = {  # type of each value in JSON
+    "found": int,
+    "rows": int,
+    "rejected": int,
+    "seconds": (int, float),
+    "files_per_s": (int, float),
+    "verified": dict,
+    "span_name": str,
+    "machine": dict,
+    "pipeline": dict,
+}
 
 
 def _report(path: Path) -> dict[str, Any]:
     "Read the report of a data set; raises DataError."
     try:
         body = json.loads(path.read_bytes())
-        missing = [key for key in _NEEDED if key not in body]
-        if isinstance(body, dict) and not missing:
+        if not isinstance(body, dict):
+            raise TypeError(f"a {type(body).__name__}, not an object")
+        if not (wrong := [key for key, kind in _NEEDED.items() if not isinstance(body.get(key), kind)]):
             return body
-        found = f"no field {', '.join(missing)}"
+        found = f"no valid field {', '.join(wrong)}"
     except (OSError, ValueError, RecursionError, TypeError) as e:
         found = str(e)[:200]
     raise DataError(

@@ -291,6 +291,7 @@ def plan_training(
             task=task,
             allow_leaky_split=p["allow_leaky_split"],
             legacy=p["legacy"],
+            labels=people,
             progress=progress,
         )
     out = run_folder(p["out"], "train")
@@ -377,7 +378,7 @@ def execute_evaluation(
     if split is None:
         parts = {part: files.get(part) for part in ("training", "validation")}
         data, name = files["testing"], files["testing"].name
-    same = {option: plan.given[option] for option in ("allow_leaky_split", "legacy", "device")}
+    same = {option: plan.given[option] for option in ("allow_leaky_split", "legacy", "labels", "device")}
     found = evaluate(result.detector, data, **parts, **same, progress=progress)
     record_evaluation(result.model_path, found, name)
     write_summary(plan.out, run_summary(result, found))

@@ -77,6 +77,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "files_per_batch": 64,
     "legacy": False,
+    "labels": None,
     "allow_leaky_split": False,
     "device": "auto",
 }
@@ -84,7 +85,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
 
 def evaluation_kinds() -> Kinds:
     "Return names and types of the parameters of evaluate.ipynb."
-    texts = dict.fromkeys(("data", "model", "training", "validation", "out"), (str, None))
+    texts = dict.fromkeys(("data", "model", "training", "validation", "labels", "out"), (str, None))
     words = dict.fromkeys(("votes", "group", "metric", "device"), (str,))
     numbers = dict.fromkeys(("n_draws", "seed", "files_per_batch"), (int,))
     return texts | words | numbers | {"legacy": (bool,), "allow_leaky_split": (bool,)}
@@ -111,6 +112,9 @@ def plan_evaluation(
     given = {"model": model, "data": parts["testing"], "device": device}
     given |= {part: parts.get(part) for part in ("training", "validation")}
     given["votes"] = [word.strip() for word in p["votes"].split(",")]
+    if p["labels"] is not None:
+        given["labels"] = user_path(p["labels"])
+        inputs["labels"] = f"by people, {show_path(p['labels'])}"
     same = ("group", "metric", "n_draws", "seed", "files_per_batch", "legacy", "allow_leaky_split")
     given |= {name: p[name] for name in same}
     return DetectorPlan(inputs, run_folder(p["out"], "evaluation"), given)

@@ -11,6 +11,7 @@ from leakmel.audio.labels import (
     LABELS_COLUMNS,
     Decision,
     append_decision,
+    check_paths,
     current_labels,
     read_decisions,
     read_labels,
@@ -226,5 +227,5 @@ def test_matching():
     both = current_labels([decision("NOLEAK"), decision("LEAK", "ben", 1, digest="")])  # the same recording
     assert list(relabel(both, ["LEAK/a.wav"], [A], ["LEAK"]).disagreements) == [0]
     with pytest.raises(DataError) as e:
-        relabel(now, ["LEAK/b.wav", "LEAK/b.wav"], [A, B], ["LEAK", "LEAK"])
+        check_paths(now, ["LEAK/b.wav", "LEAK/b.wav"])
     assert e.value.code == "ambiguous-recording"

@@ -169,6 +169,16 @@ STRANGE = "<img src=x onerror=alert(1)>"
 R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 
+@pytest.mark.parametrize(
+    "change", [{"found": "x"}, {"found": None}, {"verified": []}, {"seconds": {}}, {"machine": 1}]
+)
+def test_a_value_of_another_type_is_reported(copied, change):
+    body = json.loads((copied / R).read_text())
+    (copied / R).write_text(json.dumps(body | change))
+    with raises("damaged-record", path=copied / R):
+        read_run(copied)
+
+
 @pytest.mark.parametrize("name", [R, T])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
 def test_invalid_json_file_is_named(copied, name, content):

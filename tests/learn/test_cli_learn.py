@@ -435,6 +435,8 @@ def test_options_of_evaluate_reach_the_call(
             "--files-per-batch",
             "7",
             "--legacy",
+            "--labels",
+            "labels.csv",
             "--allow-leaky-split",
             "--device",
             "cpu",
@@ -454,6 +456,7 @@ def test_options_of_evaluate_reach_the_call(
         "seed": 5,
         "files_per_batch": 7,
         "legacy": True,
+        "labels": "labels.csv",
         "allow_leaky_split": True,
         "device": "cpu",
         "progress": "none",
@@ -635,6 +638,7 @@ def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.Monk
         "votes",
         "draws",
         "files-per-batch",
+        "labels",
         "legacy",
     }
     assert max(map(len, text.splitlines())) <= 80

@@ -1,5 +1,6 @@
 "Labels by people replace those of folders in builds, trainings, cross-validations and retraining rounds."
 
+import json
 import os
 import shutil
 
@@ -16,7 +17,9 @@ from leakmel.core.errors import DataError
 from leakmel.dataset.check.consistency import label_mismatches, labelled_by_people
 from leakmel.dataset.file.reader import open_dataset
 from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.splits import group_split
 from leakmel.learn.data.task import make_task
+from leakmel.learn.plans import execute_evaluation, execute_training, plan_training
 from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import TrainSettings
@@ -155,6 +158,87 @@ def test_train_and_cross_validate(network, table, tmp_path):
     )
     assert found.to_dict()["labels_by_people"] == COUNTS
     assert found.table.leak.sum() == (network[2].label == "LEAK").sum() - 2
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory):
+    "Three splits with equal file names, and their data sets."
+    root = tmp_path_factory.mktemp("splits") / "demo"
+    write_demo(root, n_files=60)
+    for split in ("TRAINING", "VALIDATION", "TESTING"):
+        first, *_ = sorted((root / split / "LEAK").glob("*.wav"))
+        first.rename(first.with_name("night.wav"))
+    lm.build_all(root, out_dir=root.parent, progress="none")
+    return root
+
+
+def decide_testing(splits, file, n=3):
+    "Change the labels of leaks of the test set."
+    with open_dataset(splits.parent / "TESTING_DATASET.H5") as ds:
+        leaks = ds.files[ds.files.label == "LEAK"]
+    for k in range(n):
+        decide(file, leaks.iloc[-1 - k], "NOLEAK")
+    return len(leaks) - n
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
+def test_evaluation_and_split_use_the_labels(splits, tmp_path):
+    file = tmp_path / "labels.csv"
+    n_leaks = decide_testing(splits, file)
+    sets, fast = splits.parent, {"detector": "spectral"}
+    plan = plan_training(
+        {"data": os.fspath(sets), "labels": os.fspath(file), "out": os.fspath(tmp_path / "a"), **fast}
+    )
+    result = execute_training(plan, progress="none")
+    found = execute_evaluation(plan, result, progress="none")
+    assert found is not None
+    assert found.table.leak.sum() == n_leaks
+    assert any("3 labelled by people, 3 of them changed" in c for c in found.cautions)
+    plain = lm.evaluate(result.detector, sets / "TESTING_DATASET.H5", progress="none")
+    assert plain.table.leak.sum() == n_leaks + 3
+    every = [sets / f"{name}_DATASET.H5" for name in ("TRAINING", "VALIDATION", "TESTING")]
+    counts = [(group_split(every, "path", labels=given).labels == 0).sum() for given in (None, file)]
+    assert counts[0] - counts[1] == 3
+
+
+def test_command_lines_of_evaluation(splits, tmp_path, capsys):
+    file, sets = tmp_path / "labels.csv", splits.parent
+    n_leaks = decide_testing(splits, file)
+    model = tmp_path / "model"
+    lm.train(
+        sets / "TRAINING_DATASET.H5", out=model, settings=TrainSettings(detector="spectral"), progress=False
+    )
+    given = [
+        "evaluate",
+        os.fspath(sets / "TESTING_DATASET.H5"),
+        "--model",
+        os.fspath(model),
+        "--draws",
+        "100",
+    ]
+    assert main([*given, "--labels", os.fspath(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["leaks"] == n_leaks
+
+
+def test_a_path_in_two_splits_needs_a_digest(splits, tmp_path, caplog):
+    with open_dataset(splits.parent / "TESTING_DATASET.H5") as ds:
+        paths = set(ds.files.path)
+    with open_dataset(splits.parent / "TRAINING_DATASET.H5") as ds:
+        shared = sorted(paths & set(ds.files.path))[0]
+    file = tmp_path / "table.csv"
+    file.write_text(f"path,label\n{shared},NOLEAK\n")
+    with pytest.raises(DataError) as e:
+        lm.build_all(splits, out_dir=tmp_path, labels=file, progress="none")
+    assert (e.value.code, e.value.found) == ("ambiguous-recording", shared)
+    every = [splits.parent / f"{name}_DATASET.H5" for name in ("TRAINING", "TESTING")]
+    with pytest.raises(DataError) as e, open_training(every, settings=TrainSettings(), labels=file):
+        pass
+    assert (e.value.code, e.value.found) == ("ambiguous-recording", shared)
+    built = lm.build(splits, split="testing", out=tmp_path / "one.h5", labels=file, progress="none")
+    assert built.summary["labels_by_people"]["changed"] == 1
+    file.write_text(f"path,label\n{shared},NOLEAK\nLEAK/mistyped.wav,LEAK\n")
+    lm.build(splits, split="testing", out=tmp_path / "two.h5", labels=file, progress="none")
+    assert "1 of 2 paths in the table of labels were not found, first LEAK/mistyped.wav" in caplog.text
 
 
 def test_retraining_accepts_both_tables(network, table, tmp_path):

@@ -1,6 +1,7 @@
 "Recordings that are suggested for labelling: the mix, what is never suggested, the table, and the command."
 
 import csv
+import shutil
 import json
 from pathlib import Path
 
@@ -108,6 +109,19 @@ def test_reasons_for_left_out_recordings(folder, tmp_path):
     assert found.left_out["in the training of the model"] == 1
     assert found.provenance_known
     assert not everything.provenance_known
+
+
+def test_rejected_recordings_are_counted(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "broken.wav").write_bytes(b"RIFF")
+    assert lm.suggest(copy, made_detector(), n=3, **QUIET).left_out["rejected"] == 1
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (copy / "broken.wav").rename(alone / "broken.wav")
+    with pytest.raises(LeakmelError) as e:
+        lm.suggest(alone, made_detector(), n=3, **QUIET)
+    assert (e.value.code, e.value.path) == ("all-rejected", alone)
 
 
 def test_the_table_is_a_table_of_recordings(folder, tmp_path):

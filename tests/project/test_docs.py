@@ -214,7 +214,11 @@ def test_links_of_notebooks_name_existing_files():
             links = re.findall(r"\]\(([^)\s]+)\)", cell.source) if cell.cell_type == "markdown" else []
             for link in links:
                 if not link.startswith(("http", "#")):
-                    assert (path.parent / link.partition("#")[0]).is_file(), f"{path.name}: {link}"
+                    target = path.parent / link.partition("#")[0]
+                    assert target.is_file(), f"{path.name}: {link}"
+                    if path.relative_to(ROOT / "nbs").parts[0] in prepare.ROOMS:  # pages below reference/
+                        inside = target.resolve().relative_to(ROOT / "nbs").parts[0]
+                        assert inside in prepare.ROOMS, f"{path.name}: {link} does not exist on the site"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 
 from ...audio.conform import conform, resampled_length
 from ...audio.conform import piece_count
-from ...audio.labels import CurrentLabels
+from ...audio.labels import CurrentLabels, check_paths
 from ...audio.wav import Recording
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
@@ -188,6 +188,9 @@ def open_sources(
                     expected=f"{facts[0][what]} as in {opened[0].path}",
                     remedy="build them together with lm.build_all",
                 )
+        if people is not None:
+            stored = (ds.file["files/path"][:].tolist() for ds in opened if "files/path" in ds.file)
+            check_paths(people, (os.fsdecode(path) for paths in stored for path in paths))
     except BaseException:
         close_opened(opened, given)
         raise

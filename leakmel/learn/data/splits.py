@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...audio.content import Columns, content_problems
+from ...audio.labels import CurrentLabels, LabelTable, read_labels
 from ...audio.problems import Problem
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
@@ -306,6 +307,7 @@ def group_split(
     missing: str = "refuse",  # "one": recordings without a group are one group
     allow_leaky_split: bool = False,  # divide groups where a label would be on one side only
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
     progress: str = "auto",  # as for `recordings_table`
 ) -> Split:  # raises DataError where a label would be missing in a part
     "Divide recordings so that no group is in two parts and each part has its share of each label."
@@ -316,30 +318,31 @@ def group_split(
             code="usage",
             found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
         )
-    table, labels, class_names = _labelled_table(sources, legacy, progress)
+    people = None if labels is None else read_labels(labels)
+    table, label_ids, class_names = _labelled_table(sources, legacy, people, progress)
     values = group_values(table, group, missing=missing)
-    inside = np.flatnonzero(task.classes(labels) != LEFT_OUT) if task else np.arange(len(table))
+    inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
         raise DataError("the data sets have no recordings to divide", code="no-recordings")
     groups = _joined_groups(table, values, inside)
     units, name = groups[inside], group_name(group)
     method = f"Grouped split by {name}, seed {seed}: no group is in two parts."
-    part, lacking = _divide(units, labels[inside], shares, seed)
+    part, lacking = _divide(units, label_ids[inside], shares, seed)
     if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
-        apart = np.isin(units, units[np.isin(labels[inside], lacking)])
+        apart = np.isin(units, units[np.isin(label_ids[inside], lacking)])
         units, name = _divided_groups(units, apart, table["content"].to_numpy(object)[inside]), "recording"
-        part, lacking = _divide(units, labels[inside], shares, seed)
-        names = ", ".join(show_path(class_names[k]) for k in np.unique(labels[inside][apart]))
+        part, lacking = _divide(units, label_ids[inside], shares, seed)
+        names = ", ".join(show_path(class_names[k]) for k in np.unique(label_ids[inside][apart]))
         method = f"Grouped split by {group_name(group)}, seed {seed}; groups with {names} were divided between parts, because a part would have lacked a label."
     if lacking:
         n = len(np.unique(units))
-        held = {k: len(np.unique(units[labels[inside] == k])) for k in lacking}
+        held = {k: len(np.unique(units[label_ids[inside] == k])) for k in lacking}
         found = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
-        ways = list(_proposals(table, labels, inside, group, shares, seed, missing))
-        counts = _label_counts(groups[inside], labels[inside])
+        ways = list(_proposals(table, label_ids, inside, group, shares, seed, missing))
+        counts = _label_counts(groups[inside], label_ids[inside])
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
@@ -349,14 +352,14 @@ def group_split(
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
-    return _check_split(table, labels, class_names, parts, method, allow_leaky_split, groups, by)
+    return _check_split(table, label_ids, class_names, parts, method, allow_leaky_split, groups, by)
 
 
 def _labelled_table(
-    sources: DataSource | Sequence[DataSource], legacy: bool, progress: str
+    sources: DataSource | Sequence[DataSource], legacy: bool, people: CurrentLabels | None, progress: str
 ) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...]]:
     "Read the table of recordings, their labels and the names of the labels."
-    opened = open_sources(sources, legacy=legacy)
+    opened = open_sources(sources, legacy=legacy, people=people)
     try:
         table = recordings_table(opened, progress=progress)
         return table, *_labels(opened, table)

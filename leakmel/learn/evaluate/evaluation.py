@@ -11,18 +11,20 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...audio.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Progress
 from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, recordings_of
 from ..data.leakage import LEAKY_SPLIT, shared_values
-from ..data.segments import Segments, close_opened, open_sources
+from ..data.segments import Segments, close_opened, open_sources, source_list
 from ..data.splits import LeakySplitWarning, Split, existing_split
 from ..data.task import Task
 from .plots import worst_errors
@@ -91,14 +93,23 @@ def score_baselines(
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #633af05c
 @contextmanager
 def _open_parts(
-    sources: Mapping[str, Sources], split: Split | None, part: str, task: Task, legacy: bool
+    sources: Mapping[str, Sources],
+    split: Split | None,
+    part: str,
+    task: Task,
+    legacy: bool,
+    people: CurrentLabels | None,
 ) -> Iterator[tuple[dict[str, Segments], dict[str, list[MelDataset]]]]:
     "Open the recordings of each part, and the data sets; data sets that were already open stay open."
     parts, opened = {}, {}
     with ExitStack() as stack:
-        for name, own in sources.items():
-            opened[name] = open_sources(own, legacy=legacy, same_labels=False)
-            stack.callback(close_opened, opened[name], own)
+        given = {name: source_list(own) for name, own in sources.items()}
+        joined = [source for own in given.values() for source in own]
+        every = open_sources(joined, legacy=legacy, same_labels=False, people=people)
+        stack.callback(close_opened, every, joined)
+        left = iter(every)
+        for name, own in given.items():
+            opened[name] = list(islice(left, len(own)))
             if split is None:
                 parts[name] = Segments(opened[name], level="recording", task=task, preload_to_ram=False)
         if split is not None:
@@ -152,6 +163,9 @@ def _other_findings(
                 f"{learned.n_new:,} of {learned.n:,} recordings given as training were not used to train the detector: "
                 "the baselines were trained on other recordings, and leakage found in this split may not concern the detector."
             )
+    sources = {id(s): s for ds in parts.values() for s in ds.sources}
+    if by_people := [s.relabelled for s in sources.values() if s.relabelled is not None]:
+        yield f"Labels by people replace those of the data sets: {counts_text(joint_counts(by_people))}."
     for name, ds in parts.items():
         if text := too_short(ds):
             yield f"In {name} {text}."
@@ -290,6 +304,7 @@ def evaluate(
     n_draws: int = 2000,  # number of bootstrap draws of groups
     seed: int = 0,  # seed of bootstrap draws and permutations
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     allow_leaky_split: bool = False,  # no warning of leakage; the result keeps the note
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> Evaluation:  # raises UsageError, DataError
@@ -316,7 +331,8 @@ def evaluate(
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
     on = pick_device(device)
-    with _open_parts(sources, split, part, detector.task, legacy) as (parts, opened):
+    people = None if labels is None else read_labels(labels)
+    with _open_parts(sources, split, part, detector.task, legacy, people) as (parts, opened):
         if split is None and len(opened) > 1:
             split = existing_split(
                 opened, allow_leaky_split=allow_leaky_split, same_labels=False, progress=progress

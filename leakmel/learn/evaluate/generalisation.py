@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import pandas as pd
 
+from ...audio.labels import LabelTable
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, user_path, write_summary
@@ -506,6 +507,7 @@ def generalisation(
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # of groups, for intervals
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     jobs: int | None = None,  # processes; as for `cross_validate`
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
@@ -515,9 +517,9 @@ def generalisation(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    labels: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
+    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
-        open_training(data, settings=settings, **labels, legacy=legacy, progress=show) as opened,
+        open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
         nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
     ):
         if folder is not None:

@@ -29,6 +29,7 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed
 
+from ...audio.labels import LabelTable
 from ...core.errors import UsageError, show_path
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, user_path
@@ -404,6 +405,7 @@ def learning_curve(
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # of groups, for intervals
     legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     jobs: int | None = None,  # processes; as for `cross_validate`
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> LearningCurve:  # raises UsageError, DataError, OutputError
@@ -419,9 +421,9 @@ def learning_curve(
     settings = replace(settings, detector="spectral") if note else settings
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
-    labels: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
+    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
-        open_training(data, settings=settings, **labels, legacy=legacy, progress=show) as opened,
+        open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
         nullcontext() if folder is None else folder_lock(folder, "learning curve"),
     ):
         if folder is not None:

@@ -248,6 +248,8 @@ def settings_from(
     "Make settings from plain values."
     names = [f.name for f in fields(TrainSettings)]
     values = {name: value for name, value in values.items() if name not in _REMOVED}
+    if values.get("loader") == "workers":  # as above
+        del values["loader"]
     if unknown := sorted(set(values) - set(names)):
         raise UsageError(
             "the setting is unknown",

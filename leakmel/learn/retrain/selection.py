@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...audio.labels import CurrentLabels, LabelTable, read_labels, relabel
+from ...audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
@@ -62,7 +62,8 @@ def read_human_labels(
             + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
-    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths), file)
+    check_paths(current, paths, file)
+    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths))
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:

@@ -373,6 +373,14 @@ def suggest(
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     required_spec(detector)
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
+    if not len(done):
+        first = done.rejections[0]
+        raise DataError(
+            "all recordings were rejected",
+            code="all-rejected",
+            path=done.folder,
+            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+        )
     status = _status(done.scored, labelled, known)
     score = np.array([done.rule.score(s.segment_scores) for s in done.scored])
     calibration = done.calibration
@@ -396,7 +404,7 @@ def suggest(
         n=n,
         per_sensor=per_sensor,
         n_scored=len(done),
-        left_out=status.left_out,
+        left_out=status.left_out | {"rejected": len(done.rejections)},
         threshold=threshold,
         is_calibrated=calibration is not None,
         provenance_known=detector.provenance.is_complete,

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.labels import CurrentLabels, LabelTable, joint_counts, read_labels
+from ...audio.labels import LabelTable, joint_counts, read_labels
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
-from ..data.segments import DataSource, Segments, close_opened, open_sources
+from ..data.segments import DataSource, Segments, close_opened, open_sources, source_list
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
 from ..model.provenance import Provenance, provenance_of
@@ -133,17 +133,19 @@ def open_training(
         raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
         people = None if labels is None else read_labels(labels)
-        opened = stack.enter_context(_opened_data_sets(training, legacy, people))
-        held = (
-            [] if validation is None else stack.enter_context(_opened_data_sets(validation, legacy, people))
-        )
+        given = source_list(training)
+        n = len(given)
+        every = [*given, *([] if validation is None else source_list(validation))]
+        both = open_sources(every, legacy=legacy, people=people)
+        stack.callback(close_opened, both, every)
+        opened, held = both[:n], both[n:]
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         rows = validation_rows = None  # all
         if held:
-            both = {"training": opened, "validation": held}
+            parts = {"training": opened, "validation": held}
             split = existing_split(
-                both, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress
+                parts, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress
             )
         elif split is not None:
             split.require(sum(map(len, opened)), "training")
@@ -163,18 +165,6 @@ def open_training(
             "validation": "" if evaluated is None else _part_digest(evaluated, progress),
         }
         yield TrainingData(learned, evaluated, task, split, identity)
-
-
-@contextmanager
-def _opened_data_sets(
-    given: Sources, legacy: bool, people: CurrentLabels | None
-) -> Iterator[list[MelDataset]]:
-    "Open data sets; those that were given open stay open."
-    opened = open_sources(given, legacy=legacy, people=people)
-    try:
-        yield opened
-    finally:
-        close_opened(opened, given)
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
