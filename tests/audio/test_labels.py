@@ -23,9 +23,7 @@ A, B = "a" * 32, "b" * 32
 HEADER = ",".join(LABELS_COLUMNS) + "\n"
 
 
-def decision(
-    label: str, by: str = "ann", minute: int = 0, digest: str = A, path: str = "LEAK/a.wav"
-) -> Decision:
+def said(label: str, by: str = "ann", minute: int = 0, digest: str = A, path: str = "LEAK/a.wav") -> Decision:
     return Decision(path, digest, label, by, f"2026-01-31T08:{minute:02}:00Z")
 
 
@@ -58,29 +56,26 @@ def test_invalid_decisions(changes):
 def test_round_trip(tmp_path):
     file = tmp_path / "labels.csv"
     odd = Decision('LEAK/a "b",c.wav', A, "LEAK, big", "änn", "2026-01-31T08:00:00.125Z", "=1+1; 'x'")
-    for d in (odd, decision("?"), decision("", digest="")):
+    for d in (odd, said("?"), said("", digest="")):
         append_decision(file, d)
-    assert read_decisions(file) == [odd, decision("?"), decision("", digest="")]
+    assert read_decisions(file) == [odd, said("?"), said("", digest="")]
     assert file.read_bytes().startswith(HEADER.encode())
     assert file.read_bytes().count(b"\n") == 4
 
 
 def test_a_path_that_is_not_utf8(tmp_path):
     file, path = tmp_path / "labels.csv", os.fsdecode(b"LEAK/\xff\n.wav")
-    append_decision(file, decision("LEAK", path=path))
+    append_decision(file, said("LEAK", path=path))
     assert read_labels(file).labels == {A: "LEAK"}
     with pytest.raises(DataError, match="needs a digest"):
-        append_decision(file, decision("LEAK", path=path, digest=""))
+        append_decision(file, said("LEAK", path=path, digest=""))
 
 
 @pytest.mark.parametrize("with_bom", [False, True])
 def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
     "A crash may leave any beginning of the file; complete lines stay, and the next append repairs the end."
     file = tmp_path / "labels.csv"
-    first, second = (
-        decision("LEAK"),
-        Decision("LEAK/ü.wav", B, "NOLEAK", "ben", "2026-01-31T09:00:00Z", "a, tap"),
-    )
+    first, second = said("LEAK"), Decision("LEAK/ü.wav", B, "NOLEAK", "ben", "2026-01-31T09:00:00Z", "a, tap")
     append_decision(file, first)
     n_first = file.stat().st_size
     append_decision(file, second)
@@ -90,7 +85,7 @@ def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
         file.write_bytes(bom + whole[:n])
         n_read = len(read_decisions(file))
         assert n_read >= (n >= n_first)
-        append_decision(file, decision("LEAK", "cid", 30))
+        append_decision(file, said("LEAK", "cid", 30))
         after = read_decisions(file)
         assert len(after) >= n_read + 1
         assert after[-1].by == "cid"
@@ -121,7 +116,7 @@ def test_hostile_tables(tmp_path, content, code):
     assert e.value.code == code
     if code == "table-columns":
         with pytest.raises(DataError) as e:
-            append_decision(file, decision("LEAK"))
+            append_decision(file, said("LEAK"))
     assert file.read_bytes() == content  # nothing is written into a foreign file
 
 
@@ -132,27 +127,27 @@ def test_other_files_are_refused_as_tables(tmp_path):
             read_decisions(tmp_path / path)
         assert e.value.code == "table-unreadable"
         with pytest.raises((DataError, OutputError)):
-            append_decision(tmp_path / path, decision("LEAK"))
+            append_decision(tmp_path / path, said("LEAK"))
     with pytest.raises(OutputError):
-        append_decision(tmp_path / "no" / "labels.csv", decision("LEAK"))
+        append_decision(tmp_path / "no" / "labels.csv", said("LEAK"))
 
 
 def test_other_columns_and_order(tmp_path):
     "A spreadsheet may add columns, move them, and write Windows line ends."
     file = tmp_path / "labels.csv"
-    append_decision(file, decision("LEAK"))
+    append_decision(file, said("LEAK"))
     rows = list(csv.reader(file.read_text().splitlines()))
     with open(file, "w", newline="", encoding="utf-8-sig") as f:
         csv.writer(f).writerows([*reversed(row), "x"] for row in rows)
-    assert read_decisions(file) == [decision("LEAK")]
+    assert read_decisions(file) == [said("LEAK")]
     file.write_bytes(HEADER.replace("\n", "\r\n").encode())
-    append_decision(file, decision("LEAK"))
-    assert read_decisions(file) == [decision("LEAK")]
+    append_decision(file, said("LEAK"))
+    assert read_decisions(file) == [said("LEAK")]
 
 
 def test_full_disk_leaves_no_incomplete_line(tmp_path, monkeypatch):
     file = tmp_path / "labels.csv"
-    append_decision(file, decision("LEAK"))
+    append_decision(file, said("LEAK"))
     before, write = file.read_bytes(), os.write
 
     def half(fd, data):
@@ -162,14 +157,14 @@ def test_full_disk_leaves_no_incomplete_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(OutputError) as e:
-        append_decision(file, decision("NOLEAK"))
+        append_decision(file, said("NOLEAK"))
     assert e.value.code == "no-space"
     assert file.read_bytes() == before
 
 
 def _many(file: Path, by: str) -> None:
     for minute in range(40):
-        append_decision(file, decision("LEAK", by, minute))
+        append_decision(file, said("LEAK", by, minute))
 
 
 def test_several_people_at_once(tmp_path):
@@ -189,19 +184,16 @@ def test_several_people_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("decisions", "kind"),
     [
-        ([decision("LEAK")], "agreed"),
-        ([decision("LEAK"), decision("leak", "ben", 1)], "agreed"),
-        ([decision("LEAK"), decision("NOLEAK", "ben", 1)], "differ"),
-        ([decision("LEAK"), decision("NOLEAK", "ben", 1), decision("NOLEAK", "ann", 2)], "agreed"),
-        (
-            [decision("NOLEAK", "ann", 2), decision("LEAK", "ann", 1)],
-            "agreed",
-        ),  # merged files: the time decides
-        ([decision("LEAK"), decision("?", "ben", 1)], "unsure"),
-        ([decision("LEAK"), decision("NOLEAK", "ben", 1), decision("?", "cid", 2)], "differ"),
-        ([decision("LEAK"), decision("", "ben", 1)], "agreed"),
-        ([decision("LEAK"), decision("", "ann", 1)], "undone"),
-        ([decision("")], "none"),
+        ([said("LEAK")], "agreed"),
+        ([said("LEAK"), said("leak", "ben", 1)], "agreed"),
+        ([said("LEAK"), said("NOLEAK", "ben", 1)], "differ"),
+        ([said("LEAK"), said("NOLEAK", "ben", 1), said("NOLEAK", "ann", 2)], "agreed"),
+        ([said("NOLEAK", "ann", 2), said("LEAK", "ann", 1)], "agreed"),  # merged files: the time decides
+        ([said("LEAK"), said("?", "ben", 1)], "unsure"),
+        ([said("LEAK"), said("NOLEAK", "ben", 1), said("?", "cid", 2)], "differ"),
+        ([said("LEAK"), said("", "ben", 1)], "agreed"),
+        ([said("LEAK"), said("", "ann", 1)], "undone"),
+        ([said("")], "none"),
     ],
 )
 def test_current_labels(decisions, kind):
@@ -220,11 +212,11 @@ def test_current_labels(decisions, kind):
 
 def test_matching():
     "By content; by path only where the decision has no digest."
-    now = current_labels([decision("NOLEAK"), decision("NOLEAK", digest="", path="LEAK/b.wav")])
+    now = current_labels([said("NOLEAK"), said("NOLEAK", digest="", path="LEAK/b.wav")])
     found = relabel(now, ["LEAK/a.wav", "LEAK/b.wav", "copy.wav"], [B, "", A], ["LEAK"] * 3)
     assert found.labels == ["LEAK", "NOLEAK", "NOLEAK"]
     assert not found.missing
-    both = current_labels([decision("NOLEAK"), decision("LEAK", "ben", 1, digest="")])  # the same recording
+    both = current_labels([said("NOLEAK"), said("LEAK", "ben", 1, digest="")])  # the same recording
     assert list(relabel(both, ["LEAK/a.wav"], [A], ["LEAK"]).disagreements) == [0]
     with pytest.raises(DataError) as e:
         check_paths(now, ["LEAK/b.wav", "LEAK/b.wav"])
