@@ -145,7 +145,7 @@ def test_other_columns_and_order(tmp_path):
     assert read_decisions(file) == [said("LEAK")]
 
 
-def test_full_disk_leaves_no_incomplete_line(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     file = tmp_path / "labels.csv"
     append_decision(file, said("LEAK"))
     before, write = file.read_bytes(), os.write
