@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.core.errors import EngineError, MachineError, SpecError
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.mel.engines import ENGINES, open_engine
-from outsider import check, content, leftovers, same
+from independent import check, content, leftovers, same
 
 RATES = [292, 1000, 4095, 4096, 8000, 11_025, 16_000, 44_100, 48_000, 51_200]
 QUIET: dict[str, Any] = dict(progress="none")

@@ -26,7 +26,7 @@ from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.audio.problems import ProblemReport, show_place
 from leakmel.insight.dashboard import build_card, rejected_card
 from messy import LABELS, RATE, SPLITS, Messy, make_sound, write_messy
-from outsider import content, fit, log_mel, off
+from independent import content, fit, log_mel, off
 
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
 OPTIONS = ("--sample-rate", str(RATE), "--duration-s", "1")

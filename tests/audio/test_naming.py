@@ -30,7 +30,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from outsider import content, fit, log_mel, off, read, walk
+from independent import content, fit, log_mel, off, read, walk
 
 
 def fuzz(n: int) -> settings:
@@ -780,7 +780,7 @@ def test_groups(tmp_path):
 
 
 def judge(path: Path, folder: Path, right: dict[bytes, tuple[str, str, str]]) -> dict:
-    "What an outsider finds: rows and rejected are `right`, each row has its label, sensor and session, and its own features."
+    "What an independent check finds: rows and rejected are `right`, each row has its label, sensor and session, and its own features."
     got = content(path)
     config, names = json.loads(got["@config_json"]), json.loads(got["@labels_json"])
     paths = got["files/path"].tolist()

@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import REJECT_CODES, RecordingError
 from odd_wavs import KINDS, READ, REFUSED, by_libsndfile, sample_digest, write_odd_wavs
-from outsider import content, fit, log_mel, off, walk
+from independent import content, fit, log_mel, off, walk
 
 MAX_BYTES = 16_000_000  # that reading one of them may allocate
 MAX_SECONDS = 2.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outsider import check, leftovers, walk
+from independent import check, leftovers, walk
 
 import leakmel as lm
 from errors import raises

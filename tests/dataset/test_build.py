@@ -25,7 +25,7 @@ from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
-from outsider import check, content, leftovers, read, same, walk
+from independent import check, content, leftovers, read, same, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 STATED = {"sample_rate": 4096, "duration_s": 10.0}

@@ -19,7 +19,7 @@ from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from outsider import leftovers
+from independent import leftovers
 
 QUIET = dict(
     engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2)

@@ -40,7 +40,7 @@ from leakmel.dataset.run.ring import Ring
 from leakmel.dataset.file.writer import OutputLock, RowFile
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
-from outsider import check, content, leftovers, log_mel, walk
+from independent import check, content, leftovers, log_mel, walk
 
 IN_SMALL_STEPS = PipelineConfig(
     files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from children import Server, server
 
-from outsider import check, leftovers
+from independent import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json", "ballast"]
 PAGE = 4096  # the least that such a file system gives

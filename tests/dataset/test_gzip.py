@@ -25,7 +25,7 @@ from leakmel.dataset.file import writer
 from leakmel.dataset.file.chunks import create_compressed, map_in_order, compress_rows, compress_chunk
 from leakmel.dataset.file.schema import Metadata, new_file
 from leakmel.dataset.file.writer import RowFile
-from outsider import content, leftovers, same
+from independent import content, leftovers, same
 from test_writer import build_both, metadata_of, with_waves
 
 FILTERS = [(h5py.h5z.FILTER_SHUFFLE, b"shuffle"), (h5py.h5z.FILTER_DEFLATE, b"deflate")]

@@ -1,6 +1,6 @@
 """The layout contract: what the earlier system's trainer and plain h5py read from a data set.
 
-How features are worked out by SciPy stands in `outsider.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
+How features are worked out by SciPy stands in `independent.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
 """
 
 import json
@@ -23,7 +23,7 @@ from leakmel.dataset.run.plan import execute, plan_run
 from leakmel.dataset.run.job import store_waveforms, waveform_shape
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import CPU_ENGINES
-from outsider import content, fit, leftovers, log_mel, off, read, walk
+from independent import content, fit, leftovers, log_mel, off, read, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 LABELS = ["LEAK", "NORMAL", "Straße 3"]

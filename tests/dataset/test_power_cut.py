@@ -24,7 +24,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.pipeline import PipelineConfig
-from test_again import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
+from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
 SYNCED = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=True, monitor_interval_s=0.0, journal_bytes=1

@@ -15,7 +15,7 @@ from conftest import within
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, VerifyError
-from outsider import content
+from independent import content
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from children import Ended, Server, server
 
-from outsider import check, leftovers
+from independent import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms is tried elsewhere

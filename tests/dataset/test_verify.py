@@ -23,7 +23,7 @@ from leakmel.dataset.check.verify import VerifyReport, pick_rows
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.reference import reference_log_mel
-from outsider import fit, leftovers, log_mel, read
+from independent import fit, leftovers, log_mel, read
 
 N = 30
 
@@ -990,7 +990,7 @@ def test_flipped_bits_next_to_waveforms_are_all_found(waved, name):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
     "In the structure around the data: the file does not open, is not ok, or reads exactly as before."
-    from outsider import content, same
+    from independent import content, same
 
     rng, raw, before = np.random.default_rng(1), file.read_bytes(), content(file)
     spans = sorted(regions(file).values())

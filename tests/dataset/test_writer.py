@@ -30,7 +30,7 @@ from leakmel.dataset.file.schema import (
 )
 from leakmel.dataset.file.writer import OutputLock, RowFile, part_offsets, require_space, reserve
 from leakmel.mel.spec import MelSpec
-from outsider import content, leftovers, same
+from independent import content, leftovers, same
 
 SMALL = MelSpec(duration_s=0.25)  # one row: [1, 2, 64, 1]
 

@@ -469,7 +469,7 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
 
 
 def test_files_of_the_earlier_system_have_no_provenance(tmp_path):
-    from test_learn_incremental import earlier_system
+    from test_learn_retraining import earlier_system
 
     ds = earlier_system(tmp_path / "old.h5", 4, 0)
     assert find_overlap(Provenance(is_complete=True), ds) is None

@@ -455,7 +455,7 @@ def cases_of(which: str) -> list[tuple[str, str]]:
 
 
 def cross_compile_cases(capability: int, which: str) -> list[dict[str, Any]]:
-    "What tests/ahead.py is asked for: the kernel of the moments, then the cases."
+    "What tests/cross_compile.py is asked for: the kernel of the moments, then the cases."
     return [
         {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": samples}
         for name, samples in [("disjoint", "moments"), *cases_of(which)]
@@ -473,10 +473,10 @@ def compiled_presets() -> dict[int, list[dict[str, Any]]]:
 
 
 def cross_compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "What tests/ahead.py found."
+    "What tests/cross_compile.py found."
     need(importlib.util.find_spec("triton"), "triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parents[1] / "ahead.py")]
+    command = [sys.executable, str(Path(__file__).parents[1] / "cross_compile.py")]
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

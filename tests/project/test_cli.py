@@ -26,7 +26,7 @@ import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
 from leakmel.dataset.run.pipeline import PipelineConfig
-from outsider import check, leftovers, walk
+from independent import check, leftovers, walk
 from prose import words_in
 
 

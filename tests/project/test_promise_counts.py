@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from counted import Counted, figures, function_of
+from promise_counts import Counted, figures, function_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROT = "tests/dataset/test_bit_rot.py::test_flipped_bits"  # named by S14
@@ -87,7 +87,7 @@ def test_a_second_run_of_the_commit_adds_and_replaces(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for now, trials in (("a", 25), ("a", 26), ("b", 27)):
-        monkeypatch.setattr("counted.commit", lambda now=now: {"commit": now, "changed": False})
+        monkeypatch.setattr("promise_counts.commit", lambda now=now: {"commit": now, "changed": False})
         counted.tests = {}
         counted.pytest_runtest_logreport(report("passed", trials=trials, long=trials == 25))
         counted.pytest_sessionfinish()

@@ -31,7 +31,7 @@ from leakmel.dataset.source.loader import BadFilesError
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import journal_path
 from leakmel.dataset.run.pipeline import PipelineConfig
-from outsider import check, leftovers
+from independent import check, leftovers
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1

@@ -6,7 +6,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.dataset.run.config import PipelineConfig
-from outsider import leftovers
+from independent import leftovers
 
 
 @pytest.fixture
