@@ -211,10 +211,10 @@ def run_once(
     if "missing" in body:
         raise EngineUnavailable(body["missing"])
     if took.status or "seconds" not in body:
-        said = body.get("error") or next(
-            (line for line in reversed(took.said.splitlines()) if line.strip()), "nothing"
+        reason = body.get("error") or next(
+            (line for line in reversed(took.stderr_end.splitlines()) if line.strip()), "nothing"
         )
-        raise LeakmelError(f"ended with status {took.status}", found=said)
+        raise LeakmelError(f"ended with status {took.status}", found=reason)
     return {
         "seconds": body["seconds"],
         "n_files": len(paths),
@@ -567,7 +567,7 @@ def compare_table(
 
 
 def _below(figures: dict[str, Any]) -> list[str]:
-    "What has to be said beside the figures."
+    "Notes next to the figures."
     lines = [f"{name}: {_why(e)}" for name, e in figures["contestants"].items() if e["status"] != "ok"]
     for name, e in figures["contestants"].items():
         if e["status"] == "ok" and (

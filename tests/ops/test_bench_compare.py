@@ -349,7 +349,7 @@ def peak_of(body: str, least_mb: float) -> float:
     peaks = list[float]()
     while len(peaks) < 3 and max(peaks, default=0) <= least_mb:
         took = run_command([sys.executable, "-c", HOLD + textwrap.dedent(body)], watch=True)
-        assert took.status == 0, took.said
+        assert took.status == 0, took.stderr_end
         assert took.peak_bytes is not None
         peaks.append(took.peak_bytes / 2**20)
     return max(peaks)

@@ -410,7 +410,7 @@ def test_directives_become_tags():
         v4.new_markdown_cell("prose"),
     ]
     assert [prepare.is_skipped(c) for c in cells] == [False, False, False, False, True, False]
-    page = prepare.dress(v4.new_notebook(cells=cells))
+    page = prepare.render_cells(v4.new_notebook(cells=cells))
     assert [c.source for c in page.cells] == [
         "def one(): pass\nTWO: int = 2",
         "shown()",
