@@ -185,11 +185,11 @@ def _build_text(result: Any) -> str:
     from leakmel.audio.labels import counts_text
     from leakmel.audio.problems import format_counts
     from leakmel.dataset.source.loader import share_sentence
-    from leakmel.dataset.run.publish import kept_sentence, rate_text
+    from leakmel.dataset.run.publish import reused_rows_sentence, rate_text
     from leakmel.insight.dashboard import cache_sentence
 
     s = result.summary
-    kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
+    kept, counts = reused_rows_sentence(s), Counter(r.code for r in result.rejections)
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [
@@ -323,13 +323,13 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "leakmel search mels --out search --trials 30 --hours 8",
     ),
     "evaluate": (
-        "model,out,figures,training,validation,votes,group,judged-by,draws,seed,allow-leaky-split,device",
+        "model,out,figures,training,validation,votes,group,metric,draws,seed,allow-leaky-split,device",
         "leakmel evaluate mels --model model --out report --figures",
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
     "retrain": (
-        "out,champion,replay,testing,validation,also,human-labels,judged-by,replay-share,epochs,learning-rate,resume,device",
+        "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
     "page": (None, "leakmel page out.ipynb"),

@@ -440,7 +440,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
             metavar="NAME",
             help="column whose groups are resampled as a whole for bootstrap confidence intervals (default sensor)",
         ),
-        "--judged-by": dict(
+        "--metric": dict(
             default="auc",
             choices=list(FIGURES),
             metavar="NAME",
@@ -502,7 +502,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         validation=parts.get("validation"),
         votes=votes,
         group=args.group,
-        judged_by=args.judged_by,
+        metric=args.metric,
         files_per_batch=args.files_per_batch,
         device=args.device,
         n_draws=args.draws,

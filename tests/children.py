@@ -1,4 +1,4 @@
-"""Commands in processes that end as a user's do, many of them quickly.
+"""Run many commands in child processes that end like a user's.
 
 A server imports leakmel once, and forks for each command: the child runs Python code of the test, then the command line, and leaves through
 the interpreter's own end, where a library that is in a bad state would crash. Status, time and memory come from the system.
@@ -48,9 +48,9 @@ from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.mel import engines
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/town", n_files=6)
+    lm.write_demo(place + "/network", n_files=6)
     from leakmel.cli import main
-    assert main(["build", place + "/town", "--split", "training", "--out", place + "/x.h5", "--engine", "reference", "--quiet", "--no-fsync"]) == 0
+    assert main(["build", place + "/network", "--split", "training", "--out", place + "/x.h5", "--engine", "reference", "--quiet", "--no-fsync"]) == 0
 assert threading.active_count() == 1
 """
 

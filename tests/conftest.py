@@ -1,4 +1,4 @@
-"Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
+"Shared fixtures: small synthetic sets, skips that are errors where everything is installed, and trials for each promise."
 
 import os
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counted import Counted, names_of_promises, function_of
+from promise_counts import Counted, names_of_promises, function_of
 
 from leakmel.audio.synth import write_demo, write_wav
 from leakmel.mel.engines import DEVICES
@@ -19,7 +19,7 @@ DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU playe
 
 # `.ci/run` sets LEAKMEL_REQUIRE_ALL: what a test needs and cannot find is a failure there, and a skip elsewhere.
 REQUIRE_ALL = bool(os.environ.get("LEAKMEL_REQUIRE_ALL"))
-# LEAKMEL_PROMISES=FILE keeps what the tests of each promise tried: see counted.py.
+# LEAKMEL_PROMISES=FILE keeps what the tests of each promise tried: see promise_counts.py.
 RECORD = os.environ.get("LEAKMEL_PROMISES", "")
 
 
@@ -45,7 +45,7 @@ QUICK = (
         "expected",
         "sources",
     ),
-    *("bit_rot", "insight", "doctor", "stable", "counted", "folders"),
+    *("bit_rot", "insight", "doctor", "stable", "promise_counts", "folders"),
     *("learn_augment", "learn_metrics", "learn_splits", "learn_hostile", "learn_predict_faults"),
 )
 
@@ -68,7 +68,7 @@ LONGEST_FIRST = (
     "test_notebooks",
     "test_docs",
     "test_run_notebooks",
-    "test_again",
+    "test_resume",
     "test_faults",
     "test_browser",
     "test_modes",
@@ -80,7 +80,7 @@ LONGEST_FIRST = (
     "test_browser_learn",
     "test_working_folder",
     "test_install",
-    "test_counted",
+    "test_promise_counts",
     "test_browser_explore",
     "test_project",
     "test_cli",
@@ -166,7 +166,7 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_sets(tmp_path_factory) -> Path:
-    "Data sets of a small made town, for trainings of seconds; nobody writes here."
+    "Data sets of a small synthetic network, for trainings of seconds; nobody writes here."
     import leakmel as lm
 
     root = tmp_path_factory.mktemp("data") / "small"

@@ -38,7 +38,7 @@ class FakeFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Faults:
-    "What shall go wrong on a fake device; operations and allocations are counted from 0."
+    "Faults of a fake device; operations and allocations are counted from 0."
 
     delay_s: float = 0.0  # each operation may come as much as this late
     seed: int = 0  # of the delays

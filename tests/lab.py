@@ -65,9 +65,9 @@ def is_up(url: str) -> bool:
 
 def address(pid: int, home: Path) -> str:
     "Where a Jupyter server listens, once it says so: its address without the last slash, or nothing."
-    said = home / "JUPYTER_RUNTIME_DIR" / f"jpserver-{pid}.json"
+    output = home / "JUPYTER_RUNTIME_DIR" / f"jpserver-{pid}.json"
     with suppress(OSError, ValueError):
-        return json.loads(said.read_bytes())["url"].rstrip("/")  # half written, it is no JSON
+        return json.loads(output.read_bytes())["url"].rstrip("/")  # half written, it is no JSON
     return ""
 
 

@@ -1,4 +1,4 @@
-"""A made tree of recordings in which everything is wrong that goes wrong in practice, and a list of what was planted.
+"""A synthetic tree of recordings with the faults that occur in practice, and the list of planted files.
 
 Nothing of leakmel is imported here, on purpose. `write_messy(root)` writes some 200 recordings of about a second into three splits and returns a
 `Messy`: for each file whether it becomes a row, with which status, or why not, and every problem that a report has to name, for a data set of
@@ -66,7 +66,7 @@ class Messy:
 # -- sounds -----------------------------------------------------------------------------------------------------------
 
 
-def sound(seed: int, level: float = SOFT, n: int = RATE, channels: int = 1) -> np.ndarray:
+def make_sound(seed: int, level: float = SOFT, n: int = RATE, channels: int = 1) -> np.ndarray:
     "Noise with a tone in it, [n, channels] in steps of 16 bits, without an offset."
     x = (
         np.random.default_rng(seed).normal(0, level, (n, channels))
@@ -124,7 +124,7 @@ class _Maker:
     ) -> Planted:
         "A recording that becomes a row; status and the kinds that follow from rate, length and channels are worked out here."
         label = os.fsdecode(name).split("/")[0]
-        x = sound(self.next(), LOUD if label == "LEAK" else SOFT, rate) if x is None else x
+        x = make_sound(self.next(), LOUD if label == "LEAK" else SOFT, rate) if x is None else x
         path = self.put(split, name, wav(x, rate, subtype) if content is None else content)
         n, channels = len(x), x.shape[1]
         fit = n * RATE / rate
@@ -207,16 +207,18 @@ def _formats(m: _Maker) -> None:
     for split in SPLITS:
         for rate in (292, 48_000):
             m.row(split, f"NOLEAK/rate {rate}.wav", rate=rate)
-        m.row(split, "LEAK/rate 48000 short.wav", sound(m.next(), LOUD, 24_000), rate=48_000)
-        m.row(split, "LEAK/rate 292 long.wav", sound(m.next(), LOUD, 438), rate=292)
-        m.row(split, "LEAK/short.wav", sound(m.next(), LOUD, 2100))
-        m.row(split, "LEAK/long.wav", sound(m.next(), LOUD, 6144))
-        m.row(split, "NOLEAK/one sample short.wav", sound(m.next(), n=RATE - 1))
-        m.row(split, "NOLEAK/one sample long.wav", sound(m.next(), n=RATE + 1))
-        m.row(split, "NOLEAK/stereo.wav", sound(m.next(), channels=2), mono="downmixed")
-        m.row(split, "NOLEAK/twins.wav", np.repeat(sound(m.next()), 2, axis=1), mono="identical_channels")
-        m.row(split, "NOLEAK/opposite.wav", sound(m.next()) * [[1, -1]], mono="downmixed+opposite_phase")
-    wide = sound(m.next(), n=30_000, channels=2)
+        m.row(split, "LEAK/rate 48000 short.wav", make_sound(m.next(), LOUD, 24_000), rate=48_000)
+        m.row(split, "LEAK/rate 292 long.wav", make_sound(m.next(), LOUD, 438), rate=292)
+        m.row(split, "LEAK/short.wav", make_sound(m.next(), LOUD, 2100))
+        m.row(split, "LEAK/long.wav", make_sound(m.next(), LOUD, 6144))
+        m.row(split, "NOLEAK/one sample short.wav", make_sound(m.next(), n=RATE - 1))
+        m.row(split, "NOLEAK/one sample long.wav", make_sound(m.next(), n=RATE + 1))
+        m.row(split, "NOLEAK/stereo.wav", make_sound(m.next(), channels=2), mono="downmixed")
+        m.row(
+            split, "NOLEAK/twins.wav", np.repeat(make_sound(m.next()), 2, axis=1), mono="identical_channels"
+        )
+        m.row(split, "NOLEAK/opposite.wav", make_sound(m.next()) * [[1, -1]], mono="downmixed+opposite_phase")
+    wide = make_sound(m.next(), n=30_000, channels=2)
     m.row(
         "TESTING",
         "NOLEAK/stereo 48000 24 bits short.wav",
@@ -238,7 +240,11 @@ def _formats(m: _Maker) -> None:
             ("ULAW", "ulaw"),
         ):
             m.row(
-                split, f"{label}/{encoding}.wav", sound(m.next(), level), subtype=subtype, encoding=encoding
+                split,
+                f"{label}/{encoding}.wav",
+                make_sound(m.next(), level),
+                subtype=subtype,
+                encoding=encoding,
             )
     _containers(m)
 
@@ -247,7 +253,7 @@ def _containers(m: _Maker) -> None:
     "Headers that are unusual and right."
 
     def made(name: str, content: object, encoding: str = "pcm16", n: int = RATE) -> None:
-        x = sound(m.next(), LOUD, n)
+        x = make_sound(m.next(), LOUD, n)
         m.row("TRAINING", f"LEAK/headers/{name}.wav", x, content=content(x), encoding=encoding)  # type: ignore[operator]
 
     made("extensible", lambda x: riff(sub_format(16), chunk(b"data", pcm(x))))
@@ -311,9 +317,9 @@ def _refused(m: _Maker) -> None:
             m.refused(split, f"{LABELS[k % 2]}/odd/{name}.wav", REFUSED[name].content, REFUSED[name].code)
     wild = riff(fmt(3, bits=32), chunk(b"data", struct.pack("<f", 1e20) * RATE))
     m.refused("TRAINING", "NOLEAK/louder than the sun.wav", wild, "unsupported")
-    m.refused("VALIDATION", "LEAK/a pipe says what it is.wav", wav(sound(1))[:4000], "truncated")
+    m.refused("VALIDATION", "LEAK/a pipe says what it is.wav", wav(make_sound(1))[:4000], "truncated")
     for name in ("loose.wav", ".trash/thrown away.wav"):
-        path = m.put("TRAINING", name, wav(sound(m.next())))
+        path = m.put("TRAINING", name, wav(make_sound(m.next())))
         m.made.files.append(Planted("TRAINING", path, None, "", "no_label", frozenset({"no_label"})))
     m.refused("TESTING", "loose, and no recording.wav", b"shopping list", "not_wav")
     secret = m.row("TESTING", "LEAK/secret.wav")
@@ -359,7 +365,10 @@ def _sound_faults(m: _Maker) -> None:
     m.row("VALIDATION", "NOLEAK/silent, off centre.wav", np.full((RATE, 1), 300 / 32_768), silent=True)
     for split, offset in (("TRAINING", 0.05), ("TESTING", -0.05)):
         m.row(
-            split, "NOLEAK/dc.wav", sound(m.next()) + np.round(offset * 32_768) / 32_768, kinds=("dc_offset",)
+            split,
+            "NOLEAK/dc.wav",
+            make_sound(m.next()) + np.round(offset * 32_768) / 32_768,
+            kinds=("dc_offset",),
         )
     for split in SPLITS:
         m.row(split, f"NOLEAK/H2~dry~20250301_000000~1{'.wave' if split == 'TESTING' else '.wav'}")
@@ -371,7 +380,12 @@ def _sound_faults(m: _Maker) -> None:
 
 def _copies(m: _Maker) -> None:
     "The same samples in a split, in two splits, under two labels."
-    once, twice, thrice, lent = sound(m.next()), sound(m.next(), LOUD), sound(m.next(), LOUD), sound(m.next())
+    once, twice, thrice, lent = (
+        make_sound(m.next()),
+        make_sound(m.next(), LOUD),
+        make_sound(m.next(), LOUD),
+        make_sound(m.next()),
+    )
     for name in ("copy 1.wav", "copy 2.wav", "session 1/copy 3.wav"):
         m.row("TRAINING", f"NOLEAK/{name}", once)
     for label in LABELS[:2]:
@@ -387,7 +401,7 @@ def _links(m: _Maker) -> None:
     root, made = m.made.root, m.made
     outside = root.parent / f"{root.name} outside"
     (outside / "LEAK").mkdir(parents=True)
-    (outside / "LEAK" / "private.wav").write_bytes(wav(sound(m.next())))
+    (outside / "LEAK" / "private.wav").write_bytes(wav(make_sound(m.next())))
     training = root / SPLITS["TRAINING"]
     for name, to in (
         ("LEAK/out.wav", outside / "LEAK" / "private.wav"),
@@ -431,8 +445,8 @@ def _links(m: _Maker) -> None:
     ):
         m.put("TRAINING", name, b"not a recording")
     (root / "extra" / "LEAK").mkdir(parents=True)
-    (root / "extra" / "LEAK" / "a.wav").write_bytes(wav(sound(m.next())))
-    (root / "beside.wav").write_bytes(wav(sound(m.next())))
+    (root / "extra" / "LEAK" / "a.wav").write_bytes(wav(make_sound(m.next())))
+    (root / "beside.wav").write_bytes(wav(make_sound(m.next())))
     made.places |= {("not_a_split", "extra"), ("not_a_split", "beside.wav")}
 
 

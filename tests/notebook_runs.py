@@ -43,13 +43,13 @@ class Run:
     @property
     def text(self) -> str:
         "All that the notebook says, as plain text and as HTML."
-        said = [
+        output = [
             o.text
             if o.output_type == "stream"
             else "\n".join(str(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
             for o in self.outputs
         ]
-        return "\n".join(said)
+        return "\n".join(output)
 
     @property
     def errors(self) -> list[str]:

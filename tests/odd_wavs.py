@@ -1,4 +1,4 @@
-"""A made set of odd WAV files, built byte by byte, and a manifest of what a reader has to make of each.
+"""A synthetic set of unusual WAV files, built byte by byte, and a manifest of the expected result of each.
 
 Nothing of leakmel is imported here, on purpose. `write_odd_wavs(folder)` writes the files and beside them `manifest.json`, a list with one entry
 for each file:

@@ -57,8 +57,8 @@ import leakmel as lm
 from leakmel.cli import main
 import leakmel.learn.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/town", n_files=40)
-    lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
+    lm.write_demo(place + "/network", n_files=40)
+    lm.build_all(place + "/network", out_dir=place + "/sets", progress="none", check=0)
     words = {words} + [place + "/sets", "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
     assert main(words) == 0
 """

@@ -1,4 +1,4 @@
-"A real browser that notes what a page asks for and complains about."
+"A real browser that logs the requests and errors of a page."
 
 import os
 import shutil

@@ -52,7 +52,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    "What a person said about a recording."
+    "Decision of a person on the label of a recording."
 
     path: str  # relative, as in data sets
     digest: str  # xxh3-128 of the payload, 32 hexadecimal digits; "": the path identifies the recording
@@ -332,11 +332,11 @@ def _order(decisions: Iterable[Decision]) -> list[Decision]:
 
 def _verdict(last: Iterable[Decision]) -> tuple[str, str]:  # "agreed", "differ", "unsure" or "none"; label
     "Return what the last decisions on a recording amount to."
-    said = [d.label for d in last if d.label != SKIPPED]
-    named = [label for label in said if label != UNSURE]
+    opinions = [d.label for d in last if d.label != SKIPPED]
+    named = [label for label in opinions if label != UNSURE]
     if len({label.casefold() for label in named}) > 1:
         return "differ", ""
-    if UNSURE in said:
+    if UNSURE in opinions:
         return "unsure", ""
     return ("agreed", named[-1]) if named else ("none", "")
 

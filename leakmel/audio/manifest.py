@@ -425,6 +425,7 @@ def _by_table(
             code="no-such-split",
             path=table.file,
             found=", ".join(sorted(named)),
+            remedy="name one of these splits",
         )
     present = {path: (path, size, mtime_ns) for path, size, mtime_ns in found_below(root, root, on_found)[0]}
     table = paths_below_root(table, present.keys())

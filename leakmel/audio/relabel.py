@@ -91,10 +91,10 @@ def _notes(listing: Listing, found: Relabelled) -> list[Problem]:
     "Return the recordings on whose label people do not agree as problems."
     notes = []
     for k, last in found.disagreements.items():
-        said = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
+        opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
         notes.append(
             Problem(
-                "label_disagreement", listing.show(k), f"people disagree ({said}); the label is unchanged"
+                "label_disagreement", listing.show(k), f"people disagree ({opinions}); the label is unchanged"
             )
         )
     for k in found.unsure:

@@ -79,7 +79,7 @@ def write_wav(
 # %% ../../nbs/audio/synth.ipynb #7dd68417
 SPLIT_SIZES = {"TRAINING": 39_563, "VALIDATION": 7_913, "TESTING": 3_958}
 _PER_SENSOR = 30  # recordings for one more sensor than the smallest set has
-_MOST_SENSORS = 400
+_MAX_SENSORS = 400
 MIN_FILES = len(SPLIT_SIZES) * len(LABELS)
 
 
@@ -105,7 +105,7 @@ def split_sensors(
     n_files: int,  # in the set
 ) -> dict[str, range]:  # numbers of the sensors of each split, none in two
     "Distribute the sensors over the splits; larger sets have more sensors."
-    n = max(N_SENSORS, min(n_files // _PER_SENSOR, _MOST_SENSORS))
+    n = max(N_SENSORS, min(n_files // _PER_SENSOR, _MAX_SENSORS))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
     return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
 

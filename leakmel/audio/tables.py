@@ -304,7 +304,12 @@ def read_table(
     for line, row, _ in rows:
         _take_row(table, header, row, line, "," if delimiter == ";" else ".", lines)
     if not len(table):
-        raise DataError("the table names no recording", code="table-empty", path=file)
+        raise DataError(
+            "the table names no recording",
+            code="table-empty",
+            path=file,
+            expected="a line for each recording",
+        )
     return _checked_columns(table, list(lines.values()))
 
 

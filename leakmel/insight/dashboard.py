@@ -35,7 +35,7 @@ from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
 from ..dataset.file.reader import MelDataset, open_dataset
-from ..dataset.run.publish import BuildResult, kept_sentence, rate_text
+from ..dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import amdahl_bounds, limit_text, report_text
@@ -71,12 +71,12 @@ def cache_sentence(
     )
 
 
-def _words(values: Sequence[Any]) -> str:
+def _distinct_values(values: Sequence[Any]) -> str:
     "Join distinct values."
     return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
 
 
-def _total(reports: Sequence[Mapping[str, Any]], key: str) -> str:
+def _summed_counts(reports: Sequence[Mapping[str, Any]], key: str) -> str:
     "Sum counts by name over reports and format them."
     counts = sum((Counter(r.get(key) or {}) for r in reports), Counter[str]())
     return format_counts(counts, most=len(counts))
@@ -93,14 +93,14 @@ def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
         if reused_rows(run):  # rows were copied, so a rate is not comparable
             n_read = run.found - sum(r.get("kept_files", 0) for r in reports)
             speed = f"{n_read:,} of {run.found:,} files were read, {run.seconds:.2f} s in total"
-    facts = [("created", _words(made)), ("speed", speed)]
+    facts = [("created", _distinct_values(made)), ("speed", speed)]
     facts.append(
         (
             "limiting stage",
             " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines) or NOT_AVAILABLE,
         )
     )
-    return [*facts, ("page cache", _words([r.get("cache") for r in reports]))]
+    return [*facts, ("page cache", _distinct_values([r.get("cache") for r in reports]))]
 
 
 def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -110,18 +110,18 @@ def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
     counted = f"{rows:,} rows + {rejected:,} rejected = {run.found:,} files found"
     if rejected:
         share = share_sentence(rejected, run.found, reports[0]["pipeline"].get("max_rejected"))
-        counted += f" ({_total(reports, 'rejected_by_code')}; {share})"
+        counted += f" ({_summed_counts(reports, 'rejected_by_code')}; {share})"
     if reused_rows(run):
         counted += f"; {reused_rows(run):,} rows were reused"
     size = size_text(sum(r.get("source_bytes", 0) for r in reports))
     facts = [
-        ("recordings", f"{size} in {_words([r.get('root') for r in reports])}"),
+        ("recordings", f"{size} in {_distinct_values([r.get('root') for r in reports])}"),
         ("rows", counted),
-        ("labels", _words([name for r in reports for name in r.get("label_names", [])])),
-        ("changed to fit", _total(reports, "status_counts") or "none"),
-        ("problems", _total(reports, "problems_by_kind") or "none found"),
+        ("labels", _distinct_values([name for r in reports for name in r.get("label_names", [])])),
+        ("changed to fit", _summed_counts(reports, "status_counts") or "none"),
+        ("problems", _summed_counts(reports, "problems_by_kind") or "none found"),
     ]
-    if kept := "; ".join(dict.fromkeys(filter(None, map(kept_sentence, reports)))):
+    if kept := "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))):
         facts.append(("kept", kept))
     return facts
 
@@ -133,7 +133,7 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
     ram = f"{m['ram_bytes'] / 1e9:.0f} GB of RAM" if m.get("ram_bytes") else None
     cores = f"{m['n_cores']} cores" if m.get("n_cores") else None
     engine, device, mode, spec = (
-        _words([r.get(key) for r in reports]) for key in ("engine", "device", "mode", "fingerprint")
+        _distinct_values([r.get(key) for r in reports]) for key in ("engine", "device", "mode", "fingerprint")
     )
 
     def load(key: str, unit: str, factor: float) -> str:
@@ -143,7 +143,7 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
         return f"{factor * most:,.0f} {unit} peak, {factor * middle:,.0f} {unit} mean"
 
     return [
-        ("processor", _words([m.get("cpu"), cores, ram])),
+        ("processor", _distinct_values([m.get("cpu"), cores, ram])),
         ("GPU", m.get("gpu") or "none"),
         ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
         ("CPU", load("cpu_percent", "%", 1) + " (100 % is one core)"),
@@ -309,7 +309,7 @@ def data_table(
     return table, skipped
 
 
-def _drawn(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
+def _figure_of_file(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
     "Draw a data set, or a sentence where it cannot be read."
     if path is None:
         return _figure([], "No recording to show", height=120)
@@ -326,7 +326,7 @@ def spectra_figure(
     most: int = 600,  # rows whose spectrum is read, spread evenly
 ) -> "go.Figure":
     "Draw the mean spectrum of each label of a data set."
-    return _drawn(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
+    return _figure_of_file(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
 
 
 # %% ../../nbs/insight/dashboard.ipynb #ed88ba21
@@ -343,4 +343,4 @@ def mel_pictures(
     path: Path | None,  # data set; None: none exists
 ) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
-    return _drawn(path, _typical_mels)
+    return _figure_of_file(path, _typical_mels)

@@ -81,7 +81,7 @@ def spans_of(
 def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: float) -> list[Span]:
     "Return the spans of a split and those without a split, cut to an interval."
     kept = [
-        _cut(s, first, last)
+        _clipped(s, first, last)
         for s in spans
         if split is None
         or (s.split == split and s.end_s >= first)
@@ -90,7 +90,7 @@ def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: 
     return sorted(kept, key=lambda s: s.start_s)
 
 
-def _cut(s: Span, first: float, last: float) -> Span:
+def _clipped(s: Span, first: float, last: float) -> Span:
     "Return the part of a span in [first, last)."
     if s.start_s >= first and s.end_s <= last:
         return s
@@ -269,7 +269,7 @@ def exposed_wait_s(
         return 0.0
     first, last = within
     pieces = stage_pieces(
-        _cut(s, first, last) for s in timeline.spans if s.end_s > first and s.start_s < last
+        _clipped(s, first, last) for s in timeline.spans if s.end_s > first and s.start_s < last
     )
     return max(0.0, last - first - covered_s(Span("read", "", a, b) for a, b, _ in pieces))
 
@@ -295,7 +295,7 @@ def computing_s(
 ) -> float:  # seconds
     "Return how long an engine computed for any split in an interval."
     return covered_s(
-        _cut(s, first_s, last_s)
+        _clipped(s, first_s, last_s)
         for s in timeline.spans
         if s.stage == "compute" and s.end_s > first_s and s.start_s < last_s
     )

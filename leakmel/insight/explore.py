@@ -41,7 +41,7 @@ from leakmel.insight.plots import (
     SILENT_DB,
     Trace,
     _colour_range,
-    _dress,
+    _apply_style,
     _f32,
     _plain,
     _subplots,
@@ -406,7 +406,7 @@ def recording_figure(
         title += f": {recording.rms_db:.0f} dB re full scale{loudest}"
     else:
         title += ": the recording is silent"
-    fig = _dress(fig, title, _subtitle(recording, spec, chosen, each), 580)
+    fig = _apply_style(fig, title, _subtitle(recording, spec, chosen, each), 580)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=_TEXT))
 
 

@@ -85,16 +85,16 @@ def _colour(k: int) -> str:
 TITLE_LETTERS, SUBTITLE_LETTERS = 66, 88
 
 
-def _folded(text: str, letters: int) -> tuple[str, int]:
+def _wrapped(text: str, letters: int) -> tuple[str, int]:
     "Wrap a title between words; return the text and the number of line breaks."
     lines = textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
     return "<br>".join(lines), max(0, len(lines) - 1)
 
 
-def _dress(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figure":
+def _apply_style(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figure":
     "Apply the common style to a figure."
-    title, more_title = _folded(title, TITLE_LETTERS)
-    subtitle, more_subtitle = _folded(subtitle, SUBTITLE_LETTERS)
+    title, more_title = _wrapped(title, TITLE_LETTERS)
+    subtitle, more_subtitle = _wrapped(subtitle, SUBTITLE_LETTERS)
     more = 21 * more_title + 15 * more_subtitle  # pixels
     fig.update_layout(
         title=dict(
@@ -130,14 +130,14 @@ def _figure(traces: Sequence, title: str, subtitle: str = "", *, height: int, **
 
     fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
     fig.add_traces(list(traces))
-    fig = _dress(fig, title, subtitle, height).update_layout(**layout)
+    fig = _apply_style(fig, title, subtitle, height).update_layout(**layout)
     if not fig.data:  # only a title
         fig.update_xaxes(visible=False).update_yaxes(visible=False)
     return fig
 
 
 def _subplots(**arrangement) -> "go.Figure":
-    "Return an empty figure with subplots; style it with `_dress` after adding traces."
+    "Return an empty figure with subplots; style it with `_apply_style` after adding traces."
     from plotly.subplots import make_subplots
 
     fig = make_subplots(**arrangement)
@@ -236,7 +236,7 @@ def mels_by_label(
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
-    fig = _dress(fig, _mel_title(flat, labels), note, 130 + 190 * n_rows)
+    fig = _apply_style(fig, _mel_title(flat, labels), note, 130 + 190 * n_rows)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 20))
 
 

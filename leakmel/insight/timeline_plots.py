@@ -19,7 +19,7 @@ from leakmel.insight.plots import (
     MAX_POINTS,
     STAGE_COLORS,
     Trace,
-    _dress,
+    _apply_style,
     _f32,
     _figure,
     _plain,
@@ -260,4 +260,4 @@ def utilization(
         findings.append(f"{cpu / 100:.1f}{of} cores busy on average")
     if ram is not None:
         findings.append(f"{ram / 1e6:,.0f} MB of RAM at most")
-    return _dress(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))
+    return _apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))

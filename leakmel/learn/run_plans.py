@@ -72,7 +72,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
     "out": None,
     "votes": "mean,long_vote",
     "group": "sensor",
-    "judged_by": "auc",
+    "metric": "auc",
     "n_draws": 2000,
     "seed": 0,
     "files_per_batch": 64,
@@ -86,7 +86,7 @@ EVALUATION_DEFAULTS: dict[str, Any] = {
 def evaluation_kinds() -> Kinds:
     "Return names and types of the parameters of evaluate.ipynb."
     texts = dict.fromkeys(("data", "model", "training", "validation", "labels", "out"), (str, None))
-    words = dict.fromkeys(("votes", "group", "judged_by", "device"), (str,))
+    words = dict.fromkeys(("votes", "group", "metric", "device"), (str,))
     numbers = dict.fromkeys(("n_draws", "seed", "files_per_batch"), (int,))
     return texts | words | numbers | {"legacy": (bool,), "allow_leaky_split": (bool,)}
 
@@ -115,7 +115,7 @@ def plan_evaluation(
     if p["labels"] is not None:
         given["labels"] = user_path(p["labels"])
         inputs["labels"] = f"by people, {show_path(p['labels'])}"
-    same = ("group", "judged_by", "n_draws", "seed", "files_per_batch", "legacy", "allow_leaky_split")
+    same = ("group", "metric", "n_draws", "seed", "files_per_batch", "legacy", "allow_leaky_split")
     given |= {name: p[name] for name in same}
     return DetectorPlan(inputs, run_folder(p["out"], "evaluation"), given)
 
@@ -244,7 +244,7 @@ def plan_retraining(
     given["checkpoints"] = CheckpointSettings(**_of_fields(CheckpointSettings, p))
     inputs = {"champion": note if champion is None else f"{show_path(champion)}: {note}"}
     inputs |= {n.replace("_", " "): ", ".join(map(show_path, files)) for n, files in parts.items() if files}
-    inputs |= {"decided by": given["rules"].judged_by, "device": device}
+    inputs |= {"decided by": given["rules"].metric, "device": device}
     return DetectorPlan(inputs, out, given)
 
 

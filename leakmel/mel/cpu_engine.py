@@ -20,7 +20,7 @@ from .spec import MelSpec, frame_places
 
 
 # %% ../../nbs/mel/cpu_engine.ipynb #ea904c1e
-def _lift(n_points: int) -> float:
+def _magnitude_scale(n_points: int) -> float:
     "Factor of the magnitudes in the kernel."
     return 2.0**31 if n_points <= 4096 else 2.0**30
 
@@ -31,7 +31,7 @@ def make_tables(
 ) -> tuple[np.ndarray, ...]:  # in the order of the kernel's parameters
     "Tables of the kernel for a spec."
     n_points = spec.n_fft // 2
-    lift = _lift(n_points) if spec.power == 1 else 1.0
+    lift = _magnitude_scale(n_points) if spec.power == 1 else 1.0
     radices = RADICES[n_points]
     order = np.arange(n_points).reshape(radices).T.ravel()  # number of the point at each place
     where = places_of(n_points)  # [n_fft / 2] place of each result in the work space, bytes

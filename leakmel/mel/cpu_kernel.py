@@ -92,7 +92,7 @@ def _difference(x: Complex, y: Complex) -> Complex:
     return x[0] - y[0], x[1] - y[1]
 
 
-def _turned(x: Complex, k: int, n: int) -> Complex:
+def _rotated(x: Complex, k: int, n: int) -> Complex:
     "Rotation: x exp(-2 pi i k / n)."
     re, im = x
     if k == 0:
@@ -126,7 +126,7 @@ def _dft(x: Sequence[Making]) -> Iterator[tuple[int, Complex]]:
     else:
         parts = [dict(_dft(x[i :: n // 4])) for i in range(n // 4)]  # of four points each
         for k in range(4):
-            column = [partial(_turned, part[k], i * k, n) for i, part in enumerate(parts)]
+            column = [partial(_rotated, part[k], i * k, n) for i, part in enumerate(parts)]
             yield from ((k + 4 * m, result) for m, result in _dft(column))
 
 
@@ -161,7 +161,7 @@ def _factors(builder: ir.IRBuilder, numbers: ir.Value) -> Complex:
     return load_for_all(builder, numbers), load_for_all(builder, moved(builder, numbers, 4))
 
 
-def _turned_point(builder: ir.IRBuilder, place: ir.Value, angles: ir.Value, q: int) -> Complex:
+def _rotated_point(builder: ir.IRBuilder, place: ir.Value, angles: ir.Value, q: int) -> Complex:
     "Point q of a later pass, rotated; the first one needs no rotation."
     return (
         _times(_loaded(builder, place), _factors(builder, moved(builder, angles, 8 * (q - 1))))
@@ -203,7 +203,7 @@ def _pass(
 _first_8_of_words, _first_16_of_words, _first_8_of_floats, _first_16_of_floats = (
     emitted(partial(_pass, r, how)) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
 )
-_pass_4, _pass_8, _pass_16 = (emitted(partial(_pass, r, _turned_point)) for r in (4, 8, 16))
+_pass_4, _pass_8, _pass_16 = (emitted(partial(_pass, r, _rotated_point)) for r in (4, 8, 16))
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #6d694f4c

@@ -47,13 +47,13 @@ class Stream:
 
 # %% ../../nbs/mel/device.ipynb #d858482f
 _LOG = logging.getLogger("leakmel")
-_HUGE = 2 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def _page_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
     "Zeroed memory on its own pages, and the mapping that contains it; large blocks start at a huge page."
     n_bytes = int(np.prod(shape)) * dtype.itemsize
-    align = _HUGE if n_bytes >= 2 * _HUGE else 1
+    align = _HUGE_PAGE_BYTES if n_bytes >= 2 * _HUGE_PAGE_BYTES else 1
     # shared memory gets no huge pages
     memory = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if align > 1:

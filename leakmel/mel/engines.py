@@ -9,7 +9,7 @@ __all__ = [
     "ENGINES",
     "DEVICE_ENGINES",
     "CPU_ENGINES",
-    "YARDSTICK_ENGINES",
+    "COMPARISON_ENGINES",
     "DEVICES",
     "Ticket",
     "EngineLane",
@@ -246,7 +246,7 @@ ENGINES = {
 }
 DEVICE_ENGINES = ("triton", "torch")  # compute on devices, in the order in which `auto` tries them
 CPU_ENGINES = ("cpu", "torch", "reference")  # compute on a CPU, in the order in which `auto` tries them
-YARDSTICK_ENGINES = ("torchaudio",)  # compute on a CPU or on devices, only if requested by name
+COMPARISON_ENGINES = ("torchaudio",)  # compute on a CPU or on devices, only if requested by name
 DEVICES: dict[
     str, tuple[str, str]
 ] = {}  # kind of device other than "cuda" -> module and function that open it

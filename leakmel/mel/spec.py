@@ -106,11 +106,11 @@ class MelSpec:
     sample_rate: int = 4096  # sample rate of the rows, Hz
     duration_s: float = 10.0  # length of a row's recording, seconds
     long_window: int = 1024  # long segment, samples
-    long_hop: int = 1024  # distance of long segments, samples
+    long_hop: int = 1024  # step between the starts of long segments, samples
     short_window: int = 512  # short segment, samples
-    short_hop: int = 512  # distance of short segments in a long one, samples
+    short_hop: int = 512  # step between the starts of short segments in a long one, samples
     n_fft: int = 512  # FFT and Hann window length, samples
-    hop_length: int = 128  # distance of frames in a short segment, samples
+    hop_length: int = 128  # step between the starts of frames in a short segment, samples
     n_mels: int = 64  # mel bands
     f_min_hz: float = 0.0  # lower corner of the lowest band
     f_max_hz: float | None = None  # upper corner of the highest band; None: half the rate
@@ -119,9 +119,9 @@ class MelSpec:
     power: float = 1.0  # 1 magnitude (20 log10), 2 power (10 log10)
     floor: float = 1e-10  # smaller values are replaced by it before the logarithm
     channels: Literal["mean", "first"] = "mean"  # rule that reduces several channels to one
-    short: Literal["pad", "reject"] = "pad"  # recordings shorter than duration_s
-    long: Literal["cut", "reject"] = "cut"  # recordings longer than duration_s
-    rate: Literal["resample", "reject"] = "resample"  # recordings of another rate
+    short: Literal["pad", "reject"] = "pad"  # treatment of recordings shorter than duration_s
+    long: Literal["cut", "reject"] = "cut"  # treatment of recordings longer than duration_s
+    rate: Literal["resample", "reject"] = "resample"  # treatment of recordings of another rate
     preset_name: str = field(
         default="", compare=False
     )  # name and version of the preset it was made from, for the record

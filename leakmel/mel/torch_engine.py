@@ -10,7 +10,7 @@ __all__ = [
     "block_files",
     "DeviceMoments",
     "TorchChain",
-    "exactly_float32",
+    "full_float32_precision",
     "one_thread",
     "TorchEngine",
     "precision_recordings",
@@ -200,26 +200,26 @@ def _set_precisions(matmul: str, tf32: bool | None, each: list[str]) -> None:
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #77b88534
-_EXACT_LOCK = threading.Lock()
-_EXACT = list[
+_PRECISION_LOCK = threading.Lock()
+_saved_precisions = list[
     tuple[Any, ...]
 ]()  # what was allowed before the first one came, once for each that computes now
 
 
 @contextmanager
-def exactly_float32() -> Iterator[None]:
+def full_float32_precision() -> Iterator[None]:
     "Compute float32 as float32 in the body: no TF32 on a GPU, no bfloat16 on a CPU. Autocast stays as it is."
-    with _EXACT_LOCK:
-        before = _EXACT[0] if _EXACT else _precisions()
-        if not _EXACT:
+    with _PRECISION_LOCK:
+        before = _saved_precisions[0] if _saved_precisions else _precisions()
+        if not _saved_precisions:
             _set_precisions("highest", None if before[1] is None else False, ["ieee"] * len(_SWITCHES))
-        _EXACT.append(before)
+        _saved_precisions.append(before)
     try:
         yield
     finally:
-        with _EXACT_LOCK:
-            before = _EXACT.pop()
-            if not _EXACT:
+        with _PRECISION_LOCK:
+            before = _saved_precisions.pop()
+            if not _saved_precisions:
                 _set_precisions(*before)
 
 
@@ -265,7 +265,7 @@ class TorchEngine(DeviceEngine):
             return super().run(samples, out)
         moments = np.empty((len(samples), 5))
         # also for buffers: torch's own threads do not survive a fork
-        with torch.inference_mode(), exactly_float32(), one_thread():
+        with torch.inference_mode(), full_float32_precision(), one_thread():
             if not hasattr(self._local, "chain"):
                 self._local.chain = self.host_chain(self.spec)
             chain = self._local.chain

@@ -240,6 +240,42 @@ def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _dft_powers(
+    x_ptr,
+    base,
+    up,
+    dft_ptr,
+    bin0,
+    n_fft: tl.constexpr,
+    half: tl.constexpr,
+    half_padded: tl.constexpr,
+    n_bins: tl.constexpr,
+    rows: tl.constexpr,
+    bins: tl.constexpr,
+    step: tl.constexpr,
+):
+    "|DFT(window x)|**2 [rows, bins] from bin0 on, of frames that start at base [rows] and are scaled by up [rows, 1]."
+    k, f = tl.arange(0, step), tl.arange(0, bins)
+    real, imaginary = tl.full([rows, bins], 0.0, tl.float32), tl.full([rows, bins], 0.0, tl.float32)
+    for k0 in range(0, half_padded, step):
+        n = k0 + 1 + k if half_padded == half else tl.minimum(k0 + 1 + k, half)
+        a = tl.load(x_ptr + (base[:, None] + n[None, :])).to(tl.float32) * up  # x[n]      [rows, step]
+        b = tl.load(x_ptr + (base[:, None] + (n_fft - n)[None, :])).to(tl.float32) * up  # x[N - n]
+        table = dft_ptr + k0 * n_bins + bin0 + (k[:, None] * n_bins + f[None, :])  # [step, bins]
+        high, low = _split(a + b)
+        cosine = tl.load(table)
+        real = tl.dot(low, cosine, real)
+        real = tl.dot(high, tl.load(table + half_padded * n_bins), real)
+        real = tl.dot(high, cosine, real)
+        high, low = _split(a - b)
+        sine = tl.load(table + 2 * half_padded * n_bins)
+        imaginary = tl.dot(low, sine, imaginary)
+        imaginary = tl.dot(high, tl.load(table + 3 * half_padded * n_bins), imaginary)
+        imaginary = tl.dot(high, sine, imaginary)
+    return tl.fma(imaginary, imaginary, real * real)
+
+
 # %% ../../nbs/mel/triton_kernel.ipynb #82063188
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["x_ptr"])
 def _mel_kernel(
@@ -288,29 +324,15 @@ def _mel_kernel(
     else:
         scale = _frame_scale(x_ptr, base, n_fft, half, rows, step)
     up = _power_of_two(scale)[:, None]
-    group, k, f = tl.program_id(1), tl.arange(0, step), tl.arange(0, bins)
+    group, f = tl.program_id(1), tl.arange(0, bins)
     band = group * n_bands + tl.arange(0, n_bands)
     mels = tl.full([rows, n_bands], 0.0, tl.float32)
     first_bin = tl.load(tiles_ptr + 2 * group) * round_bins
     for tile in range(0, tl.load(tiles_ptr + 2 * group + 1)):
         bin0 = first_bin + tile * bins
-        real, imaginary = tl.full([rows, bins], 0.0, tl.float32), tl.full([rows, bins], 0.0, tl.float32)
-        for k0 in range(0, half_padded, step):
-            n = k0 + 1 + k if half_padded == half else tl.minimum(k0 + 1 + k, half)
-            a = tl.load(x_ptr + (base[:, None] + n[None, :])).to(tl.float32) * up  # x[n]      [rows, step]
-            b = tl.load(x_ptr + (base[:, None] + (n_fft - n)[None, :])).to(tl.float32) * up  # x[N - n]
-            table = dft_ptr + k0 * n_bins + bin0 + (k[:, None] * n_bins + f[None, :])  # [step, bins]
-            high, low = _split(a + b)
-            cosine = tl.load(table)
-            real = tl.dot(low, cosine, real)
-            real = tl.dot(high, tl.load(table + half_padded * n_bins), real)
-            real = tl.dot(high, cosine, real)
-            high, low = _split(a - b)
-            sine = tl.load(table + 2 * half_padded * n_bins)
-            imaginary = tl.dot(low, sine, imaginary)
-            imaginary = tl.dot(high, tl.load(table + 3 * half_padded * n_bins), imaginary)
-            imaginary = tl.dot(high, sine, imaginary)
-        powers = tl.fma(imaginary, imaginary, real * real)
+        powers = _dft_powers(
+            x_ptr, base, up, dft_ptr, bin0, n_fft, half, half_padded, n_bins, rows, bins, step
+        )
         if power == 1:
             powers = tl.sqrt(powers)
         filters = tl.load(bank_ptr + (bin0 + f)[:, None] * (tl.num_programs(1) * n_bands) + band[None, :])

@@ -321,7 +321,7 @@ def best_candidate(
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
 FIRST_FILES = 1024  # recordings of the build that measures the duration
 _BUILDS = 0.9  # share of the time for the builds; the rest is for the check
-_SPARE = 0.8  # share of that which is planned
+_PLANNED_SHARE = 0.8  # share of that which is planned
 
 
 def sample_size(
@@ -331,7 +331,7 @@ def sample_size(
     seconds: float,  # available time
 ) -> int:
     "Return the number of recordings with which MIN_ROUNDS rounds fit into the time."
-    fitting = int(_SPARE * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
+    fitting = int(_PLANNED_SHARE * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 

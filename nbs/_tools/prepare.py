@@ -111,7 +111,7 @@ def defined(cell: nbformat.NotebookNode) -> list[str]:
     return [a or b for a, b in found]
 
 
-def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def render_cells(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     "Turn directives into the tags that the site knows, and figures into HTML."
     cells = [
         c
@@ -122,10 +122,10 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for cell in cells:
         if cell.cell_type != "code":
             continue
-        said, tags = directives_of(cell), set(cell.metadata.get("tags", []))
-        if "echo: false" in said:
+        directives, tags = directives_of(cell), set(cell.metadata.get("tags", []))
+        if "echo: false" in directives:
             tags.add("remove-input")
-        if {"export", "exporti"} & {d.split(":")[0] for d in said}:
+        if {"export", "exporti"} & {d.split(":")[0] for d in directives}:
             tags.add("hide-input")
             cell.metadata["mystnb"] = {
                 "code_prompt_show": f"Source of {', '.join(defined(cell)) or 'the imports'}",
@@ -166,13 +166,13 @@ def cards(text: str) -> str:
     "Lists of `- **[title](page)** sentence` as cards, which a narrow screen stacks."
     items = r"(?:^- \*\*\[[^\]]+\]\([^)]+\)\*\*.*(?:\n  .*)*\n?)+"
 
-    def sentence(said: str) -> str:
-        return said[:1].upper() + re.sub(r"\n +", " ", said[1:])
+    def sentence(text: str) -> str:
+        return text[:1].upper() + re.sub(r"\n +", " ", text[1:])
 
     def grid(found: re.Match) -> str:
-        doors = re.findall(r"^- \*\*(\[[^\]]+\]\([^)]+\))\*\*[:,]?\s*(.*(?:\n  .*)*)", found.group(), re.M)
+        entries = re.findall(r"^- \*\*(\[[^\]]+\]\([^)]+\))\*\*[:,]?\s*(.*(?:\n  .*)*)", found.group(), re.M)
         body = "\n".join(
-            f":::{{grid-item-card}}\n**{link}**\n\n{sentence(said)}\n:::" for link, said in doors
+            f":::{{grid-item-card}}\n**{link}**\n\n{sentence(text)}\n:::" for link, text in entries
         )
         return f"::::{{grid}} 1 1 3 3\n:gutter: 3\n:class-container: doors\n\n{body}\n::::\n"
 
@@ -211,7 +211,7 @@ def formulas(text: str) -> str:
     return "".join(part if i % 2 else re.sub(r"\$([^$\n]+)\$", plain, part) for i, part in enumerate(parts))
 
 
-def lacking(name: str) -> str:
+def missing_package_note(name: str) -> str:
     "A sentence on what a library notebook needs and is not installed here; empty where all is there."
     package = EXTRAS.get(name, "")
     return (
@@ -231,7 +231,7 @@ def execute(
 ) -> nbformat.NotebookNode:
     "An executed copy of a notebook; from the cache where nothing that it depends on has changed."
     notebook = nbformat.read(path, as_version=4)
-    if reason := lacking(path.relative_to(NOTEBOOKS).with_suffix("").as_posix()):
+    if reason := missing_package_note(path.relative_to(NOTEBOOKS).with_suffix("").as_posix()):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"*{reason}*"))
         return notebook
     for i, cell in enumerate(notebook.cells):
@@ -257,13 +257,13 @@ def execute(
     )
     asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
     notebook.cells = every
-    text = without_places(nbformat.writes(notebook))
+    text = without_local_paths(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
     return nbformat.reads(text, as_version=4)
 
 
-def without_places(text: str) -> str:
+def without_local_paths(text: str) -> str:
     "Shorten paths below this checkout, temporary folders and the home folder: a site does not tell where it was made."
     temporary = re.escape(tempfile.gettempdir()) + r"/tmp\w{8}"
     text = re.sub(rf"(?:{re.escape(str(ROOT))}|{temporary})/(?=\w)", "", text)
@@ -289,21 +289,21 @@ def _digest(notebook: nbformat.NotebookNode) -> str:
 
 def write_page(notebook: nbformat.NotebookNode, name: str, extra: str = "") -> None:
     "Write a dressed notebook as a page; `extra` is Markdown for its end."
-    page = dress(notebook)
+    page = render_cells(notebook)
     if extra:
         page.cells.append(nbformat.v4.new_markdown_cell(extra))
     for number, cell in enumerate(page.cells):
         cell.id = f"cell-{number}"  # new cells get random ones, which would change the page
-    put(f"{name}.ipynb", nbformat.writes(page).encode())
+    write_if_changed(f"{name}.ipynb", nbformat.writes(page).encode())
 
 
-_PUT: set[Path] = set()  # what this run has put into SOURCE
+_written: set[Path] = set()  # files of SOURCE that this run has written
 
 
-def put(name: str, content: bytes) -> None:
+def write_if_changed(name: str, content: bytes) -> None:
     "Write a file of SOURCE; one that is as it was keeps its time, so that Sphinx does not read it again."
     target = SOURCE / name
-    _PUT.add(target)
+    _written.add(target)
     if target.is_file() and target.read_bytes() == content:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -311,9 +311,9 @@ def put(name: str, content: bytes) -> None:
 
 
 def remove_others() -> None:
-    "Remove the files of SOURCE that an earlier run has put there and this one has not."
+    "Remove the files of SOURCE that an earlier run wrote and this one did not."
     for path in SOURCE.rglob("*"):
-        if path.is_file() and path not in _PUT:
+        if path.is_file() and path not in _written:
             path.unlink()
 
 
@@ -327,7 +327,7 @@ def toctree(names: list[str], *options: str) -> str:
 
 def write_text(name: str, text: str) -> None:
     "Write a Markdown page."
-    put(f"{name}.md", (text.rstrip("\n") + "\n").encode())
+    write_if_changed(f"{name}.md", (text.rstrip("\n") + "\n").encode())
 
 
 def module_notebooks() -> list[Path]:
@@ -564,8 +564,8 @@ def write_lists(library: list[Path]) -> None:
         for name in here:
             write_text(
                 f"api/{name}",
-                f"# {name}\n\n{said}"
-                if (said := lacking(name))
+                f"# {name}\n\n{note}"
+                if (note := missing_package_note(name))
                 else module_page(f"leakmel.{name.replace('/', '.')}"),
             )
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
@@ -630,7 +630,7 @@ def errors_text() -> str:
     for m in messages():
         text = f"{m.text}: {m.remedy}" if m.remedy else m.text
         if not re.search("[a-z]", re.sub(r"\{[^{}]*\}", "", text)):
-            continue  # all of it is put in
+            continue  # all of it is inserted
         texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
     for name, table in vars(error_codes).items():
@@ -639,8 +639,8 @@ def errors_text() -> str:
             rows = []
             for code, meaning in sorted(table.items()):
                 own = list(dict.fromkeys(texts.get(code, [])))
-                said = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
-                rows.append(f"| `{code}` | {meaning} | {said} |")
+                remedies = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
+                rows.append(f"| `{code}` | {meaning} | {remedies} |")
             parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
     return "\n\n".join(parts)
 
@@ -696,13 +696,13 @@ def page_index(library: list[Path], guides: list[Path]) -> list[list[object]]:
 
 def write_site(library: list[Path], guides: list[Path]) -> None:
     "Write all pages; `library` and `guides` are the notebooks that get one."
-    _PUT.clear()
+    _written.clear()
     static = Path(__file__).parent / "static"
     for path in [p for p in static.rglob("*") if p.is_file()]:
-        put(f"static/{path.relative_to(static)}", path.read_bytes())
-    put("static/plotly.min.js", plotly_file())
+        write_if_changed(f"static/{path.relative_to(static)}", path.read_bytes())
+    write_if_changed("static/plotly.min.js", plotly_file())
     for picture in [p for kind in ("png", "svg", "jpg") for p in NOTEBOOKS.rglob(f"*.{kind}")]:
-        put(str(picture.relative_to(NOTEBOOKS)), picture.read_bytes())
+        write_if_changed(str(picture.relative_to(NOTEBOOKS)), picture.read_bytes())
     write_notebooks(library, guides)
     write_guides(guides)
     write_examples()
@@ -710,7 +710,7 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
     write_text("commands", commands_text())
     write_text("errors", errors_text())
     script = f"const LEAKMEL_PAGES = {json.dumps(page_index(library, guides), ensure_ascii=False)};\n"
-    put("static/page_index.js", script.encode())
+    write_if_changed("static/page_index.js", script.encode())
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](nbs/", "]("))
     if not (NOTEBOOKS / "index.ipynb").exists():
         write_text("index", f"# leakmel\n\n{contents(guides)}")

@@ -44,6 +44,8 @@ AVOID = {
     "judges": "evaluates",
     "town": "synthetic network",
 }
+# Stored in data sets (/rejected/message): another wording would change their bytes.
+STORED = "the file was there when listed and is not there now ("
 PATTERN = re.compile(r"\b(" + "|".join(AVOID) + r")\b", re.IGNORECASE)
 
 
@@ -77,6 +79,8 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     docs = docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            if node.value == STORED:
+                continue
             yield node.lineno, "docstring" if id(node) in docs else "message", node.value
 
 

@@ -29,13 +29,13 @@ def results_folder() -> Path:
 def describe_run(folder: Path) -> str:
     "Where the results of a run are, and the verdict, in a few lines for a terminal."
     from leakmel.core.errors import show_path
-    from leakmel.dataset.run.publish import kept_sentence, rate_text
+    from leakmel.dataset.run.publish import reused_rows_sentence, rate_text
 
     path = folder / "summary.json"
     body = json.loads(path.read_text(encoding="utf-8"))
     lines = []
     for s in body["splits"]:
-        speed = kept_sentence(s) or rate_text(s)
+        speed = reused_rows_sentence(s) or rate_text(s)
         rows = f"{s['rows']:,} rows, {s['rejected']:,} rejected"
         lines.append(f"{s['path']}\n    {rows}; {speed}; {s['verified']['verdict']}")
     lines += [f"executed notebook: {show_path(p)}" for p in sorted(folder.glob("*.ipynb"))]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, EngineUnavailable
+from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
@@ -101,7 +101,7 @@ def all_contestants() -> dict[str, Contestant]:
             ],
         )
 
-    return {f"leakmel {engine}": build(engine) for engine in (*CPU_ENGINES, *YARDSTICK_ENGINES)} | {
+    return {f"leakmel {engine}": build(engine) for engine in (*CPU_ENGINES, *COMPARISON_ENGINES)} | {
         name: tool(name) for name in TOOLS
     }
 
@@ -211,10 +211,10 @@ def run_once(
     if "missing" in body:
         raise EngineUnavailable(body["missing"])
     if took.status or "seconds" not in body:
-        said = body.get("error") or next(
-            (line for line in reversed(took.said.splitlines()) if line.strip()), "nothing"
+        reason = body.get("error") or next(
+            (line for line in reversed(took.stderr_end.splitlines()) if line.strip()), "nothing"
         )
-        raise LeakmelError(f"ended with status {took.status}", found=said)
+        raise LeakmelError(f"ended with status {took.status}", found=reason)
     return {
         "seconds": body["seconds"],
         "n_files": len(paths),
@@ -567,7 +567,7 @@ def compare_table(
 
 
 def _below(figures: dict[str, Any]) -> list[str]:
-    "What has to be said beside the figures."
+    "Notes next to the figures."
     lines = [f"{name}: {_why(e)}" for name, e in figures["contestants"].items() if e["status"] != "ok"]
     for name, e in figures["contestants"].items():
         if e["status"] == "ok" and (

@@ -7,7 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.insight.plots import STAGE_COLORS, _TEXT, _dress
+from leakmel.insight.plots import STAGE_COLORS, _TEXT, _apply_style
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from bench_compare import geometry_line, preset_spec, short_runs
 from bench_parts import fsync_words
@@ -153,7 +153,7 @@ def bar_figure(
         for trace in _traces(names, panel.series, panel.unit, k == 1):
             fig.add_trace(trace, row=1, col=k)
     n_bars = len(panels[0].series)
-    _dress(fig, title, subtitle, 150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1))
+    _apply_style(fig, title, subtitle, 150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1))
     for k, panel in enumerate(panels, 1):
         fig.update_xaxes(**_axis(panel.series, panel.title, panel.is_log), row=1, col=k)
     fig.update_yaxes(
@@ -491,7 +491,7 @@ def trust_figure(
         )
     shares = [t["share"] for t in trust.values()]
     span = f"{min(shares):.0%}" if len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
-    _dress(
+    _apply_style(
         fig,
         f"Verification takes {span} of a build",
         about_words(figures, "warm cache"),

@@ -22,7 +22,7 @@ from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
 from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
-from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, Engine, EngineUnavailable, open_engine
+from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, Engine, EngineUnavailable, open_engine
 from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread, verify_all
 from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec, geometry_words
 from bench_compare import geometry_line, preset_spec
@@ -197,7 +197,7 @@ def journal_only(g: Ground) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Ground], dict[str, Any]]] = {
     "read": read_only,
-    **{f"compute, {name}": partial(compute_only, name=name) for name in (*CPU_ENGINES, *YARDSTICK_ENGINES)},
+    **{f"compute, {name}": partial(compute_only, name=name) for name in (*CPU_ENGINES, *COMPARISON_ENGINES)},
     "write": partial(write_only, fsync=False),
     "write, fsync": partial(write_only, fsync=True),
     "digests of recordings": partial(digests_only, what="recordings"),

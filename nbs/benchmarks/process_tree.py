@@ -57,7 +57,7 @@ class Took:
     cpu_s: float  # user and system time, that of children it waited for included
     peak_bytes: int | None  # of the tree; None: it was not watched
     text: str  # what it wrote to standard output
-    said: str  # the end of what it wrote to standard error
+    stderr_end: str  # the end of what it wrote to standard error
 
 
 def _end_group(pid: int) -> None:
@@ -93,10 +93,10 @@ def run_command(
             timer.cancel()
             _end_group(process.pid)  # children that were left behind
         err.seek(0)
-        said = err.read()[-2000:]
+        stderr_end = err.read()[-2000:]
     if wall_s >= limit_s:
         raise MachineError(
-            f"no end after {limit_s:g} s", found=said[-200:], remedy="give it fewer recordings"
+            f"no end after {limit_s:g} s", found=stderr_end[-200:], remedy="give it fewer recordings"
         )
     return Took(
         status,
@@ -104,7 +104,7 @@ def run_command(
         usage.ru_utime + usage.ru_stime,
         None if watching is None else watching.peak_bytes,
         text,
-        said,
+        stderr_end,
     )
 
 

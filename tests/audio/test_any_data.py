@@ -1,4 +1,4 @@
-"Any rate, channel count, length and encoding: built, written down in the row and counted, and every row recomputed from outside."
+"Any rate, channel count, length and encoding: built, reported in the columns and counts, and every row recomputed independently."
 
 import json
 import math
@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.core.errors import EngineError, MachineError, SpecError
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.mel.engines import ENGINES, open_engine
-from outsider import check, content, leftovers, same
+from independent import check, content, leftovers, same
 
 RATES = [292, 1000, 4095, 4096, 8000, 11_025, 16_000, 44_100, 48_000, 51_200]
 QUIET: dict[str, Any] = dict(progress="none")
@@ -46,10 +46,10 @@ def statuses(path: Path) -> dict[str, str]:
 
 def counted(result: lm.BuildResult) -> None:
     "The report counts what the rows say."
-    said = Counter(statuses(result.path).values())
-    said.pop("ok", None)
+    output = Counter(statuses(result.path).values())
+    output.pop("ok", None)
     report = json.loads(Path(f"{result.path}.report.json").read_text())
-    assert result.summary["status_counts"] == report["status_counts"] == dict(said)
+    assert result.summary["status_counts"] == report["status_counts"] == dict(output)
 
 
 # -- rates --------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:
     assert r.summary["status_counts"] == {}
 
 
-def test_a_recording_that_holds_no_window_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_recording_shorter_than_a_window_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     put(tmp_path / "data" / "A" / "a.wav", noise(200), 292)
     with raises("window-too-long", SpecError) as e:
         lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
@@ -137,19 +137,19 @@ def test_verification_names_a_missing_resampler_too(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("rule", ["mean", "first"])
-def test_channels_by_either_rule(tmp_path: Path, rule: Any) -> None:
+def test_each_channel_rule(tmp_path: Path, rule: Any) -> None:
     x, folder = noise(8000), tmp_path / "data" / "A"
     rng = np.random.default_rng(5)
-    for rate, said in ((4096, ""), (8000, "+resampled")):
+    for rate, output in ((4096, ""), (8000, "+resampled")):
         one = x[:rate]
-        put(folder / f"twins{said}.wav", np.repeat(one, 2, axis=1), rate)
-        put(folder / f"stereo{said}.wav", noise(rate, 2), rate)
-        put(folder / f"opposite{said}.wav", one * [[1, -1]], rate)
-        put(folder / f"nearly opposite{said}.wav", one * [[1, -0.9]] + rng.normal(0, 1e-3, (rate, 2)), rate)
-        put(folder / f"one is dead{said}.wav", one * [[1, 0]], rate)
-        put(folder / f"silent{said}.wav", np.zeros((rate, 2)), rate)
-        put(folder / f"eight of 24 bits{said}.wav", noise(rate, 8), rate, "PCM_24")
-        put(folder / f"opposite floats{said}.wav", one * [[1, -1]], rate, "FLOAT")
+        put(folder / f"twins{output}.wav", np.repeat(one, 2, axis=1), rate)
+        put(folder / f"stereo{output}.wav", noise(rate, 2), rate)
+        put(folder / f"opposite{output}.wav", one * [[1, -1]], rate)
+        put(folder / f"nearly opposite{output}.wav", one * [[1, -0.9]] + rng.normal(0, 1e-3, (rate, 2)), rate)
+        put(folder / f"one is dead{output}.wav", one * [[1, 0]], rate)
+        put(folder / f"silent{output}.wav", np.zeros((rate, 2)), rate)
+        put(folder / f"eight of 24 bits{output}.wav", noise(rate, 8), rate, "PCM_24")
+        put(folder / f"opposite floats{output}.wav", one * [[1, -1]], rate, "FLOAT")
     r = lm.build(
         tmp_path / "data", out=tmp_path / "x.h5", spec=replace(SECOND, channels=rule), check=None, **QUIET
     )
@@ -181,7 +181,7 @@ def test_channels_by_either_rule(tmp_path: Path, rule: Any) -> None:
 
 @pytest.mark.parametrize("short", ["pad", "reject"])
 @pytest.mark.parametrize("long", ["cut", "reject"])
-def test_lengths_by_every_rule(tmp_path: Path, short: Any, long: Any) -> None:
+def test_each_length_rule(tmp_path: Path, short: Any, long: Any) -> None:
     lengths = {
         "fits": (4096, 4096),
         "short": (4095, 4096),
@@ -208,9 +208,9 @@ def test_lengths_by_every_rule(tmp_path: Path, short: Any, long: Any) -> None:
     assert codes == dict.fromkeys(too_short if short == "reject" else (), "too_short") | dict.fromkeys(
         too_long if long == "reject" else (), "too_long"
     )
-    said = statuses(r.path)
-    assert said.keys() == lengths.keys() - codes.keys()
-    for name, status in said.items():
+    output = statuses(r.path)
+    assert output.keys() == lengths.keys() - codes.keys()
+    for name, status in output.items():
         parts = (
             ["resampled"] * (lengths[name][1] != 4096)
             + ["padded"] * (name in too_short)
@@ -272,7 +272,7 @@ def test_every_encoding_in_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", cpu_engines())
 @pytest.mark.parametrize("files_per_batch", [1, 2, 7])
-def test_what_lies_beside_a_16_bit_file_leaves_its_row_alone(
+def test_row_of_a_16_bit_file_does_not_depend_on_other_files_in_the_batch(
     tmp_path: Path, engine: str, files_per_batch: int
 ) -> None:
     alone, mixed = tmp_path / "alone", tmp_path / "mixed"

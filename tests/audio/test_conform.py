@@ -1,4 +1,4 @@
-"One recording made to fit: every rule, what is written down about it, and a resampler held against analytic tones."
+"Conforming one recording: every rule, the status it reports, and the resampler compared with analytic tones."
 
 import itertools, math, sys, tracemalloc
 from dataclasses import replace
@@ -52,8 +52,8 @@ STATUSES: dict[str, tuple[np.ndarray, int]] = {
 def test_statuses(status: str) -> None:
     samples, rate = STATUSES[status]
     before = samples.copy()
-    row, said = conform(samples, rate, rules())
-    assert said == status
+    row, output = conform(samples, rate, rules())
+    assert output == status
     assert row.shape == (N,)
     assert np.array_equal(samples, before), "the recording itself is left alone"
     changed = "downmixed" in status or "resampled" in status
@@ -64,7 +64,7 @@ def test_statuses(status: str) -> None:
 
 @pytest.mark.parametrize("n", [N - 100, N, N + 100])
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
-def test_nothing_is_changed_that_need_not_be(n: int, dtype: type) -> None:
+def test_matching_recordings_are_unchanged(n: int, dtype: type) -> None:
     samples: np.ndarray = noise(n).astype(dtype)
     row, _ = conform(samples, RATE, rules())
     shared = min(n, N)
@@ -82,17 +82,17 @@ REJECTED: dict[str, tuple[np.ndarray, int, dict[str, str], str]] = {
 
 @pytest.mark.parametrize("code", REJECTED)
 def test_rejections(code: str) -> None:
-    samples, rate, changes, said = REJECTED[code]
+    samples, rate, changes, output = REJECTED[code]
     asked = rules(sample_rate=5000, **changes)  # another number than that of the samples
     with pytest.raises(RecordingError) as caught:
         conform(samples, rate, asked)
     assert caught.value.reject_code == code
     assert code in REJECT_CODES
-    assert caught.value.message == said, "the message says what was found and what was asked for"
+    assert caught.value.message == output, "the message says what was found and what was asked for"
     assert conform(samples, rate, rules())[0].shape == (N,), "the other rule takes it"
 
 
-def test_the_length_is_judged_at_the_rate_asked_for() -> None:
+def test_length_is_checked_at_the_target_rate() -> None:
     strict = rules(short="reject", long="reject")
     assert conform(noise(8000), 8000, strict)[1] == "resampled"
     with pytest.raises(RecordingError) as caught:
@@ -105,11 +105,11 @@ def test_the_length_is_judged_at_the_rate_asked_for() -> None:
 
 def test_mean_and_first() -> None:
     stereo = noise(100, 2)
-    mean, said = to_mono(stereo, "mean")
-    assert said == "downmixed"
+    mean, output = to_mono(stereo, "mean")
+    assert output == "downmixed"
     assert np.array_equal(mean, (stereo.astype(np.float64).mean(axis=1) / 32_768).astype(np.float32))
-    first, said = to_mono(stereo, "first")
-    assert (said, first.dtype) == ("downmixed", np.int16)
+    first, output = to_mono(stereo, "first")
+    assert (output, first.dtype) == ("downmixed", np.int16)
     assert np.array_equal(first, stereo[:, 0])
 
 
@@ -119,14 +119,14 @@ def test_the_mean_of_floats_is_taken_in_float64() -> None:
     assert to_mono(x, "mean")[0].dtype == np.float32
 
 
-def test_opposite_channels_are_silence_and_no_crash() -> None:
+def test_mean_of_opposite_channels_is_silent() -> None:
     x = noise(N)
-    row, said = conform(np.concatenate([x, -x], axis=1), RATE, rules())
-    assert said == "downmixed+opposite_phase"
+    row, output = conform(np.concatenate([x, -x], axis=1), RATE, rules())
+    assert output == "downmixed+opposite_phase"
     assert row.dtype == np.float32
     assert not row.any()
-    first, said = conform(np.concatenate([x, -x], axis=1), RATE, rules(channels="first"))
-    assert said == "downmixed+opposite_phase", "said under either rule"
+    first, output = conform(np.concatenate([x, -x], axis=1), RATE, rules(channels="first"))
+    assert output == "downmixed+opposite_phase", "said under either rule"
     assert np.array_equal(first, x[:, 0])
 
 
@@ -140,7 +140,7 @@ def share(samples: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
 @pytest.mark.parametrize("n_channels", [2, 3, 8, 64])
-def test_opposite_phase_is_20_db(dtype: type, n_channels: int) -> None:
+def test_opposite_phase_is_flagged_below_one_percent_of_the_energy(dtype: type, n_channels: int) -> None:
     "Channels that cancel but for a growing common part: the flag goes at 1 % of the energy, and nowhere else."
     own = np.random.default_rng(2).normal(0, 3000, (N, n_channels))
     own -= own.mean(axis=1, keepdims=True)
@@ -169,7 +169,7 @@ def test_silence_and_one_channel_are_not_opposite() -> None:
     assert to_mono(half_dead, "mean")[1] == "downmixed"
 
 
-def test_mono_recordings_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mono_recordings_are_never_flagged_as_opposite(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked(samples: np.ndarray) -> bool:
         raise AssertionError("a cost for every mono file")
 
@@ -208,7 +208,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_tones_stay_what_they_are(source: int, target: int) -> None:
+def test_resampling_keeps_frequency_phase_and_level_of_tones(source: int, target: int) -> None:
     "Away from the ends a tone keeps frequency and phase, nothing is added, and its level changes by less than 0.01 dB up to 0.84 of half the rate."
     for share, loss in ((0.02, 1e-6), (0.1, 1e-6), (0.2, 1e-5), (0.42, 1e-3)):
         hz = share * min(source, target)
@@ -228,7 +228,7 @@ def test_tones_stay_what_they_are(source: int, target: int) -> None:
 
 
 @pytest.mark.parametrize("source", [8000, 48_000, 51_200])
-def test_what_the_lower_rate_cannot_hold_is_gone(source: int) -> None:
+def test_resampling_removes_frequencies_above_the_new_nyquist(source: int) -> None:
     t = np.arange(2 * source) / source
     for hz in (2200, 2600, 3900):
         got = to_rate((0.5 * np.sin(2 * np.pi * hz * t)).astype(np.float32), source, RATE)
@@ -236,7 +236,7 @@ def test_what_the_lower_rate_cannot_hold_is_gone(source: int) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [(8000, 4096), (12_288, 4096), (2048, 4096)])
-def test_another_resampler_agrees(source: int, target: int) -> None:
+def test_resampler_agrees_with_scipy(source: int, target: int) -> None:
     "A long windowed sinc by scipy, on noise that leaves room for both filters' slopes."
     rng = np.random.default_rng(1)
     spectrum = np.fft.rfft(rng.normal(0, 0.1, 4 * source))
@@ -255,7 +255,7 @@ def test_another_resampler_agrees(source: int, target: int) -> None:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 @pytest.mark.parametrize("n", [1, 2, 3, 99, 1000, 4097])
-def test_lengths_are_what_the_ratio_says(source: int, target: int, n: int) -> None:
+def test_resampled_length_follows_the_ratio_of_rates(source: int, target: int, n: int) -> None:
     got = to_rate(noise(n)[:, 0], source, target)
     assert len(got) == int(np.floor(n * target / source + 0.5))
     assert got.dtype == np.float32
@@ -290,7 +290,7 @@ def test_16_bits_and_the_same_numbers_as_floats_give_the_same_bits() -> None:
     assert np.array_equal(whole, wide)
 
 
-def test_without_soxr_nothing_else_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_soxr_is_an_error_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soxr", None)
     with raises("missing-package", MachineError, says="soxr"):
         conform(noise(N), 8000, rules())

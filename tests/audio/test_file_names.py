@@ -1,4 +1,4 @@
-"Names cut by NumPy, thousands at a time, say what names parsed one by one say."
+"Vectorised parsing of file names equals parsing them one by one."
 
 import os
 import tracemalloc
@@ -68,12 +68,12 @@ PATHS = st.tuples(
 @example([b""])
 @example([b"", b"a~b~20240101_000000~1.wav", b""])
 @example([b"LEAK/~~~.wav", b"LEAK/.wav", b"a~b~c~d", b"~/~/~/~.wav"])
-def test_all_names_together_and_one_by_one(paths: list[bytes]) -> None:
+def test_vectorised_parsing_equals_parsing_one_by_one(paths: list[bytes]) -> None:
     check(paths)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 7])
-def test_blocks_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_columns(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     "Blocks of names of different lengths become one column."
     paths = [
         b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)
@@ -89,7 +89,7 @@ def test_blocks_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
     check(paths)
 
 
-def test_one_deep_folder_takes_little_more_than_its_column() -> None:
+def test_one_long_path_uses_little_memory() -> None:
     "A column is as wide as its longest text; steps on the way to it are not."
     paths = [b"LEAK/s%d~r~20240101_000000~1.wav" % i for i in range(20_000)]
     paths[11_000] = b"LEAK/" + b"/".join([b"d" * 200] * 19) + b"/s~r~20240101_000000~1.wav"

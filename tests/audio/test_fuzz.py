@@ -46,7 +46,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (
             "real = wav._fmt_fields; wav._fmt_fields = lambda *a: (bytes(32 << 20), real(*a))[1]",
@@ -61,11 +61,11 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
         ("wav._check_bytes = lambda *a: {}[a]", "KeyError"),
     ],
 )
-def test_a_parser_that_errs_is_found(fault: str, said: str) -> None:
-    "The net has no holes: a large allocation, a wide read, samples beyond the file, a crash, another exception."
+def test_fuzzer_detects_a_faulty_parser(fault: str, message: str) -> None:
+    "The fuzzer detects a large allocation, a wide read, samples beyond the file, a crash and another exception."
     code = f"import sys; sys.path.insert(0, {str(FUZZER.parent)!r}); import fuzzer; from leakmel.audio import wav\n{fault}\nfuzzer.main('headers', 1, 1000)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr

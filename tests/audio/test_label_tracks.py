@@ -45,7 +45,7 @@ def test_hostile_tracks(tmp_path, text):
     assert e.value.code == "table-row"
 
 
-def test_files_that_are_no_tracks(tmp_path):
+def test_other_files_are_refused_as_tracks(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\0" * 100)
     for name in ("fifo", "binary", "missing"):
@@ -70,5 +70,5 @@ def test_files_that_are_no_tracks(tmp_path):
         ([("PUMP", 2), ("NOLEAK", 2)], "?"),
     ],
 )
-def test_the_rule(ranges, label):
+def test_label_of_a_track(ranges, label):
     assert label_of([TimeRange(0, s, text) for text, s in ranges], LABELS) == label

@@ -72,7 +72,7 @@ def test_a_path_that_is_not_utf8(tmp_path):
 
 
 @pytest.mark.parametrize("with_bom", [False, True])
-def test_every_torn_end(tmp_path, with_bom):
+def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
     "A crash may leave any beginning of the file; complete lines stay, and the next append repairs the end."
     file = tmp_path / "labels.csv"
     first, second = said("LEAK"), Decision("LEAK/ü.wav", B, "NOLEAK", "ben", "2026-01-31T09:00:00Z", "a, tap")
@@ -120,7 +120,7 @@ def test_hostile_tables(tmp_path, content, code):
     assert file.read_bytes() == content  # nothing is written into a foreign file
 
 
-def test_files_that_are_no_tables(tmp_path):
+def test_other_files_are_refused_as_tables(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in ("fifo", ".", "/dev/zero"):
         with pytest.raises(DataError) as e:

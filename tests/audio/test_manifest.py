@@ -1,4 +1,4 @@
-"Which files are found, in which order, under which label: against a walk of its own, with every odd name and place."
+"Files, order and labels of a scan, compared with an independent walk, with unusual names and places."
 
 import errno, os, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def found(manifest: Manifest) -> list[bytes]:
 
 
 def outside_walk(folder: Path) -> list[bytes]:
-    "An independent walk: `find`, with the rule of names and types in its own words."
+    "An independent walk by `find`, with its own rules of names and types."
     command = [
         "find",
         os.fspath(folder),
@@ -75,7 +75,7 @@ def kinds(manifest: Manifest) -> dict[str, set[str]]:
 # -- which files ------------------------------------------------------------------------------------------------------------
 
 
-def test_files_found_are_those_of_an_outside_walk(demo: Path, faulty: Path) -> None:
+def test_scan_finds_the_files_of_an_independent_walk(demo: Path, faulty: Path) -> None:
     for root in (demo, faulty):
         for x in scan(root).listings:
             assert x.paths == outside_walk(x.folder)
@@ -170,9 +170,7 @@ def test_order_is_that_of_the_bytes(tmp_path: Path) -> None:
     assert len(got) == len(names)
 
 
-def test_the_order_of_the_file_system_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_does_not_depend_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, *(f"LEAK/{i}/{j}.wav" for i in range(4) for j in range(4)))
     right, real = scan(tmp_path).listings[0].paths, os.scandir
 
@@ -280,7 +278,7 @@ def test_links_are_followed_inside_the_root_only(tmp_path: Path) -> None:
     assert not {"a.wav", "group", "inside.wav", "relative.wav"} & linked
 
 
-def test_a_root_that_is_a_link_and_one_with_a_like_named_neighbour(tmp_path: Path) -> None:
+def test_root_may_be_a_link_or_share_a_name_prefix_with_another_folder(tmp_path: Path) -> None:
     put(tmp_path / "data", "LEAK/a.wav")
     put(tmp_path / "data2", "LEAK/b.wav")
     (tmp_path / "link").symlink_to(tmp_path / "data")
@@ -293,7 +291,7 @@ def test_a_root_that_is_a_link_and_one_with_a_like_named_neighbour(tmp_path: Pat
     )
 
 
-def test_each_link_in_a_circle_is_named_once_below_the_root(tmp_path: Path) -> None:
+def test_each_link_of_a_cycle_is_reported_once(tmp_path: Path) -> None:
     put(tmp_path, "Dataset_Training/LEAK/deep/a.wav", "Dataset_Training/NOLEAK/b.wav", "val/LEAK/c.wav")
     training = tmp_path / "Dataset_Training"
     for at, to in (
@@ -341,7 +339,7 @@ def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
         scan(root)
 
 
-def test_loops_of_links_end(tmp_path: Path) -> None:
+def test_cycles_of_links_end(tmp_path: Path) -> None:
     put(tmp_path, "LEAK/a/x.wav", "LEAK/b/y.wav")
     (tmp_path / "LEAK" / "a" / "to_b").symlink_to("../b")
     (tmp_path / "LEAK" / "b" / "to_a").symlink_to("../a")
@@ -365,7 +363,7 @@ def test_folders_that_all_link_to_each_other_are_listed_once(tmp_path: Path) -> 
 
 
 @contextmanager
-def turned_round(path: bytes) -> Iterator[Iterator[os.DirEntry]]:
+def in_reverse_order(path: bytes) -> Iterator[Iterator[os.DirEntry]]:
     "What scandir gives, in the opposite order of the names."
     with SCANDIR(path) as entries:
         yield iter(sorted(entries, key=lambda e: e.name, reverse=True))
@@ -378,8 +376,8 @@ def in_order(path: bytes) -> Iterator[Iterator[os.DirEntry]]:
         yield iter(sorted(entries, key=lambda e: e.name))
 
 
-@pytest.mark.parametrize("lister", [in_order, turned_round])
-def test_a_folder_outside_the_split_is_followed_once_by_the_first_link(
+@pytest.mark.parametrize("lister", [in_order, in_reverse_order])
+def test_linked_folder_outside_the_split_is_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lister: Callable
 ) -> None:
     "Whatever order the file system lists them in; a link in a linked folder stands at its place too."
@@ -468,7 +466,7 @@ def test_a_folder_of_label_folders(tmp_path: Path) -> None:
     assert "name no split" in str(caught.value)
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
+def test_empty_folder(tmp_path: Path) -> None:
     m = scan(tmp_path, content=True)
     assert (len(m), m.label_names) == (0, ())
     assert m.problems["kind"].tolist() == ["no_recordings"]
@@ -517,7 +515,7 @@ def test_each_spelling_is_found(tmp_path: Path, folder: str) -> None:
         assert m.listings[0].folder == tmp_path / folder
 
 
-def test_splits_come_in_their_order(tmp_path: Path) -> None:
+def test_splits_are_ordered(tmp_path: Path) -> None:
     put(tmp_path, "test/A/1.wav", "Train/A/1.wav", "DATASET_VALIDATION/A/1.wav", "notes/x.wav")
     assert [x.split for x in scan(tmp_path).listings] == ["TRAINING", "VALIDATION", "TESTING"]
 
@@ -607,7 +605,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     assert {k for k in table["code"] if k} <= set(REJECT_CODES)
 
 
-def test_nothing_is_read_without_being_asked(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_reads_no_samples(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> int:
         raise AssertionError("a file was opened")
 
@@ -667,7 +665,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
         (tmp_path / "TRAINING" / "LEAK").chmod(0o755)
 
 
-def test_a_fault_of_the_machine_while_reading_is_no_list_of_bad_files(
+def test_machine_fault_while_reading_rejects_no_recording(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from leakmel.audio import wav
@@ -680,7 +678,7 @@ def test_a_fault_of_the_machine_while_reading_is_no_list_of_bad_files(
         scan(demo, content=True)
 
 
-def test_the_locale_changes_nothing(tmp_path: Path) -> None:
+def test_scan_does_not_depend_on_the_locale(tmp_path: Path) -> None:
     put(tmp_path, *(b"LEAK/" + n for n in ODD_NAMES))
     script = f"""
 import hashlib
@@ -745,7 +743,7 @@ def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["folders", "pattern", "table", "many"])
 def test_listing_counts_every_recording_it_finds(tmp_path, make_wav, monkeypatch, how):
-    "What a bar says while a large folder is listed."
+    "The progress bar while a large folder is listed."
     counts, real = [], manifest_module.DelayedProgress
 
     def counted(*args, **options):

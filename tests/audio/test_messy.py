@@ -1,4 +1,4 @@
-"A messy made tree, end to end: every file has the fate it was made for, every problem is named, every row is right, from outside."
+"A synthetic tree with many faults, end to end: every file has the expected result, every problem is named, every row is verified independently."
 
 import base64
 import csv
@@ -25,8 +25,8 @@ from leakmel.core.errors import show_path
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.audio.problems import ProblemReport, show_place
 from leakmel.insight.dashboard import build_card, rejected_card
-from messy import LABELS, RATE, SPLITS, Messy, sound, write_messy
-from outsider import content, fit, log_mel, off
+from messy import LABELS, RATE, SPLITS, Messy, make_sound, write_messy
+from independent import content, fit, log_mel, off
 
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
 OPTIONS = ("--sample-rate", str(RATE), "--duration-s", "1")
@@ -149,7 +149,7 @@ def test_the_tree_has_everything(messy: Messy) -> None:
     }
 
 
-def test_rows_and_rejected_are_the_files_that_are_there(messy: Messy, built: list[lm.BuildResult]) -> None:
+def test_rows_and_rejections_account_for_all_files(messy: Messy, built: list[lm.BuildResult]) -> None:
     assert [r.split for r in built] == list(SPLITS)
     for r in built:
         there = walk(messy.root, messy.root / SPLITS[r.split])
@@ -159,7 +159,7 @@ def test_rows_and_rejected_are_the_files_that_are_there(messy: Messy, built: lis
         assert (r.rows + len(r.rejections), r.found) == (len(there), len(there))
 
 
-def test_every_file_has_the_fate_it_was_made_for(messy: Messy, built: list[lm.BuildResult]) -> None:
+def test_every_planted_file_has_the_expected_result(messy: Messy, built: list[lm.BuildResult]) -> None:
     for r in built:
         got, files = content(r.path), messy.of(r.split)
         rows = [f for f in files if f.status]
@@ -264,7 +264,7 @@ def test_the_report_of_a_build_names_every_problem_and_no_other(
         }
 
 
-def test_every_place_can_be_pasted_behind_the_root(
+def test_reported_paths_are_relative_to_the_root(
     messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult]
 ) -> None:
     no_paths = {"label_tied", "dead_sensor", "case_twins", "empty_label"}
@@ -299,13 +299,13 @@ def test_every_kind_has_an_example_and_some_have_all(
 ) -> None:
     always = {"label_tied", "dead_sensor", "duplicate_labels", "empty_label"}
     text = say("scan", messy.root, "--content", "--quiet")[1]
-    said = {
+    output = {
         (path, message)
         for p in scanned
         if (line := f"    {(path := p['path'])}: {(message := p['message'])}\n") and line in text
     }
-    assert {p["kind"] for p in scanned if (p["path"], p["message"]) in said} == {p["kind"] for p in scanned}
-    assert all((p["path"], p["message"]) in said for p in scanned if p["kind"] in always)
+    assert {p["kind"] for p in scanned if (p["path"], p["message"]) in output} == {p["kind"] for p in scanned}
+    assert all((p["path"], p["message"]) in output for p in scanned if p["kind"] in always)
     for r in built:
         assert len({p.kind for p in r.noted}) > (0 if r.split == "VALIDATION" else 12) - 1
         table = ProblemReport(r.noted, most=12)
@@ -338,7 +338,7 @@ def test_every_mode_gives_the_same_bytes(
         assert r.rejections == plain.rejections
 
 
-def test_rules_that_reject_reject_exactly_what_would_be_changed(
+def test_rejecting_rules_reject_the_recordings_that_others_change(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path
 ) -> None:
     spec = {"sample_rate": RATE, "duration_s": 1.0, "rate": "reject", "short": "reject", "long": "reject"}
@@ -355,7 +355,7 @@ def test_rules_that_reject_reject_exactly_what_would_be_changed(
         assert mels(r.path) == {path: before[path] for path, c in expected.items() if not c}
 
 
-def test_verify_recomputes_all_rows_and_sees_two_that_were_swapped(
+def test_verify_recomputes_all_rows_and_finds_two_swapped_rows(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path
 ) -> None:
     for r in built:
@@ -515,7 +515,7 @@ def test_build_on_the_command_line_counts_everything(
     status, text = say("build", messy.root, "--split", "all", "--out", tmp_path / "json", "--json", *OPTIONS)
     body = json.loads(text)
     assert (status, body["ok"], body["found"], body["rows"]) == (0, True, len(messy.files), len(messy.rows))
-    for said, plain in zip(body["splits"], built, strict=True):
+    for output, plain in zip(body["splits"], built, strict=True):
         for key in (
             "found",
             "rows",
@@ -525,7 +525,7 @@ def test_build_on_the_command_line_counts_everything(
             "problems_by_kind",
             "label_names",
         ):
-            assert said[key] == plain.summary[key], key
+            assert output[key] == plain.summary[key], key
         assert (tmp_path / "json" / plain.path.name).read_bytes() == plain.path.read_bytes()
     command = [
         sys.executable,
@@ -576,7 +576,7 @@ def test_build_and_scan_report_the_same_problems(tmp_path: Path) -> None:
     root = tmp_path / "set"
 
     def hard(n: int, seed: int) -> np.ndarray:
-        return np.clip(4 * sound(seed, 0.5, n), -1, 32_767 / 32_768)
+        return np.clip(4 * make_sound(seed, 0.5, n), -1, 32_767 / 32_768)
 
     def put(name: str, x: np.ndarray, rate: int = RATE, subtype: str = "PCM_16") -> None:
         soundfile.write(root / name, x, rate, subtype=subtype)
@@ -587,14 +587,14 @@ def test_build_and_scan_report_the_same_problems(tmp_path: Path) -> None:
             for k in range(6):
                 put(
                     f"{split}/{label}/H1~{k}~20250101_000000~8.wav",
-                    sound(len(split) * 100 + len(label) * 10 + k),
+                    make_sound(len(split) * 100 + len(label) * 10 + k),
                 )
     put("TRAINING/LEAK/fast.wav", hard(48_000, 1), 48_000)
-    put("TRAINING/LEAK/one of two.wav", np.hstack([hard(RATE, 2), sound(3)]))
-    put("TRAINING/LEAK/24 bits.wav", np.clip(4 * sound(4, 0.5), -0.9, 1 - 2.0**-23), subtype="PCM_24")
+    put("TRAINING/LEAK/one of two.wav", np.hstack([hard(RATE, 2), make_sound(3)]))
+    put("TRAINING/LEAK/24 bits.wav", np.clip(4 * make_sound(4, 0.5), -0.9, 1 - 2.0**-23), subtype="PCM_24")
     for k in range(4):
-        put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", sound(50 + k, 0.1) * [[1, -1]])
-    put("TESTING/NOLEAK/lent.wav", sound(50, 0.1) * [[1, -1]])
+        put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", make_sound(50 + k, 0.1) * [[1, -1]])
+    put("TESTING/NOLEAK/lent.wav", make_sound(50, 0.1) * [[1, -1]])
     scanned = lm.scan(root, content=True, progress="none").problems
     assert {p for k, p in zip(scanned["kind"], scanned["path"]) if k == "clipped"} == {
         f"TRAINING/LEAK/{n}.wav" for n in ("fast", "one of two", "24 bits")

@@ -1,4 +1,4 @@
-"Where labels come from: patterns against a regular expression, tables with every fault, and whole builds judged from outside."
+"Sources of labels: patterns compared with a regular expression, tables with every fault, and builds verified independently."
 
 import base64
 import errno
@@ -30,7 +30,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from outsider import content, fit, log_mel, off, read, walk
+from independent import content, fit, log_mel, off, read, walk
 
 
 def fuzz(n: int) -> settings:
@@ -57,7 +57,7 @@ def kinds(manifest: Manifest) -> dict[str, list[str]]:
     return {kind: found["path"][found["kind"] == kind].tolist() for kind in set(found["kind"])}
 
 
-def said(pattern: str, name: str) -> tuple[str | None, str | None, NameParts]:
+def parse_by_pattern(pattern: str, name: str) -> tuple[str | None, str | None, NameParts]:
     "Split, label and parts of a name by a pattern."
     found = pattern_naming(pattern).read(os.fsencode(name))
     return found.split, found.label, found.parts
@@ -98,7 +98,7 @@ def patterns_and_names(draw: st.DrawFn) -> tuple[str, str, dict[str, str]]:
 
 @given(patterns_and_names())
 @fuzz(300)
-def test_a_name_made_from_fields_parses_back_to_them(made):
+def test_formatted_names_parse_to_the_same_fields(made):
     pattern, name, values = made
     if name.startswith("/") or pattern.startswith("/"):
         return
@@ -141,7 +141,7 @@ def as_expression(pattern: str) -> str:
     st.text("a_/b", max_size=12),
 )
 @fuzz(1500)
-def test_patterns_fit_what_a_lazy_regular_expression_fits(words, name):
+def test_patterns_match_like_a_lazy_regular_expression(words, name):
     pattern = "".join(words)
     try:
         pattern_tokens(pattern)
@@ -187,17 +187,17 @@ def test_patterns_fit_what_a_lazy_regular_expression_fits(words, name):
     ],
 )
 def test_examples_of_patterns(pattern, name, expected):
-    got = said(pattern, name)
+    got = parse_by_pattern(pattern, name)
     assert got[:2] == expected[:2]
     assert repr(got[2]) == repr(expected[2])  # NaN is NaN
 
 
 def test_a_time_or_gain_that_cannot_be_read_stays_empty_and_the_name_still_fits():
-    _, label, parts = said("{label}_{sensor}_{start_time}_{gain}", "LEAK_H1_noon_high.wav")
+    _, label, parts = parse_by_pattern("{label}_{sensor}_{start_time}_{gain}", "LEAK_H1_noon_high.wav")
     assert (label, parts.sensor, parts.start_time) == ("LEAK", "H1", "")
     assert np.isnan(parts.gain)
     assert (
-        said("{label}~{start_time}~{gain}", "LEAK~20250314_020000~high.wav")[2].start_time
+        parse_by_pattern("{label}~{start_time}~{gain}", "LEAK~20250314_020000~high.wav")[2].start_time
         == "2025-03-14T02:00:00"
     )
 
@@ -281,7 +281,7 @@ HOSTILE_PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", HOSTILE_PATTERNS)
-def test_no_name_can_keep_a_pattern_busy(pattern):
+def test_pattern_matching_takes_bounded_time(pattern):
     for name in HOSTILE_NAMES:
 
         def answer(name: str = name) -> None:
@@ -307,7 +307,7 @@ def test_no_name_can_keep_a_pattern_busy(pattern):
         '{"source": "folders", "base": "root"}',
     ],
 )
-def test_a_naming_that_is_none(text):
+def test_invalid_naming_is_refused(text):
     with pytest.raises((DataError, UsageError)):
         Naming.from_json(text)
 
@@ -338,7 +338,7 @@ def test_a_pattern_below_split_folders(tmp_path):
     assert alone.listings[0].label_ids.tolist() == [1, 2]
 
 
-def test_a_pattern_that_tells_the_split(tmp_path):
+def test_pattern_with_a_split_field(tmp_path):
     put(
         tmp_path,
         "2025/val_LEAK_1.wav",
@@ -392,7 +392,7 @@ def test_odd_names_through_a_pattern(tmp_path):
     assert repr(m.preview).replace("\n", "").isprintable()
 
 
-def test_the_walk_of_a_pattern_is_that_of_folders(tmp_path):
+def test_pattern_finds_the_same_files_as_folders(tmp_path):
     put(tmp_path / "outside", "LEAK_secret.wav")
     root = tmp_path / "root"
     put(root, "LEAK_a.wav", ".LEAK_hidden.wav", "sub/LEAK_b.wav")
@@ -484,7 +484,7 @@ def test_blank_lines_above_the_header(tmp_path, above):
 
 
 @pytest.mark.parametrize("n", [32_767, 32_768])
-def test_more_labels_than_there_are_numbers(tmp_path, n):
+def test_too_many_labels_are_refused(tmp_path, n):
     "The wrong column was named label: each recording has its own."
     (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{i}.wav,L{i:05d}\n" for i in range(n)))
     if n == 32_767:
@@ -528,7 +528,7 @@ ODD = [
 ]
 
 
-def test_odd_names_go_through_a_table_and_back(tmp_path):
+def test_odd_names_survive_a_round_trip_through_a_table(tmp_path):
     put(tmp_path / "data", *ODD)
     rows = []
     for name in ODD:
@@ -601,7 +601,7 @@ def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):
     assert str(caught.value).isprintable()
 
 
-def test_tables_that_are_no_file(tmp_path):
+def test_table_path_that_is_not_a_file_is_refused(tmp_path):
     put(tmp_path / "data", "a.wav")
     os.mkfifo(tmp_path / "fifo.csv")
     for name in ("fifo.csv", "nowhere.csv", "data"):
@@ -616,7 +616,7 @@ def test_tables_that_are_no_file(tmp_path):
 @pytest.mark.parametrize("count", [3, 200])
 @given(data=st.data())
 @fuzz(15)
-def test_a_table_written_by_pandas_is_read_as_it_was(tmp_path_factory, count, data):
+def test_table_written_by_pandas_survives_a_round_trip(tmp_path_factory, count, data):
     names = data.draw(
         st.lists(
             st.text(
@@ -641,7 +641,7 @@ def test_a_table_written_by_pandas_is_read_as_it_was(tmp_path_factory, count, da
     assert t.labels == labels
 
 
-def test_what_a_table_names_and_what_it_does_not(tmp_path):
+def test_files_named_and_not_named_by_a_table(tmp_path):
     root = tmp_path / "data"
     put(tmp_path / "outside", "secret.wav")
     put(root, "x/a.wav", "x/b.wav", "c.wav", "d.wav", "notes/deep/e.WAVE")
@@ -709,7 +709,7 @@ def test_splits_of_a_table(tmp_path):
         scan(tmp_path / "data", split="holdout", table=file)
 
 
-def test_a_table_is_quick_and_small(tmp_path):
+def test_table_takes_little_time_and_memory(tmp_path):
     (tmp_path / "data").mkdir()
     file = table(
         tmp_path,
@@ -725,7 +725,7 @@ def test_a_table_is_quick_and_small(tmp_path):
 # ---- groups ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_groups_of_many_labels_are_quick(tmp_path):
+def test_grouping_many_labels_takes_little_time(tmp_path):
     (tmp_path / "t.csv").write_text(
         "path,label,sensor,split\n"
         + "".join(f"{i}.wav,L{i},s{i % 100},{('train', 'val')[i // 10_000]}\n" for i in range(20_000))
@@ -780,7 +780,7 @@ def test_groups(tmp_path):
 
 
 def judge(path: Path, folder: Path, right: dict[bytes, tuple[str, str, str]]) -> dict:
-    "What an outsider finds: rows and rejected are `right`, each row has its label, sensor and session, and its own features."
+    "What an independent check finds: rows and rejected are `right`, each row has its label, sensor and session, and its own features."
     got = content(path)
     config, names = json.loads(got["@config_json"]), json.loads(got["@labels_json"])
     paths = got["files/path"].tolist()
@@ -938,7 +938,7 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         ),
     ],
 )
-def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, word):
+def test_table_changed_after_the_build_is_reported(by_table, copy, name, change, word):
     path, file = copy
     assert lm.verify(path, root=by_table[0], table=file).ok
     assert change(TABLE) != TABLE
@@ -989,14 +989,14 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
         ),
     ],
 )
-def test_a_data_set_whose_names_were_changed_with_digests_that_fit(by_table, copy, name, change, word):
+def test_changed_names_with_repaired_digests_are_reported(by_table, copy, name, change, word):
     path, file = copy
     spoil(path, change)
     bad(lm.verify(path, root=by_table[0], table=file), word)
     bad(lm.verify(path, table=file), word)
 
 
-def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
+def test_missing_sources_of_a_table_are_reported(by_table, copy, tmp_path):
     path, file = copy
     data = Path(shutil.copytree(by_table[0], tmp_path / "data"))
     put(data, "one more that the table does not name.wav")
@@ -1006,7 +1006,7 @@ def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
     bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
-def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table, tmp_path):
+def test_verify_refuses_unrelated_and_invalid_tables(by_table, tmp_path):
     put(tmp_path / "data", "LEAK/a.wav", "NORMAL/b.wav")
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
     with pytest.raises(UsageError, match="the labels of this data set come from folders: omit the table"):
@@ -1020,7 +1020,7 @@ def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table,
         lm.verify(r.path, table=tmp_path / "nowhere.csv")
 
 
-def test_a_builder_that_takes_wrong_labels_is_found_before_it_publishes(by_table, tmp_path):
+def test_wrong_labels_of_a_builder_prevent_publication(by_table, tmp_path):
     data, file, _ = by_table
     m = scan(data, split="train", table=file)
     wrong = replace(m.listings[0], label_ids=1 - m.listings[0].label_ids)
@@ -1093,7 +1093,7 @@ def test_a_build_from_a_pattern(tmp_path):
     bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
-def test_a_build_whose_names_do_not_all_fit(tmp_path):
+def test_build_rejects_names_that_do_not_match_the_pattern(tmp_path):
     data = tmp_path / "data"
     put(data, "TRAINING/LEAK_H1.wav", "TRAINING/NORMAL_H2.wav", "TRAINING/odd.wav", "TESTING/LEAK_H3.wav")
     r = lm.build(
@@ -1287,7 +1287,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
     bad(lm.verify(r.path), "have a label that differs from their folder, first LEAK/odd.wav")
 
 
-def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path, capsys):
+def test_unmatched_name_is_rejected_if_the_pattern_has_the_label(tmp_path, capsys):
     put(tmp_path, "LEAK_H1.wav", "odd.wav")
     assert scan(tmp_path, pattern="{label}_{sensor}").report().groups()["cannot be used"] == ["no_match"]
     assert main(["scan", str(tmp_path), "--pattern", "{label}_{sensor}"]) == 1
@@ -1306,7 +1306,7 @@ def test_pattern_without_match_is_reported_once(tmp_path):
     assert repr(m.preview).startswith("0 of 2 names fit {label}-*_{sensor}\n  does not fit: LEAK/H1_5.wav")
 
 
-def test_a_table_as_excel_writes_it(tmp_path):
+def test_table_written_by_excel(tmp_path):
     t = read_table(table(tmp_path, "File;Label;Gain\r\na.wav;LEAK;1,5\r\nb.wav;NORMAL;-3.25\r\n"))
     assert (t.paths, t.labels, [p.gain for p in t.parts]) == (
         [b"a.wav", b"b.wav"],
@@ -1336,7 +1336,7 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
 
 
-def test_a_table_that_fails_while_it_is_read_is_named(tmp_path, monkeypatch):
+def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
     def fail(path: Path) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 

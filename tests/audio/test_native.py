@@ -1,4 +1,4 @@
-"Compiled reading, digests, moments and looks at rows: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
+"Compiled reading, digests, moments and row checks: bit-identical to Python, and no faulty file is read as a recording."
 
 import errno
 import importlib.abc
@@ -40,8 +40,8 @@ QUIET: dict[str, Any] = dict(
 
 
 @pytest.fixture(autouse=True)
-def without_a_cache_of_answers():
-    "Whether compiled code is to be had is asked anew in every test."
+def clear_cached_availability():
+    "Check the availability of compiled code again in every test."
     conform.native.cache_clear()
     yield
     conform.native.cache_clear()
@@ -72,7 +72,7 @@ def test_digests_are_those_of_xxhash(n_rows: int, n_bytes: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("n_bytes", [8, 240, 241, 248, 256, 1016, 1024, 1032, 1088, 2048, 81_920, 1 << 20])
-def test_digests_at_the_borders_of_blocks(n_bytes: int) -> None:
+def test_digests_at_block_boundaries(n_bytes: int) -> None:
     assert native.can_digest(n_bytes) == (n_bytes > 240 and n_bytes % 8 == 0)
     for fill in (0, 255):
         rows = np.full((2, n_bytes), fill, np.uint8)
@@ -161,7 +161,7 @@ def odd_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_not_read_as_recordings(tmp_path: Path) -> None:
     made = odd_files(tmp_path)
     made["modified since"] = written(tmp_path / "late", noise(1)[0])
     good = written(tmp_path / "good", noise(1)[0])
@@ -182,7 +182,7 @@ def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
     assert outcomes[-1] == READ, "and the next one is read all the same"
 
 
-def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
+def test_path_with_a_zero_byte_does_not_shift_other_paths(tmp_path: Path) -> None:
     good = [written(tmp_path / name, noise(1, seed=k)[0]) for k, name in enumerate("ab")]
     outcomes, _, _ = read_rows(
         [good[0], b"x\0" + good[0], good[1]],
@@ -195,7 +195,7 @@ def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
     assert np.array_equal(samples[2], noise(1, seed=1)[0])
 
 
-def test_reading_closes_what_it_opens(tmp_path: Path) -> None:
+def test_reading_closes_all_descriptors(tmp_path: Path) -> None:
     paths = [*odd_files(tmp_path).values(), written(tmp_path / "good", noise(1)[0])]
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -209,14 +209,14 @@ def test_reading_closes_what_it_opens(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_no_rows_at_all() -> None:
+def test_zero_rows() -> None:
     outcomes, ctimes_ns, digests = read_rows(
         [], np.zeros(0, bool), np.zeros(0, np.int64), HEADER, np.zeros((0, N), np.int16)
     )
     assert len(outcomes) == len(ctimes_ns) == len(digests) == 0
 
 
-def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
+def test_reading_releases_the_interpreter_lock(tmp_path: Path) -> None:
     "Compiled reading holds no lock: another thread counts on meanwhile, unless another program has its core, which it has not in each of three tries."
     paths = [
         written(tmp_path / f"{k}", noise(1, 40_960)[0], canonical_header(4096, 40_960)) for k in range(64)
@@ -253,7 +253,7 @@ def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n_values", "n_rows"), [(124, 3), (128, 1), (132, 9), (5120, 60), (140_000, 2)])
-def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int, n_rows: int) -> None:
+def test_row_checks_equal_those_of_numpy(tmp_path: Path, n_values: int, n_rows: int) -> None:
     "Less, as much and more than a step; less and more than the buffer; every kind of number in the first and the last place."
     kinds = np.array([np.inf, -np.inf, np.nan, 65_504, -65_504, -0.0, 6e-8], np.float16)
     rows = np.random.default_rng(n_values).normal(size=(n_rows, n_values)).astype(np.float16)
@@ -272,7 +272,7 @@ def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int,
         assert np.array_equal(largest < 0x7C00, np.isfinite(rows).all(axis=1))
 
 
-def test_rows_that_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_row_checks_refuse_invalid_arrays(tmp_path: Path) -> None:
     (tmp_path / "rows").write_bytes(bytes(999))
     with open(tmp_path / "rows", "rb") as file:
         assert len(native.digest_file_rows(file.fileno(), 499, 2, 248)[0]) == 2
@@ -286,7 +286,7 @@ def test_rows_that_cannot_be_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["none", "bit", "infinite", "cut"])
-def test_damage_is_found_alike_without_compiled_code(
+def test_damage_is_detected_with_and_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str
 ) -> None:
     for k in range(9):
@@ -335,7 +335,7 @@ def test_damage_is_found_alike_without_compiled_code(
 
 
 @pytest.mark.parametrize("mode", ["stream", "memmap"])
-def test_the_same_data_set_without_compiled_code(
+def test_build_without_compiled_code_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     write_messy(tmp_path / "data")
@@ -368,7 +368,7 @@ def test_the_same_data_set_without_compiled_code(
     assert len(compiled_rejected) > 5
 
 
-def test_compiled_code_reads_what_is_canonical(
+def test_only_canonical_files_are_read_by_compiled_code(
     tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "And only what is not goes through Python."
@@ -424,7 +424,7 @@ def test_descriptors_that_run_out(tmp_path: Path) -> None:
 # ---- where it cannot be had
 
 
-def test_without_numba_everything_goes_on(
+def test_everything_works_without_numba(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
@@ -437,14 +437,14 @@ def test_without_numba_everything_goes_on(
 
 
 class _Damaged(importlib.abc.MetaPathFinder):
-    "What numba does about a cache with empty files."
+    "Simulates numba with a cache of empty files."
 
     def find_spec(self, fullname: str, *others: Any) -> None:
         if fullname == "leakmel.audio.native":
             raise EOFError("Ran out of input")
 
 
-def test_a_damaged_cache_is_said_with_what_to_do(
+def test_damaged_numba_cache_is_reported_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(sys.modules, "leakmel.audio.native")
@@ -455,7 +455,7 @@ def test_a_damaged_cache_is_said_with_what_to_do(
     assert "EOFError: Ran out of input; if this happens again, remove numba's cache" in caplog.text
 
 
-def test_numba_switched_off_is_numba_not_there() -> None:
+def test_disabled_numba_is_treated_as_missing() -> None:
     code = "from leakmel.audio.conform import native; print(native())"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -471,7 +471,7 @@ def test_numba_switched_off_is_numba_not_there() -> None:
 @pytest.mark.parametrize(
     "part", ["digest_rows", "int16_moments", "digest_file_rows: digests", "digest_file_rows: largest"]
 )
-def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     part, _, what = part.partition(": ")
     real = getattr(native, part)
 
@@ -526,25 +526,25 @@ def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
     ).path.read_bytes()
 
 
-def test_without_a_place_to_keep_code_rows_are_the_same(tmp_path: Path, six: tuple[Path, bytes]) -> None:
-    "No place for numba's cache: the same engine, and one warning."
-    got, said = built_by_a_child(six[0], tmp_path / "x.h5", tmp_path / "cache", "no place")
+def test_rows_are_the_same_without_a_numba_cache(tmp_path: Path, six: tuple[Path, bytes]) -> None:
+    "No writable folder for numba's cache: the same engine, and one warning."
+    got, output = built_by_a_child(six[0], tmp_path / "x.h5", tmp_path / "cache", "no place")
     assert got == six[1]
-    assert said.count("cannot be kept") == 1, said
+    assert output.count("cannot be kept") == 1, output
     assert not (tmp_path / "cache").exists()
 
 
-def test_code_that_was_cut_off_stops_nothing(tmp_path: Path, six: tuple[Path, bytes]) -> None:
+def test_truncated_numba_cache_does_not_stop_a_build(tmp_path: Path, six: tuple[Path, bytes]) -> None:
     "A full disk leaves files of numba's cache that are empty or end too early: the same engine, and one warning."
     cache = tmp_path / "cache"
-    got, said = built_by_a_child(six[0], tmp_path / "x.h5", cache)
+    got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
-    assert "cannot be kept" not in said
+    assert "cannot be kept" not in output
     functions = sorted(cache.rglob("*.nbi"))
     assert len(functions) > 3
     for i, index in enumerate(functions):  # of each function the index or the code
         spoilt = index if i % 2 else next(index.parent.glob(index.stem + "*.nbc"))
         spoilt.write_bytes(spoilt.read_bytes()[: 40 * (i // 2 % 2)])
-    got, said = built_by_a_child(six[0], tmp_path / "x.h5", cache)
+    got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
-    assert said.count("cannot be kept") == 1, said
+    assert output.count("cannot be kept") == 1, output

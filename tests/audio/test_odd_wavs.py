@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import REJECT_CODES, RecordingError
 from odd_wavs import KINDS, READ, REFUSED, by_libsndfile, sample_digest, write_odd_wavs
-from outsider import content, fit, log_mel, off, walk
+from independent import content, fit, log_mel, off, walk
 
 MAX_BYTES = 16_000_000  # that reading one of them may allocate
 MAX_SECONDS = 2.0
@@ -102,7 +102,7 @@ def complaints(folder: Path) -> list[str]:
     "All that is wrong about a folder with a manifest."
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert manifest, "a manifest that lists nothing"
-    return [said for entry in manifest if (said := complaint(folder, entry))]
+    return [output for entry in manifest if (output := complaint(folder, entry))]
 
 
 def named_folders() -> list[Path]:
@@ -113,11 +113,11 @@ def named_folders() -> list[Path]:
 # -- the made set -------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_is_read_or_refused_as_the_manifest_says(odd: Path) -> None:
+def test_every_file_is_read_or_refused_as_in_the_manifest(odd: Path) -> None:
     assert complaints(odd) == []
 
 
-def test_the_set_holds_what_it_should(odd: Path) -> None:
+def test_odd_set_has_all_kinds_of_files(odd: Path) -> None:
     manifest = json.loads((odd / "manifest.json").read_text())
     assert len({e["file"] for e in manifest}) == len(READ) + len(REFUSED) >= 200
     assert {e["encoding"] for e in manifest if e["expect"] == "samples"} >= {
@@ -134,7 +134,7 @@ def test_the_set_holds_what_it_should(odd: Path) -> None:
     )
 
 
-def test_lying_sizes_take_no_memory(odd: Path) -> None:
+def test_false_sizes_in_headers_allocate_no_memory(odd: Path) -> None:
     "In a process of its own, where the decoder's memory counts too."
     liars = [f"{odd}/{e['file']}" for e in json.loads((odd / "manifest.json").read_text())]
     script = """
@@ -168,7 +168,7 @@ def test_named_folders(odd: Path) -> None:
         assert complaints(folder) == [], folder
 
 
-def test_a_named_folder_is_looked_at(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_folder_is_checked(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "The test above passes on the made set; it fails on one with a wrong entry, on a folder without a manifest, and where there is none."
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "canonical.wav").write_bytes(READ["canonical"].content)
@@ -200,7 +200,7 @@ def changed(entry: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("expect", ["samples", "refused"])
-def test_each_wrong_value_of_an_entry_is_seen(odd: Path, expect: str) -> None:
+def test_each_wrong_manifest_value_is_detected(odd: Path, expect: str) -> None:
     entry = next(
         e
         for e in json.loads((odd / "manifest.json").read_text())
@@ -217,7 +217,7 @@ def test_each_wrong_value_of_an_entry_is_seen(odd: Path, expect: str) -> None:
         complaint(odd, entry | {"file": "gone.wav"})
 
 
-def test_a_place_that_cannot_be_named_is_null(odd: Path) -> None:
+def test_unknown_offset_is_null(odd: Path) -> None:
     entry = next(e for e in json.loads((odd / "manifest.json").read_text()) if e["expect"] == "refused")
     assert "offset" in complaint(odd, entry | {"offset": None})
 

@@ -1,4 +1,4 @@
-"The quality report: each kind is found when planted and not a notch below its threshold, in a scan, a build and on a card."
+"The quality report: each planted problem is found, and none below its threshold, in a scan, a build and a card."
 
 import json
 import os
@@ -152,7 +152,7 @@ def test_channels() -> None:
     assert "3 different channels" in messages[c.show(4)]
 
 
-def test_clipped_offset_and_silence_have_their_limits() -> None:
+def test_limits_of_clipping_offset_and_silence() -> None:
     c = made()
     assert found(change(c, clipped_share={1: CLIPPED_SHARE * 1.001, 2: CLIPPED_SHARE * 0.999})) == {
         "clipped": {c.show(1)}
@@ -191,7 +191,7 @@ def test_a_sensor_that_never_recorded_anything() -> None:
     ) == {"dead_sensor": {"H3"}}
 
 
-def test_a_dead_sensor_takes_three_recordings() -> None:
+def test_sensor_needs_three_silent_recordings_to_be_reported() -> None:
     c = made()
     for n in (DEAD_FILES - 1, DEAD_FILES):
         few = change(c, sensor={i: b"X9" for i in range(n)}, silent={i: True for i in range(n)})
@@ -244,7 +244,9 @@ RECORDINGS = st.lists(
 
 
 @given(RECORDINGS, st.integers(0, 3))
-def test_copies_are_those_of_a_dict(recordings: list[tuple[int, int, int, bool]], cut: int) -> None:
+def test_copies_equal_those_found_by_a_dictionary(
+    recordings: list[tuple[int, int, int, bool]], cut: int
+) -> None:
     "Digest, split, label, silent; walked through one by one. Cut into the splits before and the last one, the last one's are the same."
     recordings = sorted(recordings, key=lambda r: r[1])
     first: dict[int, tuple[int, int, int]] = {}
@@ -319,7 +321,7 @@ def tied(n_with: int, of_them: int, n_without: int, of_those: int) -> bool:
     return any(v == 7 for v, *_ in tied_values(values, label))
 
 
-def test_a_tie_has_its_limits() -> None:
+def test_limits_of_a_property_tied_to_a_label() -> None:
     assert tied(10, 10, 10, 0)
     assert not tied(9, 9, 1000, 0), "nine recordings are not enough"
     assert tied(100, 95, 100, 20)
@@ -338,7 +340,7 @@ def test_random_values_are_not_tied_to_a_label() -> None:
         assert not list(tied_values(rng.integers(0, n_values, n), (rng.random(n) < share).astype(int)))
 
 
-def test_a_level_that_tells_the_label() -> None:
+def test_level_that_separates_labels_is_reported() -> None:
     c = made()
     for shift, word in ((25, "louder"), (-25, "quieter")):
         loud = replace(c, rms_db=c.rms_db + np.where(c.label_id == 0, shift, 0).astype(np.float32))
@@ -354,7 +356,7 @@ def test_a_level_that_tells_the_label() -> None:
     )
 
 
-def test_pairs_have_their_limits() -> None:
+def test_limits_of_separated_pairs() -> None:
     "10 recordings of a label against 40 of two others: 380 of 400 pairs are 0.95, 379 are less."
     labels = np.concatenate([np.zeros(10, int), 1 + np.arange(40) % 2])
     c = replace(made(50, splits=1), labels=("LEAK", "NOLEAK", "BURST"), label_id=labels)
@@ -475,15 +477,15 @@ def test_each_fault_of_a_messy_set_is_named_and_no_other(messy) -> None:
 
 def test_build_reports_the_problems_of_a_scan(messy, tmp_path: Path) -> None:
     root, planted = messy
-    said: dict[str, set[str]] = {}
+    output: dict[str, set[str]] = {}
     results = lm.build_all(root, out_dir=tmp_path, spec=SPEC, engine="reference", check=4, progress="none")
     for r in results:
         for kind, paths in kinds_of(r.problems).items():
-            said.setdefault(kind, set()).update(paths)
+            output.setdefault(kind, set()).update(paths)
         report = json.loads((tmp_path / f"{r.path.name}.report.json").read_text())
         assert report["problems"] == r.problems.to_dict("records")
         assert report["problems_by_kind"] == r.summary["problems_by_kind"] == count_kinds(r.problems["kind"])
-    assert said == planted | {"missing_split": {"VALIDATION"}}
+    assert output == planted | {"missing_split": {"VALIDATION"}}
     assert set(results[0].rejected["code"]) == {"empty"}
     alone = lm.build(
         root, split="testing", out=tmp_path / "x.h5", spec=SPEC, engine="reference", check=4, progress="none"
@@ -528,7 +530,7 @@ def test_notes_are_reported_with_their_split(tmp_path: Path) -> None:
     assert set(training.problems["kind"]) == {"not_a_split", "missing_split"}
 
 
-def test_padding_does_not_thin_out_what_is_clipped(tmp_path: Path) -> None:
+def test_padding_does_not_lower_the_clipped_share(tmp_path: Path) -> None:
     "A clipped recording of a tenth of the length: the figures of a build are those of the recording, not of its row."
     healthy(tmp_path / "set", 8)
     name = put(
@@ -593,7 +595,7 @@ def test_the_demo_set_s_planted_faults_are_named(tmp_path: Path) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_what_was_read(messy) -> None:
+def test_table_of_read_recordings(messy) -> None:
     root, _ = messy
     m = scan(root, content=True, progress="none")
     assert m.content is not None
@@ -675,7 +677,7 @@ def test_no_memory_is_a_fault_of_the_machine(tmp_path: Path, monkeypatch: pytest
         scan(tmp_path, content=True, progress="none")
 
 
-def test_samples_that_no_build_would_take_are_refused(tmp_path: Path) -> None:
+def test_invalid_samples_are_refused(tmp_path: Path) -> None:
     import soundfile
 
     healthy(tmp_path, 4)
@@ -694,13 +696,13 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     assert all(meaning_of(kind) for kind in kinds)
     assert meaning_of("never heard of") == ""
     sources = Path(content_module.__file__).parent
-    said = {
+    output = {
         kind
         for p in sources.glob("*.py")
         for kind in re.findall(r'(?:Problem|leave_out)\("(\w+)"', p.read_text(encoding="utf-8"))
     }
-    assert {"duplicate", "gain_1", "link"} <= said
-    assert said <= set(kinds), "a kind that is said and not explained"
+    assert {"duplicate", "gain_1", "link"} <= output
+    assert output <= set(kinds), "a kind that is said and not explained"
 
 
 def test_a_report_stays_bounded() -> None:
@@ -714,7 +716,7 @@ def test_a_report_stays_bounded() -> None:
     assert "LEAK/0.wav" not in repr(ProblemReport(problems, 0))
 
 
-def test_what_counts_as_a_copy(tmp_path: Path) -> None:
+def test_definition_of_a_copy(tmp_path: Path) -> None:
     "The same bytes under another name and behind another header are a copy; the same sound in another encoding is none, and the text says so."
     import soundfile
 
@@ -756,7 +758,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     for k, name in enumerate(HOSTILE):
         for label in ("LEAK", "<b>NOLEAK"):
             put(tmp_path, f"{label}/{name.replace('/', '')}", noise(k))
@@ -796,7 +798,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert "\x1b" not in repr(m.report(100))
 
 
-def test_the_card_counts_and_groups(messy) -> None:
+def test_problem_card_counts_and_groups(messy) -> None:
     root, planted = messy
     m = scan(root, content=True, progress="none")
     text = Tags(m._repr_html_()).text
@@ -877,7 +879,7 @@ def test_exit_codes_of_scan(messy, tmp_path: Path, say) -> None:
     assert say("scan", messy[0], "--most", "-1")[0] == 2
 
 
-def test_scan_says_its_exit_codes(capsys) -> None:
+def test_help_of_scan_lists_exit_codes(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["scan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -943,7 +945,7 @@ def test_the_text_of_build_counts_problems(messy, tmp_path: Path, say) -> None:
     assert "leakmel scan --content" in line
 
 
-def test_a_level_that_tells_the_label_says_what_to_check() -> None:
+def test_report_of_separating_level_names_what_to_check() -> None:
     c = made()
     level = np.where(c.label_id == 0, -10.0, -40.0)
     told = [

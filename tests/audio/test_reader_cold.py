@@ -1,4 +1,4 @@
-"Recordings that come from a disk: what is fetched ahead of the readers, what a build says of it, and listing by compiled code."
+"Recordings on a disk: prefetching, cache use in the report of a build, and listing by compiled code."
 
 import errno
 import os
@@ -89,7 +89,7 @@ def built(
 # ---- the look at the page cache
 
 
-def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
+def test_probe_counts_pages_missing_from_the_page_cache(data: Path) -> None:
     reader = reader_of(data)
     paths = waves(data / "TRAINING")
     drop(paths)
@@ -125,7 +125,7 @@ def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(
     assert (splits.count(b"TRAINING"), splits.count(b"VALIDATION")) == (12, 4), "by their sizes"
 
 
-def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Path) -> None:
+def test_probe_ignores_missing_and_locked_files(data: Path) -> None:
     reader = reader_of(data)
     for path in waves(data / "TRAINING"):
         path.unlink()
@@ -133,9 +133,7 @@ def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Pat
     assert plan_read_ahead([reader], None) is None
 
 
-def test_a_signal_while_pages_are_looked_at_is_what_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_during_the_probe_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def mincore(self, *args: object) -> int:
             raise KeyboardInterrupt
@@ -147,7 +145,7 @@ def test_a_signal_while_pages_are_looked_at_is_what_is_told(
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
-def test_a_file_system_that_does_not_tell(
+def test_no_prefetch_on_a_file_system_without_page_information(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     "Nothing is fetched ahead unasked, and the build does not call itself warm."
@@ -171,8 +169,8 @@ def test_a_file_system_that_does_not_tell(
 # ---- what is fetched ahead
 
 
-class Asked:
-    "Stands in for the system: keeps what was asked for, and checks the window."
+class RecordingAdvice:
+    "Simulated system call: records the requests and checks the window."
 
     def __init__(self, ahead: ReadAhead):
         self.ahead, self.most_files = ahead, 0
@@ -187,16 +185,16 @@ class Asked:
         return len(paths)
 
 
-def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, threading.Thread]:
-    "The thread of a read-ahead, with the system played."
-    asked = Asked(ahead)
+def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordingAdvice, threading.Thread]:
+    "The thread of a read-ahead with simulated system calls."
+    asked = RecordingAdvice(ahead)
     monkeypatch.setattr(native, "prefetch_files", asked)
     thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)
     thread.start()
     return asked, thread
 
 
-def settle(asked: Asked, n_files: int) -> int:
+def settle(asked: RecordingAdvice, n_files: int) -> int:
     "Wait until so many files are asked for, and a little longer; returns how many were."
     until = time.monotonic() + 60
     while len(asked.paths) < n_files and time.monotonic() < until:
@@ -206,7 +204,7 @@ def settle(asked: Asked, n_files: int) -> int:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 32])
-def test_the_window_is_kept_and_nothing_is_left_out(
+def test_prefetch_window_is_bounded_and_complete(
     data: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     readers = [reader_of(data), reader_of(data, "validation")]
@@ -230,7 +228,7 @@ def test_the_window_is_kept_and_nothing_is_left_out(
     assert len(set(asked.paths)) == len(asked.paths)
 
 
-def made_up(sizes: list[int], label_ids: list[int] | None = None) -> BatchReader:
+def reader_of_missing_files(sizes: list[int], label_ids: list[int] | None = None) -> BatchReader:
     "A reader of files that are not there."
     n = len(sizes)
     x = Listing(
@@ -245,10 +243,10 @@ def made_up(sizes: list[int], label_ids: list[int] | None = None) -> BatchReader
     return BatchReader(x, MelSpec.preset("disjoint"))
 
 
-def test_the_window_is_kept_in_bytes_and_large_files_are_left_to_their_readers(
+def test_prefetch_window_is_bounded_in_bytes_and_skips_large_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ahead = ReadAhead([made_up([100] * 10 + [5000] + [100] * 10)], files=512, n_bytes=800)
+    ahead = ReadAhead([reader_of_missing_files([100] * 10 + [5000] + [100] * 10)], files=512, n_bytes=800)
     asked, thread = started(ahead, monkeypatch)
     assert settle(asked, 8) == 8
     ahead.take(4)
@@ -260,8 +258,14 @@ def test_the_window_is_kept_in_bytes_and_large_files_are_left_to_their_readers(
     assert 5000 not in asked.sizes
 
 
-def test_what_is_not_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = ReadAhead([made_up([100, 0, -1, 100, 100], [0, 0, 0, -1, 0]), made_up([]), made_up([7])])
+def test_only_files_to_be_read_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ReadAhead(
+        [
+            reader_of_missing_files([100, 0, -1, 100, 100], [0, 0, 0, -1, 0]),
+            reader_of_missing_files([]),
+            reader_of_missing_files([7]),
+        ]
+    )
     asked, thread = started(ahead, monkeypatch)
     settle(asked, 3)
     ahead.stop()
@@ -269,7 +273,7 @@ def test_what_is_not_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked.sizes == [100, 100, 7]
 
 
-def test_it_skips_what_the_readers_have(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_skips_files_already_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = ReadAhead([reader_of(data)], files=8)
     ahead.take(40)
     asked, thread = started(ahead, monkeypatch)
@@ -282,7 +286,7 @@ def test_it_skips_what_the_readers_have(data: Path, monkeypatch: pytest.MonkeyPa
     assert not thread.is_alive()
 
 
-def test_a_thread_that_waits_leaves_when_it_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prefetch_thread_ends_when_stopped(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = ReadAhead([reader_of(data)], files=2)
     asked, thread = started(ahead, monkeypatch)
     settle(asked, 2)
@@ -292,7 +296,7 @@ def test_a_thread_that_waits_leaves_when_it_is_told(data: Path, monkeypatch: pyt
     assert not thread.is_alive()
 
 
-def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> None:
+def test_prefetch_loads_files_into_the_page_cache_and_counts_bytes(data: Path) -> None:
     drop(waves(data / "TRAINING"))
     reader = reader_of(data)
     ahead = ReadAhead([reader], files=N_FILES)
@@ -313,7 +317,7 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
 # ---- builds
 
 
-def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_prefetch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Cold and warm, with any window and without, in every mode."
     real, n_wanted, until = BatchReader.fill, 0, time.monotonic() + 60
 
@@ -366,7 +370,7 @@ def test_build_reports_a_cold_warm_or_mixed_cache(data: Path, tmp_path: Path) ->
     assert mixed["bytes_from_device"] == pytest.approx(0.5 * cold["bytes_from_device"], rel=0.1)
 
 
-def test_the_splits_of_a_run_are_told_apart(data: Path, tmp_path: Path) -> None:
+def test_cache_use_is_counted_for_each_split(data: Path, tmp_path: Path) -> None:
     drop(waves(data / "VALIDATION"))
     config = PipelineConfig(files_per_batch=4, fsync=False, read_ahead=16)
     results = lm.build_all(data, out_dir=tmp_path / "out", pipeline=config, mode="stream", spec=SPEC, **QUIET)
@@ -374,7 +378,7 @@ def test_the_splits_of_a_run_are_told_apart(data: Path, tmp_path: Path) -> None:
     assert results[1].summary["bytes_from_device"] >= 0.9 * results[1].summary["source_bytes"]
 
 
-def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Path) -> None:
+def test_preloaded_recordings_count_the_bytes_of_this_build(data: Path, tmp_path: Path) -> None:
     "A cache file that is loaded is what is asked for; what memory holds is asked of no file."
     built(data, tmp_path / "x.h5", mode="memmap")
     [cache] = (tmp_path / "cache").glob("*.samples")
@@ -394,14 +398,14 @@ def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Pat
     ("share", "word"),
     [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")],
 )
-def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
+def test_limits_of_cold_mixed_and_warm(share: float, word: str) -> None:
     cache_use = CacheUse()
     cache_use.ask(100_000)
     cache_use.delivered, cache_use.tells = round(100_000 * share), True
     assert cache_use.cache == word
 
 
-def test_a_system_that_counts_nothing_is_not_warm(
+def test_cache_is_unknown_when_no_byte_was_counted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Files were seen to be missing from memory, and no byte was counted for them."
@@ -413,7 +417,7 @@ def test_a_system_that_counts_nothing_is_not_warm(
     assert (summary["cache"], summary["bytes_from_device"]) == ("warm", 0)
 
 
-def test_what_is_read_again_from_files_is_counted_once(
+def test_bytes_read_again_are_counted_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "By the build that reads it, where a cache file cannot be read or recordings held are outdated."
@@ -447,7 +451,7 @@ def test_what_is_read_again_from_files_is_counted_once(
     assert new["bytes_asked"] == 2 * n_bytes, "once to hold them, and once again"
 
 
-def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
+def test_only_bytes_of_the_own_thread_are_counted(data: Path) -> None:
     paths, cache_use = waves(data), CacheUse()
     drop(paths)
     other = threading.Thread(target=read_into_cache, args=(paths[:32],))
@@ -466,7 +470,7 @@ def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
     )
 
 
-def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_command_line_reports_cache_use(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     drop(waves(data))
     words = [
         "build",
@@ -490,7 +494,7 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
     assert "page cache warm: 2.0 MB requested, nothing read from the device\n" in capsys.readouterr().out
 
 
-def test_the_setting_is_checked() -> None:
+def test_invalid_prefetch_setting_is_refused() -> None:
     with pytest.raises(UsageError, match="read_ahead") as caught:
         PipelineConfig(read_ahead=-1)
     assert caught.value.code == "out-of-range"
@@ -505,7 +509,7 @@ def no_thread_is_left() -> bool:
 
 @pytest.mark.parametrize("mode", ["stream", "preload"])
 @pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
-def test_a_fault_of_fetching_ahead_is_none_of_the_build(
+def test_prefetch_fault_does_not_stop_the_build(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -524,7 +528,7 @@ def test_a_fault_of_fetching_ahead_is_none_of_the_build(
 
 @pytest.mark.parametrize("mode", ["stream", "preload"])
 @pytest.mark.parametrize("error", [LeakmelError("a fault in a reader"), KeyboardInterrupt()])
-def test_an_error_stops_it_too(
+def test_error_of_the_build_stops_prefetch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException
 ) -> None:
     "It waits for room in its window at that moment."
@@ -542,9 +546,7 @@ def test_an_error_stops_it_too(
     assert no_thread_is_left()
 
 
-def test_an_interrupt_in_the_main_thread_stops_it_too(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_stops_prefetch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(lanes: Any, finished: threading.Event, watch: Callable[[], None]) -> None:
         class Waits(threading.Event):
             def wait(self, timeout: float | None = None) -> bool:
@@ -561,7 +563,7 @@ def test_an_interrupt_in_the_main_thread_stops_it_too(
     assert no_thread_is_left()
 
 
-def test_what_took_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) -> None:
+def test_file_that_replaced_a_recording_does_not_block_prefetch(tmp_path: Path) -> None:
     pipe, gone, folder = (os.fsencode(tmp_path / name) for name in ("pipe.wav", "gone.wav", "folder.wav"))
     os.mkfifo(pipe)
     os.mkdir(folder)
@@ -615,7 +617,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_python_listing_are_equal(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     right = seen(scan(tree))
     monkeypatch.undo()
@@ -632,7 +634,7 @@ def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.Monke
     assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
 
 
-def test_what_changes_while_it_is_listed_is_looked_at_again(
+def test_file_that_changes_during_listing_is_examined_again(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A file that goes, or becomes something else, between the folder's entry and the look at it."
@@ -650,14 +652,14 @@ def test_what_changes_while_it_is_listed_is_looked_at_again(
     assert seen(scan(tree)) == right
 
 
-def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = seen(scan(tree))
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     assert seen(scan(tree)) == right
 
 
-def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_stat_files", lambda paths, starts, words, out: out.fill(7))
     with pytest.raises(ImportError, match="remove numba's cache"):
         native.self_check()
@@ -666,12 +668,12 @@ def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatc
 # ---- the suite
 
 
-def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) -> None:
+def test_benchmark_compares_all_readers_with_equal_samples(tmp_path: Path) -> None:
     from leakmel.core.monitor import usable_cores
     from bench_reader import bench_reader, effect, reader_table, ways_of_reading
 
-    said: list[str] = []
-    figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, log=said.append)
+    output: list[str] = []
+    figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, log=output.append)
     ways = ways_of_reading(usable_cores())
     assert figures["verified"] == {"runs": 2 * len(ways), "all_ok": True}
     assert set(figures["figures"]) == {f"{way}, {cache}" for way in ways for cache in ("cold", "warm")} | {
@@ -693,9 +695,7 @@ def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) 
         assert name == "plain" or effect(figures, name, "cold") == word
 
 
-def test_a_way_that_reads_something_else_is_not_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_with_other_samples_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_reader
 
     real = bench_reader._read_files

@@ -1,4 +1,4 @@
-"The demo set: same bytes for the same seed, every file accounted for, never half written, hard enough to be honest."
+"The demo set: equal bytes for equal seeds, complete accounting, never incomplete, and not trivial to classify."
 
 import errno, os, signal, subprocess, sys, threading
 from collections import Counter
@@ -242,7 +242,7 @@ def test_sensors_differ_and_follow_the_seed() -> None:
 # -- planted faults -----------------------------------------------------------------------------------------------
 
 
-def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
+def test_planted_faults_equal_the_list(tmp_path: Path) -> None:
     summary = write_demo(tmp_path / "demo", n_files=30, faults=True)
     files = contents(summary.root)
     what = {text: files[path] for path, text in summary.faults}
@@ -296,7 +296,7 @@ def test_too_few_files_are_refused(tmp_path: Path, n_files: object) -> None:
 
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"seed": 1.5}, {"workers": 0}, {"workers": "two"}])
-def test_nonsense_options_are_refused(tmp_path: Path, options: dict) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: dict) -> None:
     with raises("wrong-value", UsageError):
         write_demo(tmp_path / "demo", n_files=6, **options)
     assert os.listdir(tmp_path) == []
@@ -379,7 +379,7 @@ def test_a_killed_run_leaves_no_set(tmp_path: Path) -> None:
     assert len(contents(write_demo(tmp_path / "demo", n_files=20).root)) == 20
 
 
-def test_of_two_writers_the_first_to_finish_wins(tmp_path: Path) -> None:
+def test_first_of_two_writers_wins(tmp_path: Path) -> None:
     done: list[Path] = []
 
     def second(n_done: int) -> None:

@@ -1,4 +1,4 @@
-"The reader of WAV files: what it says of one file, names that are no text, and faults of the machine told from faults of a file."
+"The WAV reader: errors of a file, names that are not Unicode, and machine faults separated from file faults."
 
 import contextlib, errno, math, os, struct, subprocess, sys
 from collections.abc import Callable
@@ -68,16 +68,14 @@ def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_ask
     ("encoding", "n_bytes"),
     [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)],
 )
-def test_a_recording_may_have_as_many_samples_as_a_plain_file_can_say(
+def test_recording_may_have_as_many_samples_as_the_header_can_state(
     tmp_path: Path, encoding: str, n_bytes: int
 ) -> None:
     with open(sparse(tmp_path / "large.wav", n_bytes, encoding), "rb") as f:
         assert parse_header(f.fileno(), n_bytes).data_bytes == n_bytes - 44
 
 
-def test_a_file_too_large_for_the_memory_there_is_names_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_too_large_for_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "It is no fault of the recording, so it is not rejected: scan, read and build stop."
     path = tmp_path / "LEAK" / "large.wav"
     path.parent.mkdir()
@@ -144,7 +142,7 @@ def test_the_digest_is_that_of_the_payload(tmp_path: Path) -> None:
         assert read_wav(path).digest == digest_of(PCM16)
 
 
-def test_samples_may_be_written_to(tmp_path: Path) -> None:
+def test_samples_are_writable(tmp_path: Path) -> None:
     "torch warns of arrays that may not be written to."
     for name in ("canonical", "pcm16 RIFX", "pcm24", "float32", "A-law"):
         path = tmp_path / "x.wav"
@@ -162,7 +160,7 @@ def test_neither_folder_nor_fifo_nor_device_is_read(tmp_path: Path) -> None:
         assert refusal(path).reject_code == "unreadable"
 
 
-def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+def test_broken_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "gone.wav").symlink_to(tmp_path / "nothing")
     (tmp_path / "loop.wav").symlink_to(tmp_path / "loop.wav")
     assert (
@@ -243,7 +241,7 @@ except MachineError as e: print(e)
     assert "raise the limit" in done.stdout.lower()
 
 
-def test_no_descriptor_is_lost(tmp_path: Path) -> None:
+def test_no_descriptor_leaks(tmp_path: Path) -> None:
     n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     if n_open is None:
         pytest.skip("needs /proc")

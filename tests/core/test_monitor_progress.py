@@ -1,4 +1,4 @@
-"The monitor measures or says that it did not; progress ends with the truth in every front end."
+"The monitor measures or reports that it did not; progress ends with the correct count in every front end."
 
 import html
 import io
@@ -103,7 +103,7 @@ def test_shortest_run_has_two_samples():
     assert len(timeline.samples) == 2
 
 
-def test_stops_at_once_however_long_the_interval():
+def test_monitor_stops_at_once_with_a_long_interval():
     def stop() -> None:
         with Monitor(Timeline(), 60.0):
             pass
@@ -112,7 +112,7 @@ def test_stops_at_once_however_long_the_interval():
     assert not [t for t in threading.enumerate() if t.name == "leakmel-monitor"]
 
 
-def test_a_pause_of_the_process_while_it_stops_costs_no_sample(monkeypatch):
+def test_pause_while_stopping_loses_no_sample(monkeypatch):
     "The first wait for the thread is over before the thread has had its turn."
     go, waits, real = threading.Event(), list[float | None](), threading.Thread.join
 
@@ -162,7 +162,7 @@ def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
         monitor._thread.join()
 
 
-def test_failure_of_the_body_comes_through():
+def test_exception_of_the_body_is_raised():
     timeline = Timeline()
     with pytest.raises(OSError, match="disk full"), Monitor(timeline):
         raise OSError("disk full")
@@ -224,7 +224,7 @@ def test_no_disk_counters_is_none_not_zero(monkeypatch, error):
     assert timeline.samples[-1]["rss_bytes"] > 0
 
 
-def test_thread_that_cannot_start_is_told(monkeypatch):
+def test_monitor_thread_that_cannot_start_is_reported(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
@@ -234,7 +234,7 @@ def test_thread_that_cannot_start_is_told(monkeypatch):
     assert "new thread" in timeline.meta["monitor"]["missing"]["thread"]
 
 
-def test_samples_survive_the_file(tmp_path):
+def test_samples_survive_a_round_trip(tmp_path):
     timeline = run_monitor()
     back = read_timeline(write_timeline(timeline, tmp_path / "timeline.json"))
     assert len(back.samples) == len(timeline.samples)
@@ -360,7 +360,7 @@ def test_notebook_ends_with_n_of_n(monkeypatch):
     assert len(cell.shown) == 2  # the first and the last: the rest came too quickly to be drawn
 
 
-def test_notebook_failure_says_where_it_stopped(monkeypatch):
+def test_notebook_failure_shows_the_position(monkeypatch):
     cell = Cell(monkeypatch)
 
     def fail():
@@ -425,7 +425,7 @@ def test_updates_from_many_threads(monkeypatch):
     assert [s.state for s in cell.shown].count("done") == 1
 
 
-def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
+def test_log_has_periodic_lines_and_a_last_line(monkeypatch, caplog):
     clock = Clock(monkeypatch)
     with (
         caplog.at_level(logging.INFO, logger="leakmel"),
@@ -439,7 +439,7 @@ def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
     assert lines[-1].startswith("TESTING: 10 of 10 files")
 
 
-def test_quick_work_logs_one_line(monkeypatch, caplog):
+def test_short_work_logs_one_line(monkeypatch, caplog):
     Clock(monkeypatch)
     with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, show="log") as progress:
         for i in range(10):
@@ -500,7 +500,7 @@ class Terminal:
         return [row.rstrip() for row in self.rows if row.strip()]
 
 
-def test_bars_of_a_terminal_stay_in_their_rows(monkeypatch):
+def test_progress_bars_keep_their_rows(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(_Terminal, "every_s", 0.0)
@@ -519,7 +519,7 @@ def test_bars_of_a_terminal_stay_in_their_rows(monkeypatch):
     assert screen.row == 2, "whatever is written next stands below"
 
 
-def test_the_clock_of_a_bar_begins_and_rests(monkeypatch):
+def test_progress_clock_starts_and_pauses(monkeypatch):
     clock = Clock(monkeypatch)
     bar = Progress(40, label="TESTING", show="none")
     clock.now_s = 110.0
@@ -533,7 +533,7 @@ def test_the_clock_of_a_bar_begins_and_rests(monkeypatch):
     assert repr(bar) == "TESTING: 20 of 40 files in 2.0 s, 10 files/s"
 
 
-def test_a_count_without_an_end_is_shown_where_it_takes_its_time(caplog, monkeypatch):
+def test_count_without_total_is_shown_when_slow(caplog, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with caplog.at_level("INFO", logger="leakmel"):
@@ -557,7 +557,7 @@ def test_a_count_without_an_end_is_shown_where_it_takes_its_time(caplog, monkeyp
     ]
 
 
-def test_silent_front_end_and_pytest_is_no_notebook(capfd):
+def test_silent_front_end_and_detection_of_notebooks(capfd):
     assert front_end() in ("log", "terminal")
     with Progress(3, show="none") as progress:
         progress.update(3)
@@ -565,7 +565,7 @@ def test_silent_front_end_and_pytest_is_no_notebook(capfd):
     assert repr(progress).startswith("3 of 3 files")
 
 
-def test_broken_front_end_does_not_stop_the_work(monkeypatch):
+def test_broken_progress_display_does_not_stop_the_work(monkeypatch):
     class Broken:
         every_s = 0.0
 
@@ -583,7 +583,7 @@ def test_broken_front_end_does_not_stop_the_work(monkeypatch):
     assert progress.n_done == 3
 
 
-def test_count_never_goes_back():
+def test_progress_count_never_decreases():
     progress = Progress(10, show="none")
     for n in (3, 7, 5):
         progress.update(n)

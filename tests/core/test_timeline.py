@@ -1,4 +1,4 @@
-"A timeline file stays small, keeps to its schema and tells the same story; the monitor's queries fail one by one and cost little."
+"A timeline file is small, follows its schema and survives a round trip; the monitor's queries fail separately and are cheap."
 
 import json
 import sys
@@ -29,7 +29,7 @@ from leakmel.core.timeline import (
 # ---- parts of a span
 
 
-def test_parts_stand_behind_the_body_and_last_as_long_together():
+def test_parts_follow_the_body_and_add_up():
     timeline = Timeline()
     clock = iter([1.0, 5.0, 6.0, 7.0])
     timeline.now_s = lambda: next(clock)  # type: ignore[method-assign]
@@ -238,9 +238,7 @@ def test_spans_are_nvtx_ranges_where_torch_uses_a_gpu(
 @pytest.mark.parametrize(
     "torch", [None, types.SimpleNamespace(), types.SimpleNamespace(cuda=types.SimpleNamespace())]
 )
-def test_a_torch_that_is_still_being_imported_marks_nothing(
-    monkeypatch: pytest.MonkeyPatch, torch: Any
-) -> None:
+def test_partially_imported_torch_gives_no_nvtx_range(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     with nvtx_range("step"):
         pass

@@ -1,4 +1,4 @@
-"What a bad file means: it is rejected, or stops the build; too many of them publish nothing; and many in a row are the machine's fault."
+"Bad files: rejected or a reason to stop; too many prevent publication; many consecutive ones are a machine fault."
 
 import errno
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outsider import check, leftovers, walk
+from independent import check, leftovers, walk
 
 import leakmel as lm
 from errors import raises
@@ -31,16 +31,21 @@ from leakmel.dataset.run.config import PipelineConfig
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
 )
-HANDS: dict[str, dict[str, Any]] = {"each for itself": {}, "hand to hand": {"read_workers": 2, "slots": 4}}
+WORKER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "each for itself": {},
+    "hand to hand": {"read_workers": 2, "slots": 4},
+}
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 RESUMABLE = [".x.h5.journal", ".x.h5.partial"]
 
 
-def build(root: Path, out: Path, hands: str = "each for itself", **options: Any) -> lm.BuildResult:
+def build(root: Path, out: Path, worker_layout: str = "each for itself", **options: Any) -> lm.BuildResult:
     "A build in small batches; fields of PipelineConfig go there."
     config = replace(
-        CONFIG, **HANDS[hands], **{k: options.pop(k) for k in list(options) if hasattr(CONFIG, k)}
+        CONFIG,
+        **WORKER_LAYOUTS[worker_layout],
+        **{k: options.pop(k) for k in list(options) if hasattr(CONFIG, k)},
     )
     return lm.build(
         root,
@@ -91,7 +96,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("hands", "mode"),
+    ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
         ("hand to hand", "stream"),
@@ -101,7 +106,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 )
 @pytest.mark.parametrize("old", [False, True], ids=["alone", "beside an old one"])
 def test_too_many_rejected_files_prevent_publication_and_allow_resume(
-    data: Path, tmp_path: Path, read: list[bytes], hands: str, mode: str, old: bool
+    data: Path, tmp_path: Path, read: list[bytes], worker_layout: str, mode: str, old: bool
 ) -> None:
     target, named = tmp_path / "out" / "x.h5", {"mode": mode}
     before = b""
@@ -109,8 +114,8 @@ def test_too_many_rejected_files_prevent_publication_and_allow_resume(
         lm.build(data, out=target, spec=replace(SPEC, n_mels=20), engine="reference", progress="none")
         before = target.read_bytes()
     with raises("too-many-rejected", BadFilesError, path=data, says="10 of 40") as raised:
-        build(data, target, hands, max_rejected=0.2, **named)
-    said = str(raised.value)
+        build(data, target, worker_layout, max_rejected=0.2, **named)
+    output = str(raised.value)
     for words in (
         "25 %",
         "20 %",
@@ -119,7 +124,7 @@ def test_too_many_rejected_files_prevent_publication_and_allow_resume(
         "NOLEAK/z 0.wav",
         "max_rejected",
     ):
-        assert words in said, words
+        assert words in output, words
     assert raised.value.exit_code == 1
     assert raised.value.__notes__ == [
         "30 rows are kept: run the same build again to resume, or use fresh=True (--fresh) to start over"
@@ -127,7 +132,9 @@ def test_too_many_rejected_files_prevent_publication_and_allow_resume(
     assert (target.read_bytes() if old else b"") == before
     assert leftovers(target.parent, *(BESIDE if old else [])) == RESUMABLE
     read.clear()
-    result = build(data, target, hands, max_rejected=0.25, **named)  # a quarter is not more than a quarter
+    result = build(
+        data, target, worker_layout, max_rejected=0.25, **named
+    )  # a quarter is not more than a quarter
     assert (result.summary["resumed_rows"], len(result.rejections), result.summary["rejected_share"]) == (
         30,
         10,
@@ -145,7 +152,7 @@ def test_too_many_rejected_files_prevent_publication_and_allow_resume(
     assert target.read_bytes() == (tmp_path / "y.h5").read_bytes()  # the policy is in no byte
 
 
-def test_the_usual_share_stops_what_cannot_be_meant(data: Path, tmp_path: Path) -> None:
+def test_default_max_rejected_stops_above_90_percent(data: Path, tmp_path: Path) -> None:
     for k in range(230):
         (data / "LEAK" / f"x {k}.wav").write_bytes(b"")
     assert build(data, tmp_path / "x.h5").rows == 30  # 240 of 270, 88.9 %
@@ -194,22 +201,22 @@ def test_files_that_were_rejected_before_count_without_being_read(
 
 def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> None:
     for split in ("TRAINING", "TESTING"):
-        shutil.copytree(data, tmp_path / "town" / split)
-    for path in (tmp_path / "town" / "TRAINING").rglob("[yz]*.wav"):
+        shutil.copytree(data, tmp_path / "network" / split)
+    for path in (tmp_path / "network" / "TRAINING").rglob("[yz]*.wav"):
         path.unlink()
     common: dict[str, Any] = dict(out_dir=tmp_path / "out", spec=SPEC, engine="reference", progress="none")
     with raises("too-many-rejected", BadFilesError, says="TESTING: 10 of 40") as raised:
-        lm.build_all(tmp_path / "town", pipeline=replace(CONFIG, max_rejected=0.2), **common)
+        lm.build_all(tmp_path / "network", pipeline=replace(CONFIG, max_rejected=0.2), **common)
     assert raised.value.n_found == 40
     assert not (tmp_path / "out" / "TESTING_DATASET.H5").exists()
-    assert [r.rows for r in lm.build_all(tmp_path / "town", pipeline=CONFIG, **common)] == [30, 30]
+    assert [r.rows for r in lm.build_all(tmp_path / "network", pipeline=CONFIG, **common)] == [30, 30]
 
 
 # ---- the first one stops
 
 
 @pytest.mark.parametrize(
-    ("hands", "mode"),
+    ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
         ("hand to hand", "stream"),
@@ -217,26 +224,28 @@ def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> No
         ("hand to hand", "memmap"),
     ],
 )
-def test_the_first_bad_file_stops(data: Path, tmp_path: Path, hands: str, mode: str) -> None:
+def test_on_bad_file_stop_ends_at_the_first_bad_file(
+    data: Path, tmp_path: Path, worker_layout: str, mode: str
+) -> None:
     target = tmp_path / "out" / "x.h5"
     with raises("bad-file", BadFilesError) as raised:
-        build(data, target, hands, mode=mode, on_bad_file="stop")
+        build(data, target, worker_layout, mode=mode, on_bad_file="stop")
     (bad,) = raised.value.rejections
-    said = str(raised.value)
+    output = str(raised.value)
     for words in (os.fspath(data / os.fsdecode(bad.path)), f"({bad.code})", bad.message, "on_bad_file"):
-        assert words in said, words
+        assert words in output, words
     assert bad.code in ("empty", "not_wav")
     assert raised.value.exit_code == 1
     assert not target.exists()
     kept = leftovers(target.parent)
     assert kept == (RESUMABLE if mode == "stream" else [])  # else it was met before the first row
-    result = build(data, target, hands, mode=mode)
+    result = build(data, target, worker_layout, mode=mode)
     assert (result.summary["resumed_rows"] > 0) == bool(kept)
     build(data, tmp_path / "y.h5", fresh=True)
     assert target.read_bytes() == (tmp_path / "y.h5").read_bytes()
 
 
-def test_stop_changes_nothing_where_all_are_good(data: Path, tmp_path: Path) -> None:
+def test_on_bad_file_stop_builds_good_files(data: Path, tmp_path: Path) -> None:
     for path in data.rglob("[yz]*.wav"):
         path.unlink()
     build(data, tmp_path / "x.h5", on_bad_file="stop", max_rejected=0.0)
@@ -271,7 +280,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
         PipelineConfig(**wrong)
 
 
-def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_bad_files_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [
         "build",
         str(data),
@@ -312,7 +321,7 @@ def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     ) == (0.25, 0.3, "reject")
 
 
-def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
+def test_bad_files_in_the_notebook(data: Path, tmp_path: Path) -> None:
     from notebook_runs import error_of
 
     given: dict[str, Any] = dict(
@@ -324,7 +333,7 @@ def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.H5"))
 
 
-def test_a_long_list_is_cut_for_machines() -> None:
+def test_long_lists_are_shortened_in_json() -> None:
     from leakmel.dataset.file.schema import Rejected
 
     error = BadFilesError(
@@ -349,7 +358,7 @@ def many(tmp_path: Path, make_wav: Callable) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("hands", "mode"),
+    ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
         ("hand to hand", "stream"),
@@ -357,8 +366,13 @@ def many(tmp_path: Path, make_wav: Callable) -> Path:
         ("hand to hand", "memmap"),
     ],
 )
-def test_a_folder_that_goes_away_stops_the_build(
-    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, hands: str, mode: str
+def test_folder_that_disappears_stops_the_build(
+    many: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tried: Callable,
+    worker_layout: str,
+    mode: str,
 ) -> None:
     "As a mount does: every path says that there is no such file, and good recordings must not be called gone."
     target, away, real = tmp_path / "out" / "x.h5", tmp_path / "away", loader.BatchReader.fill
@@ -375,12 +389,12 @@ def test_a_folder_that_goes_away_stops_the_build(
             MachineError,
             match=rf"{MAX_READ_FAILURES} recordings in a row could not be opened or read.*ENOENT",
         ) as raised:
-            build(many, target, hands, mode=mode)
+            build(many, target, worker_layout, mode=mode)
     assert str(many / "LEAK") in str(raised.value)
     assert not target.exists()
     assert leftovers(target.parent) == (RESUMABLE if mode == "stream" else [])
     away.rename(many)
-    result = build(many, target, hands, mode=mode)
+    result = build(many, target, worker_layout, mode=mode)
     assert (result.rows, result.found) == (260, 260)
     assert (result.summary["resumed_rows"] > 0) == (mode == "stream")
     build(many, tmp_path / "y.h5", fresh=True)
@@ -389,7 +403,7 @@ def test_a_folder_that_goes_away_stops_the_build(
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ENXIO], ids=lambda c: errno.errorcode[c])
-def test_refused_one_after_another(
+def test_consecutive_read_failures_stop_build_and_scan(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, code: int
 ) -> None:
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
@@ -423,7 +437,7 @@ def test_refused_one_after_another(
     assert len(read_content(listings, progress="none")[1]) == 130
 
 
-def test_broken_files_in_a_row_are_bad_files(many: Path, tmp_path: Path, tried: Callable) -> None:
+def test_consecutive_broken_files_are_rejected(many: Path, tmp_path: Path, tried: Callable) -> None:
     for k in range(20, 220):
         (many / "LEAK" / f"{k:03d}.wav").write_bytes(b"RIFF, and no more")
     result = build(many, tmp_path / "x.h5")
@@ -432,7 +446,7 @@ def test_broken_files_in_a_row_are_bad_files(many: Path, tmp_path: Path, tried: 
     tried("S7")
 
 
-def test_what_is_no_regular_file_is_not_the_machines_fault(many: Path, tmp_path: Path) -> None:
+def test_special_files_are_no_machine_fault(many: Path, tmp_path: Path) -> None:
     for k in range(20, 220):
         (many / "LEAK" / f"{k:03d}.wav").unlink()
         os.mkfifo(many / "LEAK" / f"{k:03d}.wav")
@@ -442,7 +456,7 @@ def test_what_is_no_regular_file_is_not_the_machines_fault(many: Path, tmp_path:
     assert stat.S_ISFIFO(os.stat(many / "LEAK" / "100.wav").st_mode)
 
 
-def test_some_that_go_away_are_rejected(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_missing_files_are_rejected(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Fewer than would be the machine's fault: somebody takes recordings away while a build runs."
     real, gone = (
         loader.BatchReader.fill,
@@ -472,8 +486,8 @@ def test_a_network_folder_without_its_server_is_a_fault_of_the_machine() -> None
     }
 
 
-def as_nobody(work: Callable[[], object]) -> str:
-    "What a function says in a child that may not read everything."
+def as_unprivileged_user(work: Callable[[], object]) -> str:
+    "Return the result of a function in a child process without root privileges."
     out, into = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -481,22 +495,20 @@ def as_nobody(work: Callable[[], object]) -> str:
                 os.setegid(65534)
                 os.seteuid(65534)
             try:
-                said = repr(work())
+                output = repr(work())
             except Exception as e:
-                said = str(e)
-            os.write(into, said.encode()[:4000])
+                output = str(e)
+            os.write(into, output.encode()[:4000])
         finally:
             os._exit(0)
     os.close(into)
     with os.fdopen(out) as f:
-        said = f.read()
+        output = f.read()
     os.waitpid(pid, 0)
-    return said
+    return output
 
 
-def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(
-    make_wav: Callable, tried: Callable
-) -> None:
+def test_folder_without_execute_permission_is_reported(make_wav: Callable, tried: Callable) -> None:
     "Its files can be listed and not looked at."
     with tempfile.TemporaryDirectory() as d:  # not below pytest's, which nobody else may enter
         root = Path(d) / "data"
@@ -509,16 +521,16 @@ def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(
         )  # and what that imports is here before the child is another user
         (root / "LEAK").chmod(0o744)
         try:
-            said = as_nobody(lambda: len(lm.scan(root, progress="none")))
+            output = as_unprivileged_user(lambda: len(lm.scan(root, progress="none")))
         finally:
             (root / "LEAK").chmod(0o755)
-        assert "LEAK: the folder cannot be listed (EACCES)" in said
-        assert as_nobody(lambda: len(lm.scan(root, progress="none"))) == "6"
+        assert "LEAK: the folder cannot be listed (EACCES)" in output
+        assert as_unprivileged_user(lambda: len(lm.scan(root, progress="none"))) == "6"
     tried("S7")
 
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "an empty one in its place"])
-def test_a_folder_that_goes_away_while_it_is_listed_is_an_error(
+def test_folder_that_disappears_during_listing_is_an_error(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     "Its names are read, and then none of its files is there: as if each had been taken away."

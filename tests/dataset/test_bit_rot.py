@@ -22,9 +22,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, list[tuple[int, int]]]]:
     "A data set of 40 rows with waveforms and a rejected file, and where its parts lie: offset and bytes."
     place = tmp_path_factory.mktemp("rot")
-    lm.write_demo(place / "town", n_files=60, faults=True)
+    lm.write_demo(place / "network", n_files=60, faults=True)
     path = lm.build(
-        place / "town",
+        place / "network",
         split="training",
         out=place / "x.h5",
         spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=16, long="cut"),

@@ -1,4 +1,4 @@
-"From a folder to a data set: every row, every name and every byte, looked at from outside."
+"From a folder to a data set: every row, every name and every byte, verified independently."
 
 import json
 import os
@@ -25,7 +25,7 @@ from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
-from outsider import check, content, leftovers, read, same, walk
+from independent import check, content, leftovers, read, same, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 STATED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -90,7 +90,7 @@ def test_all_rows_of_all_splits(demo, tmp_path, preset):
 
 
 @pytest.mark.parametrize("engine", ["torch", "torchaudio", "reference"])
-def test_faulty_set_with_a_stated_spec(faulty, tmp_path, engine):
+def test_faulty_set_with_a_given_spec(faulty, tmp_path, engine):
     if engine == "torchaudio" and find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
     results = lm.build_all(faulty, out_dir=tmp_path, spec=STATED, engine=engine, **QUIET)
@@ -119,7 +119,7 @@ def test_faulty_set_with_a_stated_spec(faulty, tmp_path, engine):
     assert all(m.endswith(b")") or m[0:1].islower() for m in got["rejected/message"])
 
 
-def test_no_row_is_lost_when_most_are_rejected(tmp_path, make_wav):
+def test_all_good_rows_are_kept_when_most_files_are_rejected(tmp_path, make_wav):
     root = tmp_path / "data"
     for k in range(60):
         make_wav(root / "A" / f"{k:02d}.wav", seed=k)
@@ -171,7 +171,7 @@ def test_rows_come_in_the_order_of_path_bytes(tmp_path, make_wav):
     assert lm.open_dataset(r.path).files["path"].tolist() == [os.fsdecode(p) for p in got["files/path"]]
 
 
-def test_one_split_alone_takes_the_labels_of_all(tmp_path, make_wav):
+def test_one_split_uses_the_labels_of_all_splits(tmp_path, make_wav):
     for k, where in enumerate(
         (
             "dataset_training/LEAK",
@@ -222,14 +222,14 @@ def test_one_folder_of_label_folders(small, tmp_path, monkeypatch):
     assert lm.build_all(small, **QUIET)[0].path.read_bytes() == r.path.read_bytes()
 
 
-def test_a_root_of_splits_with_none_named_is_answered_with_their_names(demo, tmp_path):
+def test_missing_split_argument_lists_the_splits(demo, tmp_path):
     with raises("split-not-named", UsageError, found="TRAINING, VALIDATION, TESTING") as e:
         lm.build(demo, out=tmp_path / "o" / "x.h5", **QUIET)
     assert "build_all" in str(e.value)
     assert leftovers(tmp_path) == []
 
 
-def test_a_label_may_bear_the_name_of_its_split(tmp_path, make_wav):
+def test_label_may_have_the_name_of_its_split(tmp_path, make_wav):
     for k, where in enumerate(("TRAINING/LEAK", "TRAINING/train", "TESTING/LEAK", "TESTING/test")):
         make_wav(tmp_path / "data" / where / f"{k}.wav", seed=k)
     for r in lm.build_all(tmp_path / "data", out_dir=tmp_path / "o", **QUIET):
@@ -240,7 +240,7 @@ def test_a_label_may_bear_the_name_of_its_split(tmp_path, make_wav):
 # ---- the spec
 
 
-def test_spec_follows_the_data(tmp_path, make_wav):
+def test_spec_is_inferred_from_the_data(tmp_path, make_wav):
     for k in range(3):
         make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=12_345, rate=8000, seed=k)
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
@@ -249,7 +249,7 @@ def test_spec_follows_the_data(tmp_path, make_wav):
     check(r.path, tmp_path / "data")
 
 
-def test_half_a_spec_follows_in_the_other_half(tmp_path, make_wav):
+def test_partial_spec_is_completed_from_the_data(tmp_path, make_wav):
     for k in range(3):
         make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=4096 * (k + 1), seed=k)
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 2.0}, **QUIET)
@@ -257,7 +257,7 @@ def test_half_a_spec_follows_in_the_other_half(tmp_path, make_wav):
     check(r.path, tmp_path / "data")
 
 
-def test_stated_spec_resamples_pads_and_says_so(tmp_path, make_wav):
+def test_given_spec_resamples_and_pads_with_a_report(tmp_path, make_wav):
     root = tmp_path / "data"
     make_wav(root / "A" / "0 fits.wav", n=8192)
     make_wav(root / "A" / "1 long.wav", n=9000)
@@ -291,7 +291,7 @@ def test_stated_spec_resamples_pads_and_says_so(tmp_path, make_wav):
     check(first.path, root)
 
 
-def test_rejecting_rules_reject_by_name(tmp_path, make_wav):
+def test_rejection_rules_name_the_rejected_files(tmp_path, make_wav):
     root = tmp_path / "data"
     for name, n, rate in (
         ("fits", 4096, 4096),
@@ -318,7 +318,7 @@ def test_rejecting_rules_reject_by_name(tmp_path, make_wav):
 
 
 @pytest.mark.parametrize("engine", ["torch", "reference"])
-def test_wide_neighbours_leave_16_bit_rows_alone(small, tmp_path, engine):
+def test_float_recordings_in_a_batch_do_not_change_16_bit_rows(small, tmp_path, engine):
     common: dict[str, Any] = dict(spec=lm.MelSpec(duration_s=1.0), engine=engine, **QUIET)
     before = content(
         lm.build(small, out=tmp_path / "x.h5", pipeline=PipelineConfig(files_per_batch=5), **common).path
@@ -344,7 +344,7 @@ def test_wide_neighbours_leave_16_bit_rows_alone(small, tmp_path, engine):
             assert after["files/rms_db"][k] == pytest.approx(10 * np.log10((x**2).mean()), abs=1e-3)
 
 
-def test_quality_columns_by_hand(small, tmp_path):
+def test_quality_columns_equal_a_direct_computation(small, tmp_path):
     x = np.zeros(4096, np.int16)
     write_wav(small / "LEAK" / "silent.wav", x, 4096)
     write_wav(
@@ -368,7 +368,7 @@ def test_quality_columns_by_hand(small, tmp_path):
 
 @pytest.mark.parametrize("engine", ["torch", "reference"])
 @pytest.mark.parametrize("period", [4, 16, 64, 128])
-def test_equal_frames_are_no_bias(tmp_path, engine, period):
+def test_equal_frames_are_not_reported_as_bias(tmp_path, engine, period):
     "A tone whose period divides the hop gives equal frames; their rounding to float16 is then the same everywhere and does not average out."
     x = np.round(32_767 * np.sin(2 * np.pi * (np.arange(8000) + 0.5) / period)).astype(np.int16)
     (tmp_path / "data" / "A").mkdir(parents=True)
@@ -402,7 +402,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("engine", ["torch", "reference"])
-def test_speed_settings_never_change_a_byte(small, tmp_path, engine):
+def test_performance_settings_do_not_change_bytes(small, tmp_path, engine):
     coded_wav(small / "LEAK" / "s1~0005a.wav", np.random.default_rng(3).normal(0, 0.1, 4096), 4096, 24)
     (small / "LEAK" / "s3 broken.wav").write_bytes(b"RIFF")
     found = {
@@ -415,7 +415,7 @@ def test_speed_settings_never_change_a_byte(small, tmp_path, engine):
 
 
 @pytest.mark.slow
-def test_speed_settings_never_change_a_byte_of_long_rows(demo, tmp_path):
+def test_performance_settings_do_not_change_bytes_of_long_rows(demo, tmp_path):
     found = {
         lm.build(
             demo, split="training", out=tmp_path / "x.h5", pipeline=PipelineConfig(**v), **QUIET
@@ -502,7 +502,7 @@ def test_old_data_set_is_replaced_only_on_success(small, tmp_path, make_wav):
     assert leftovers(tmp_path, "small") == ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
-def test_layout_is_what_the_earlier_trainer_reads(demo, tmp_path):
+def test_earlier_trainer_reads_the_layout(demo, tmp_path):
     lm.build(demo, split="validation", out=tmp_path / "VALIDATION_DATASET.H5", **QUIET)
     with h5py.File(tmp_path / "VALIDATION_DATASET.H5") as f:
         assert f["labels"].dtype == np.int16
@@ -538,7 +538,7 @@ def test_layout_is_what_the_earlier_trainer_reads(demo, tmp_path):
 # ---- report, timeline, summary
 
 
-def test_report_and_timeline_say_what_happened(faulty, tmp_path):
+def test_report_and_timeline_agree_with_the_build(faulty, tmp_path):
     results = lm.build_all(faulty, out_dir=tmp_path, spec=STATED, **QUIET)
     for r in results:
         report = json.loads((tmp_path / f"{r.path.name}.report.json").read_text())
@@ -567,7 +567,7 @@ def test_report_and_timeline_say_what_happened(faulty, tmp_path):
         )
 
 
-def test_what_was_not_measured_is_null_and_never_zero(small, tmp_path, monkeypatch):
+def test_unmeasured_figures_are_null_and_never_zero(small, tmp_path, monkeypatch):
     for name in ("psutil", "pynvml"):
         monkeypatch.setitem(sys.modules, name, None)
     r = lm.build(small, out=tmp_path / "x.h5", **QUIET)
@@ -583,7 +583,7 @@ def test_what_was_not_measured_is_null_and_never_zero(small, tmp_path, monkeypat
         assert all(s[key] is None or key == "cpu_percent" for s in timeline.samples)
 
 
-def test_without_a_monitor_nothing_is_claimed(small, tmp_path):
+def test_report_without_a_monitor_has_no_machine_figures(small, tmp_path):
     r = lm.build(small, out=tmp_path / "x.h5", pipeline=PipelineConfig(monitor_interval_s=0.0), **QUIET)
     assert all(v is None for k, v in r.summary.items() if k.startswith(("peak_", "mean_", "disk_")))
 
@@ -692,7 +692,7 @@ def test_real_recordings(tmp_path):
         assert lm.verify(r.path, root=root, sample=None).checked == r.rows
 
 
-def test_columns_are_no_wider_than_what_became_a_row(tmp_path, make_wav):
+def test_column_widths_ignore_rejected_files(tmp_path, make_wav):
     "A rejected file with a long name leaves no trace in the columns."
     import h5py
 

@@ -19,7 +19,7 @@ from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from outsider import leftovers
+from independent import leftovers
 
 QUIET = dict(
     engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2)
@@ -68,7 +68,7 @@ def rejected_of(path: Path) -> tuple[list[bytes], list[bytes]]:
 # ---- rejected files
 
 
-def test_what_had_to_be_rejected_is_no_problem(data, tmp_path):
+def test_correct_rejections_are_no_problem(data, tmp_path):
     r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET)
     assert {x.code for x in r.rejections} >= {"empty", "wrong_rate", "too_long", "no_label"}
     for sample in (64, 2, None):
@@ -103,7 +103,7 @@ def test_rejected_files_are_reported_in_the_order_of_their_paths(data, tmp_path,
     assert len(shown) > 5
 
 
-def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_path, monkeypatch):
+def test_wrong_rejections_prevent_publication(data, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "native", lambda: None)
     real = BatchReader._read
 
@@ -147,7 +147,7 @@ def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
     assert lm.verify(path, root=data).ok, "it may have been in the middle of a write"
 
 
-def test_a_rejected_file_that_was_mended_or_went_away(data, tmp_path):
+def test_rejected_file_that_was_repaired_or_removed(data, tmp_path):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     shutil.copy(data / "LEAK" / "01.wav", data / "DRY" / "empty.wav")
     assert ["repaired later" in p for p in lm.verify(path, root=data).problems] == [True]
@@ -210,7 +210,7 @@ def test_splits_against_the_folders(demo, data, tmp_path):
         "{*}a{*}a{*}a{gain}a{start_time}a{label}b",
     ],
 )
-def test_long_paths_of_a_stranger_are_answered_in_a_second(data, tmp_path, pattern, step):
+def test_long_paths_in_a_hostile_file_take_less_than_a_second(data, tmp_path, pattern, step):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     with h5py.File(path, "r+") as f:
         del f["files/path"]
@@ -229,7 +229,7 @@ def test_long_paths_of_a_stranger_are_answered_in_a_second(data, tmp_path, patte
     within(1, answer)
 
 
-def test_names_of_real_length_are_within_the_steps():
+def test_usual_path_lengths_are_within_the_limit():
     name = "train_" + "pump_16_" * 20 + "LEAK_H07_x_20250314_020000_16dB"
     assert len(name) > 190
     found = match_pattern("{split}_{folder}_{label}_{sensor}_{session}_{start_time}_{gain}", name)

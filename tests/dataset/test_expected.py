@@ -1,4 +1,4 @@
-"A builder that makes recordings fit in another way than the rules say does not get past its own check."
+"A builder that conforms recordings against the rules is stopped by the check."
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,13 +70,13 @@ def dropped_samples(x, rate, rules):
     )
 
 
-def silent_about_it(x, rate, rules):
+def without_status(x, rate, rules):
     return conform(x, rate, rules)[0], "ok"
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [cut_in_front, pad_in_front, second_channel, louder_mean, dropped_samples, silent_about_it],
+    [cut_in_front, pad_in_front, second_channel, louder_mean, dropped_samples, without_status],
     ids=lambda f: f.__name__,
 )
 def test_a_wrong_rule_is_found_before_publishing(tmp_path, mixed, monkeypatch, wrong: Conform):
@@ -104,7 +104,7 @@ def test_a_row_that_should_have_been_rejected_is_found(tmp_path, mixed, monkeypa
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_both_ways_to_make_a_recording_fit_agree(seed):
+def test_builder_and_check_conform_recordings_equally(seed):
     "The builder's and the check's, on recordings and rules drawn at random: same status or code, same samples."
     rng = np.random.default_rng(seed)
     rate, n, channels = (
@@ -128,11 +128,11 @@ def test_both_ways_to_make_a_recording_fit_agree(seed):
         except RecordingError as e:
             return None, e.reject_code
 
-    (built, said), (ours, status) = (
+    (built, output), (ours, status) = (
         outcome(lambda: conform(samples, rate, spec.rules)),
         outcome(lambda: expected_row(Recording(samples, rate, "", ""), spec)),
     )
-    assert said == status
+    assert output == status
     if built is not None and ours is not None:
         assert built.dtype == ours.dtype
         assert np.abs(built.astype(np.float64) - ours).max() <= (0 if built.dtype == np.int16 else 1e-6)

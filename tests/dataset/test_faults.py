@@ -40,7 +40,7 @@ from leakmel.dataset.run.ring import Ring
 from leakmel.dataset.file.writer import OutputLock, RowFile
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
-from outsider import check, content, leftovers, log_mel, walk
+from independent import check, content, leftovers, log_mel, walk
 
 IN_SMALL_STEPS = PipelineConfig(
     files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0
@@ -50,8 +50,8 @@ BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
 @pytest.fixture(autouse=True, params=["hand to hand", "each for itself"])
-def hands(request, monkeypatch) -> str:
-    "Both ways to work: readers, engine threads and a writer, or threads that take every step themselves."
+def worker_layout(request, monkeypatch) -> str:
+    "Both layouts of threads: readers, engine threads and a writer, or threads that do all steps."
     alone = {} if request.param == "hand to hand" else {"read_workers": None, "slots": None}
     monkeypatch.setitem(QUIET, "pipeline", replace(QUIET["pipeline"], **alone))
     return request.param
@@ -159,7 +159,7 @@ def test_recordings_without_label_folders(tmp_path, make_wav):
     assert e.expected == "one folder per label"
 
 
-def test_label_nobody_recorded(tmp_path, make_wav):
+def test_label_without_recordings(tmp_path, make_wav):
     root = tmp_path / "splits"
     for split in ("TRAINING", "TESTING"):
         make_wav(root / split / "LEAK" / "a.wav")
@@ -204,7 +204,7 @@ def test_output_folder_without_permission(tmp_path, data):
     fails(data, tmp_path, OutputError, code="output-not-writable")
 
 
-def test_output_folder_that_says_no(tmp_path, data, monkeypatch):
+def test_output_folder_that_refuses_writes(tmp_path, data, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     fails(data, tmp_path, OutputError, code="output-not-writable")
 
@@ -222,7 +222,7 @@ def test_input_inside_the_output_is_fine(tmp_path, data):
     assert lm.build(data, out=tmp_path / "x.h5", **QUIET).rows == 30
 
 
-def test_no_space_is_said_before_work(tmp_path, data, old, monkeypatch):
+def test_insufficient_space_is_reported_before_work(tmp_path, data, old, monkeypatch):
     from types import SimpleNamespace
 
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
@@ -310,7 +310,7 @@ def test_engine_raises(tmp_path, data, old, monkeypatch, error):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_engine_gives_what_is_no_number(tmp_path, data, old, monkeypatch, value):
+def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatch, value):
     real = ReferenceEngine.run
 
     def run(self, samples, out, **more):
@@ -394,7 +394,7 @@ def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
     assert "files_per_batch" in str(e)
 
 
-def test_slots_that_cannot_be_had(tmp_path, data, old, monkeypatch):
+def test_slots_that_cannot_be_allocated(tmp_path, data, old, monkeypatch):
     from leakmel.dataset.run import ring
 
     def broken(*a):
@@ -405,9 +405,9 @@ def test_slots_that_cannot_be_had(tmp_path, data, old, monkeypatch):
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 3, 5])
-def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed, hands):
+def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed, worker_layout):
     allowed = min(
-        allowed, 5 if hands == "hand to hand" else 2
+        allowed, 5 if worker_layout == "hand to hand" else 2
     )  # two readers, two engine threads, writer, publisher; or two workers, publisher
     begun: list[str] = []
     real = threading.Thread.start
@@ -435,7 +435,7 @@ def test_many_faults_at_once_give_one_error(tmp_path, data, old, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["fill", "run", "take", "sync"])
-def test_interrupt_in_the_main_thread_ends_all(tmp_path, data, old, monkeypatch, stage):
+def test_interrupt_in_the_main_thread_ends_all_threads(tmp_path, data, old, monkeypatch, stage):
     "Ctrl-C while a thread is busy: everybody leaves."
     busy = threading.Event()
     owner = {"fill": loader.BatchReader, "run": ReferenceEngine, "take": Job, "sync": RowFile}[stage]
@@ -477,7 +477,7 @@ def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
 
 
 @pytest.mark.parametrize("lost", ["timeline", "report"])
-def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, data, old, monkeypatch, lost):
+def test_full_disk_at_the_report_leaves_no_outdated_report(tmp_path, data, old, monkeypatch, lost):
     "What was published stands and is said to; what lies beside it is about it, or is not there."
     target = tmp_path / "out" / "x.h5"
     real = {way: getattr(Path, way) for way in ("write_text", "open")}
@@ -506,7 +506,7 @@ def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, m
     assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == reports
 
 
-def test_second_builder_leaves_the_first_alone(tmp_path, data, old):
+def test_second_build_does_not_disturb_the_first(tmp_path, data, old):
     target = tmp_path / "out" / "x.h5"
     with OutputLock(target):
         with pytest.raises(OutputError, match=f"process {os.getpid()}"):
@@ -515,7 +515,7 @@ def test_second_builder_leaves_the_first_alone(tmp_path, data, old):
     assert target.read_bytes() == old
 
 
-def test_failure_of_one_split_leaves_what_belongs_together(tmp_path, data, make_wav):
+def test_failure_of_one_split_keeps_data_sets_and_reports_consistent(tmp_path, data, make_wav):
     "The first split may stand, then with its own report; of the other one nothing."
     root, out = tmp_path / "splits", tmp_path / "out"
     for k in range(20):
@@ -620,7 +620,7 @@ def test_fifo_in_the_folder_does_not_hang_a_build(tmp_path, data):
 # ---- engines that are wrong
 
 
-def sabotage(monkeypatch, wrong) -> None:
+def corrupting_engine(monkeypatch, wrong) -> None:
     "An engine that passes its self-check and then spoils batches."
     real = ReferenceEngine.run
 
@@ -680,7 +680,7 @@ def half_a_batch(engine, samples, out) -> None:
     ],
 )
 def test_wrong_rows_are_not_published(tmp_path, data, old, monkeypatch, wrong):
-    sabotage(monkeypatch, wrong)
+    corrupting_engine(monkeypatch, wrong)
     e = fails(data, tmp_path, VerifyError, "nothing was published", check=None)
     assert "differs from the reference" in str(e)
 
@@ -690,16 +690,16 @@ def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
         for x, row in zip(samples, out):
             row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
-    sabotage(monkeypatch, symmetric)
+    corrupting_engine(monkeypatch, symmetric)
     fails(data, tmp_path, VerifyError, "differs from the reference", check=None)
 
 
-def test_sample_of_64_finds_the_earlier_systems_defect(tmp_path, make_wav, monkeypatch):
+def test_sample_of_64_finds_a_shared_buffer(tmp_path, make_wav, monkeypatch):
     "Rows of one shared buffer: 64 rows show it without doubt. A single swapped pair among thousands they may miss: that needs check=None."
     root = tmp_path / "many"
     for k in range(200):
         make_wav(root / "LEAK" / f"{k:03d}.wav", seed=k)
-    sabotage(monkeypatch, shared_buffer)
+    corrupting_engine(monkeypatch, shared_buffer)
     fails(root, tmp_path, VerifyError, "differs from the reference")
 
 
@@ -715,7 +715,7 @@ def test_engine_that_fails_its_self_check_is_not_used(tmp_path, data, old, monke
     fails(data, tmp_path, EngineError, "does not reproduce the reference")
 
 
-def test_engine_that_leaves_rows_out_is_found(tmp_path, data, old, monkeypatch):
+def test_engine_that_skips_rows_is_detected(tmp_path, data, old, monkeypatch):
     "Slots are reused: rows that were not computed hold another recording's."
     real = ReferenceEngine.run
 
@@ -748,7 +748,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def build_that_gets(number: int, data: Path, target: Path) -> subprocess.CompletedProcess:
+def build_with_signal(number: int, data: Path, target: Path) -> subprocess.CompletedProcess:
     "Run a build that gets a signal with its third batch, so always in the middle."
     command = [
         sys.executable,
@@ -777,7 +777,7 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     while not took or (
         took[-1] >= 5 and len(took) < 3
     ):  # what another program takes of a core is not the build's fault
-        done = build_that_gets(number, data, tmp_path / "out" / "x.h5")
+        done = build_with_signal(number, data, tmp_path / "out" / "x.h5")
         ended, sent = time.monotonic(), re.search(r"^signal at (\S+)$", done.stderr, re.MULTILINE)
         assert done.returncode == 128 + number
         assert sent is not None
@@ -797,7 +797,7 @@ def test_signal_during_a_build(tmp_path, data, old, number):
 
 
 @pytest.mark.parametrize("place", ["fcntl.flock", "os.pwrite", "os.posix_fallocate", "os.unlink"])
-def test_ctrl_c_while_files_are_made_or_removed_leaves_none(tmp_path, data, monkeypatch, place):
+def test_ctrl_c_while_files_are_created_or_removed_leaves_none(tmp_path, data, monkeypatch, place):
     "Between the step that makes a file and the one that notes it."
     target, owner = tmp_path / "out" / "x.h5", {"fcntl": writer.fcntl, "os": os}[place.split(".")[0]]
     name, came = place.split(".")[1], list[str]()
@@ -864,9 +864,9 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
             began = time.monotonic()
             child.send_signal(number)
             sent.touch()
-            _, said = child.communicate(timeout=60)
+            _, output = child.communicate(timeout=60)
             seconds = time.monotonic() - began
-        assert child.returncode == 128 + number, said
+        assert child.returncode == 128 + number, output
         return seconds
 
     for number, delay in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.3)):
@@ -890,7 +890,7 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
 
 @pytest.mark.slow
 def test_killed_build_leaves_the_old_data_set_and_does_not_block(tmp_path, data, old):
-    done = build_that_gets(signal.SIGKILL, data, tmp_path / "out" / "x.h5")
+    done = build_with_signal(signal.SIGKILL, data, tmp_path / "out" / "x.h5")
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "out" / "x.h5").read_bytes() == old
     r = lm.build(data, out=tmp_path / "out" / "x.h5", engine="reference", **QUIET)

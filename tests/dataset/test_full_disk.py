@@ -1,4 +1,4 @@
-"A disk that is full, at many amounts of room: the build says so and leaves what stood, and goes on once there is room."
+"A full disk, at many amounts of free space: the build reports it, keeps the old data set, and resumes when there is space."
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from children import Server, server
 
-from outsider import check, leftovers
+from independent import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json", "ballast"]
 PAGE = 4096  # the least that such a file system gives
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def leave_room(disk: Path, pages: int) -> None:
+def leave_free_pages(disk: Path, pages: int) -> None:
     "Fill the disk but for so many pages."
     (disk / "ballast").unlink(missing_ok=True)
     free = os.statvfs(disk).f_bavail
@@ -54,7 +54,9 @@ def empty(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.long)])
-def test_any_amount_of_room(disk: Path, tmp_path: Path, make_wav: Callable, tried: Callable, n: int) -> None:
+def test_any_amount_of_free_space(
+    disk: Path, tmp_path: Path, make_wav: Callable, tried: Callable, n: int
+) -> None:
     "From none to enough, foreseen or not, with an old data set in place or without; then there is room, and the same command goes on."
     data, old, new = tmp_path / "data", tmp_path / "old", tmp_path / "new"
     for k in range(12):
@@ -91,7 +93,7 @@ def test_any_amount_of_room(disk: Path, tmp_path: Path, make_wav: Callable, trie
                 if with_old:
                     for path in old.iterdir():
                         shutil.copy2(path, disk)
-                leave_room(disk, k * enough // (n - 1))
+                leave_free_pages(disk, k * enough // (n - 1))
                 done = children.run(*words, "--out", str(target), code=SURPRISED if surprised else "")
                 statuses.append(done.status)
                 about = f"{k * enough // (n - 1)} pages, surprised: {surprised}, old: {with_old}: {done.err}"

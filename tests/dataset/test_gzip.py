@@ -25,7 +25,7 @@ from leakmel.dataset.file import writer
 from leakmel.dataset.file.chunks import create_compressed, map_in_order, compress_rows, compress_chunk
 from leakmel.dataset.file.schema import Metadata, new_file
 from leakmel.dataset.file.writer import RowFile
-from outsider import content, leftovers, same
+from independent import content, leftovers, same
 from test_writer import build_both, metadata_of, with_waves
 
 FILTERS = [(h5py.h5z.FILTER_SHUFFLE, b"shuffle"), (h5py.h5z.FILTER_DEFLATE, b"deflate")]
@@ -62,7 +62,7 @@ def noise(n: int, dtype: str = "<f2", row: tuple[int, ...] = (4, 2, 16, 1)) -> n
     [("<f2", (4, 2, 16, 1)), ("<f2", (1, 1, 1, 1)), ("<f4", (2, 3, 33)), (">f4", (2, 3, 33))],
 )
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 65])
-def test_the_library_reads_what_it_would_have_written(tmp_path, n, dtype, row):
+def test_chunks_equal_those_of_the_hdf5_library(tmp_path, n, dtype, row):
     "Eight rows to a chunk: one row, a part of a chunk, whole chunks, and whole ones with a part."
     rows = noise(n, dtype, row)
     path = packed(tmp_path, rows, chunk_bytes=8 * rows[0].nbytes, threads=3)
@@ -96,7 +96,7 @@ def test_the_library_reads_what_it_would_have_written(tmp_path, n, dtype, row):
             assert plain == (zlib.decompress(stored_by_own) if not mask_of_own & 2 else stored_by_own)
 
 
-def test_a_reader_in_another_process_needs_nothing_of_leakmel(tmp_path):
+def test_plain_h5py_reads_compressed_data_sets(tmp_path):
     rows = noise(30)
     packed(tmp_path, rows, chunk_bytes=7 * rows[0].nbytes)
     np.save(tmp_path / "rows.npy", rows)
@@ -124,7 +124,7 @@ def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
         )
 
 
-def test_data_sets_do_not_depend_on_threads_either(tmp_path, monkeypatch):
+def test_compressed_data_sets_do_not_depend_on_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=9000))
     found = []
     for cores in (1, 8):
@@ -139,7 +139,7 @@ def test_data_sets_do_not_depend_on_threads_either(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, described):
+def test_unused_reserved_space_is_released(tmp_path, monkeypatch, described):
     "Also where nothing is written behind the last chunk: then the library leaves the end of the file where it is."
     (file, meta), (again, _) = whole(tmp_path, 70), whole(tmp_path, 70, "b.h5")
     asked: list[int] = []
@@ -165,7 +165,7 @@ def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, descr
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_shuffling_is_what_the_filter_does(item_bytes):
+def test_shuffle_equals_the_hdf5_filter(item_bytes):
     raw = np.random.default_rng(0).bytes(24)
     assert zlib.decompress(compress_chunk(raw, item_bytes, 1)) == bytes(
         raw[i + k] for k in range(item_bytes) for i in range(0, 24, item_bytes)
@@ -196,7 +196,7 @@ def test_a_build_with_waveforms_is_right(tmp_path, make_wav):
 # ---- memory
 
 
-def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
+def test_number_of_queued_chunks_is_bounded(tmp_path, monkeypatch):
     "A slow writer must not make chunks pile up."
     rows, real, made, ahead = noise(300), chunks.compress_chunk, iter(range(10_000)), list[int]()
     last, written = 0, 0
@@ -216,10 +216,10 @@ def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "compress_chunk", counted)
     packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2, stopped=slow_writer)
     assert len(ahead) == 300
-    assert 2 <= max(ahead) <= 2 * chunks._AHEAD
+    assert 2 <= max(ahead) <= 2 * chunks._CHUNKS_PER_THREAD
 
 
-def test_chunks_are_made_side_by_side(tmp_path, monkeypatch):
+def test_chunks_are_compressed_in_parallel(tmp_path, monkeypatch):
     "Each of the first two waits for the other: one after the other they would wait for ever."
     both, real, calls = threading.Barrier(2), chunks.compress_chunk, iter(range(1000))
 
@@ -234,7 +234,7 @@ def test_chunks_are_made_side_by_side(tmp_path, monkeypatch):
         assert np.array_equal(f["x"][:], rows)
 
 
-def test_results_come_in_order_and_errors_come_through():
+def test_results_keep_order_and_errors_are_raised():
     def uneven(k: int) -> int:
         time.sleep(0.001 * (k % 3))
         return k
@@ -279,7 +279,7 @@ def test_a_source_that_ends_early_is_an_error(tmp_path):
             compress_rows(plain["x"], create_compressed(file, "x", plain["x"].shape, plain["x"].dtype))
 
 
-def test_stopping_is_heeded_between_chunks(tmp_path, monkeypatch):
+def test_compression_stops_between_chunks(tmp_path, monkeypatch):
     file, meta = whole(tmp_path, 70)
     before, asked = file.partial.read_bytes(), list[int]()
     monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=4096))
@@ -313,7 +313,7 @@ assert file.partial.read_bytes() == before
 """
 
 
-def test_no_room_for_the_second_file_never_kills(tmp_path):
+def test_full_disk_at_the_compressed_file_is_an_error(tmp_path):
     "The HDF5 library would end the process at its exit; it never comes to that, because the room is reserved first."
     code = _NO_ROOM.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -343,7 +343,7 @@ raise SystemExit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, make_wav, number):
+def test_signal_during_compression_leaves_a_resumable_state(tmp_path, make_wav, number):
     for k in range(40):
         make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
     (tmp_path / "out").mkdir()
@@ -375,7 +375,7 @@ def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, m
             took.append(time.monotonic() - began)
         assert child.returncode == 128 + number
     assert took[-1] < 5, took
-    assert rest.count(b".") < 2 * chunks._AHEAD, "the rest was still compressed"
+    assert rest.count(b".") < 2 * chunks._CHUNKS_PER_THREAD, "the rest was still compressed"
     assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
     config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)
     result = lm.build(

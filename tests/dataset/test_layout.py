@@ -1,6 +1,6 @@
-"""The layout contract: what the earlier system's trainer, and anybody with plain h5py, finds in a data set.
+"""The layout contract: what the earlier system's trainer and plain h5py read from a data set.
 
-How features are worked out by SciPy stands in `outsider.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
+How features are worked out by SciPy stands in `independent.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
 """
 
 import json
@@ -23,7 +23,7 @@ from leakmel.dataset.run.plan import execute, plan_run
 from leakmel.dataset.run.job import store_waveforms, waveform_shape
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import CPU_ENGINES
-from outsider import content, fit, leftovers, log_mel, off, read, walk
+from independent import content, fit, leftovers, log_mel, off, read, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 LABELS = ["LEAK", "NORMAL", "Straße 3"]
@@ -112,7 +112,7 @@ def test_names_of_the_files(folder):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_the_trainer_reads(recordings, folder, split):
+def test_earlier_trainer_reads_rows_labels_and_settings(recordings, folder, split):
     got = as_the_trainer_reads(folder / f"{split}_DATASET.H5")
     paths = [p for p in walk(recordings / split) if b"000a" not in p]
     assert got["n"] == len(paths) == len(got["labels"])
@@ -151,7 +151,7 @@ def test_what_the_trainer_reads(recordings, folder, split):
     ],
     ids=str,
 )
-def test_any_way_of_opening_shows_the_same(waved, how):
+def test_content_does_not_depend_on_open_options(waved, how):
     path = waved / "TRAINING_DATASET.H5"
     right, got = as_the_trainer_reads(path), as_the_trainer_reads(path, **how)
     for name in right:
@@ -261,7 +261,7 @@ def test_settings_hold_every_field_of_the_spec(waved):
     assert "with_waveforms" not in config
 
 
-def test_the_time_of_making_is_beside_the_file_and_not_in_it(folder):
+def test_creation_time_is_in_the_report_and_not_in_the_file(folder):
     for split in SPLITS:
         made = json.loads((folder / f"{split}_DATASET.H5.report.json").read_text())["created_at_utc"]
         raw = (folder / f"{split}_DATASET.H5").read_bytes()
@@ -343,7 +343,7 @@ def test_low_level_walk(folder):
         assert raw[:9] == b"\x89HDF\r\n\x1a\n\x02"  # the superblock that HDF5 1.8 and later read
 
 
-def test_rows_come_first_and_waveforms_right_behind_whatever_their_number(plain, waved):
+def test_waveforms_follow_rows_in_the_file(plain, waved):
     offsets = set()
     for where in (plain, waved):
         for split in SPLITS:
@@ -406,9 +406,7 @@ def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_waveforms_of_any_recording_are_cut_from_what_the_row_is_made_of(
-    tmp_path, make_wav, engine, compression
-):
+def test_waveforms_equal_the_conformed_samples(tmp_path, make_wav, engine, compression):
     "Stereo, another rate, too short, too long, float; with rejected files before and between; overlapping segments."
     import soundfile
 
@@ -446,7 +444,7 @@ def test_waveforms_of_any_recording_are_cut_from_what_the_row_is_made_of(
     assert lm.verify(r.path, root=root, sample=None).checked == 6
 
 
-def test_waveforms_take_one_recordings_room_in_memory_whatever_the_batch(tmp_path):
+def test_memory_of_waveforms_does_not_depend_on_the_batch(tmp_path):
     spec = lm.MelSpec.preset("disjoint")
     slot = Slot(64, spec)
     slot.begin(None, 0, 0, 64)
@@ -463,7 +461,7 @@ def test_waveforms_take_one_recordings_room_in_memory_whatever_the_batch(tmp_pat
     assert len(set(digests.tolist())) == 1  # 64 times silence
 
 
-def test_waveforms_are_asked_for_on_the_command_line_and_in_a_run(recordings, waved, plain, tmp_path, capsys):
+def test_waveforms_by_command_line_and_notebook(recordings, waved, plain, tmp_path, capsys):
     for given, right in ((["--with-waveforms"], waved), ([], plain)):
         assert (
             main(
@@ -483,14 +481,14 @@ def test_waveforms_are_asked_for_on_the_command_line_and_in_a_run(recordings, wa
         assert json.loads(capsys.readouterr().out)["with_waveforms"] == bool(given)
         assert (tmp_path / "x.h5").read_bytes() == (right / "TESTING_DATASET.H5").read_bytes()
     asked = {"data_root": str(recordings), "split": "testing", "check": 4}
-    for wanted, said in (
+    for wanted, output in (
         (True, r"float32, 0\.000655 GB in addition"),
         (False, r"not stored \(with_waveforms; 0\.000655 GB"),
     ):
         plan = plan_run(
             asked | {"out": str(tmp_path / f"run {wanted}"), "with_waveforms": wanted}, progress="none"
         )
-        assert re.search(said, dict(plan.rows())["waveforms"])
+        assert re.search(output, dict(plan.rows())["waveforms"])
         (result,) = execute(plan, progress="none")
         assert result.summary["with_waveforms"] == wanted
         assert result.path.read_bytes() == ((waved if wanted else plain) / "TESTING_DATASET.H5").read_bytes()
@@ -570,7 +568,7 @@ def test_both_definitions_by_spec(recordings, tmp_path, engine, name, settings, 
         (PIPELINE, {"mel_scale": "slaney"}),
     ],
 )
-def test_the_definitions_are_told_apart(recordings, settings, other):
+def test_comparison_distinguishes_the_presets(recordings, settings, other):
     "The comparison above notices each of the settings that make the definitions differ."
     path = recordings / "VALIDATION" / os.fsdecode(walk(recordings / "VALIDATION")[0])
     x = fit(*read(os.fsencode(path)), settings)

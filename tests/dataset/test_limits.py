@@ -58,7 +58,7 @@ def float_wav(path: Path, samples: np.ndarray) -> None:
     path.write_bytes(head + body)
 
 
-def test_a_wild_float_recording_is_rejected_and_the_rest_is_built(tmp_path, data):
+def test_float_recording_with_extreme_samples_is_rejected(tmp_path, data):
     float_wav(data / "LEAK" / "wild.wav", np.full(4096, 1e25))
     result = lm.build(data, out=tmp_path / "x.h5", check=None, **QUIET)
     assert (result.rows, [r.code for r in result.rejections]) == (12, ["unsupported"])
@@ -70,7 +70,7 @@ def test_a_wild_float_recording_is_rejected_and_the_rest_is_built(tmp_path, data
 
 
 @pytest.mark.parametrize("column", ["moments", "facts"])
-def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, column):
+def test_wrong_columns_prevent_publication(tmp_path, data, monkeypatch, column):
     "A builder that mixes up the facts of a batch, with right features."
     real = Job.take
 
@@ -89,7 +89,7 @@ def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, co
     assert not (tmp_path / "x.h5").exists()
 
 
-def test_a_failing_machine_is_not_called_a_bad_row(tmp_path, data, monkeypatch):
+def test_machine_fault_during_the_check_is_not_a_wrong_row(tmp_path, data, monkeypatch):
     def read(path):
         raise MachineError("the machine failed while reading (EMFILE)", path=path)
 
@@ -98,7 +98,7 @@ def test_a_failing_machine_is_not_called_a_bad_row(tmp_path, data, monkeypatch):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 
-def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch):
+def test_source_removed_during_the_check_is_named(tmp_path, data, monkeypatch):
     real = verify_module.check_data_set
 
     def check(*args, **options):
@@ -110,7 +110,7 @@ def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch)
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 
-def test_what_was_asked_for_is_not_replaced(tmp_path, data):
+def test_invalid_arguments_have_no_fallback(tmp_path, data):
     for device, kind in (("cuda", EngineError), ("banana", UsageError)):
         with pytest.raises(kind):
             lm.build(data, out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device=device))
@@ -125,11 +125,11 @@ def test_what_was_asked_for_is_not_replaced(tmp_path, data):
     assert not (tmp_path / "x.h5").exists()
 
 
-def test_no_row_checked_is_integrity_only(tmp_path, data):
+def test_check_0_verifies_integrity_only(tmp_path, data):
     assert lm.build(data, out=tmp_path / "x.h5", check=0, **QUIET).verified.scope == "integrity only"
 
 
-def test_a_length_that_does_not_divide_follows_the_data(tmp_path, make_wav):
+def test_length_without_integer_ratio_is_inferred(tmp_path, make_wav):
     for i in range(3):
         make_wav(tmp_path / "data" / "A" / f"{i}.wav", n=40_001, rate=8000, seed=i)
     result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096}, **QUIET)
@@ -137,7 +137,7 @@ def test_a_length_that_does_not_divide_follows_the_data(tmp_path, make_wav):
     assert result.summary["status_counts"] == {"resampled": 3}
 
 
-def test_labels_that_are_written_alike_are_refused(tmp_path, make_wav):
+def test_labels_with_equal_escaped_text_are_refused(tmp_path, make_wav):
     for i, name in enumerate(("X\ny", "X\\ny")):
         make_wav(tmp_path / "data" / name / "a.wav", seed=i)
     with raises("labels-alike", DataError):
@@ -188,7 +188,7 @@ def test_only_a_data_set_is_replaced(tmp_path, data):
     )
 
 
-def test_one_level_too_high_is_refused(tmp_path, make_wav):
+def test_root_one_level_too_high_is_refused(tmp_path, make_wav):
     make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
     with pytest.raises(DataError, match="one level deeper.*set/TRAINING"):
         lm.scan(tmp_path / "up")

@@ -74,7 +74,7 @@ def test_memory_of_one_more_recording(linked, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("linked", [(5_000, 50_000)], indirect=True)
-def test_ten_times_the_recordings(linked, tmp_path):
+def test_memory_of_ten_times_the_recordings(linked, tmp_path):
     lm.build(
         linked[5_000],
         out=tmp_path / "warm.h5",
@@ -87,7 +87,7 @@ def test_ten_times_the_recordings(linked, tmp_path):
 
 
 @pytest.mark.parametrize("large", [1, 1000, 1 << 40])
-def test_long_columns_are_the_same_in_pieces(tmp_path, monkeypatch, large):
+def test_digest_of_long_columns_in_pieces(tmp_path, monkeypatch, large):
     texts = [b"LEAK/%d" % 3 ** (k % 20) for k in range(9000)]
     with h5py.File(tmp_path / "x.h5", "w") as f:
         f["files/path"], f["labels"], f["numbers"], f["any"] = (
@@ -104,10 +104,10 @@ def test_long_columns_are_the_same_in_pieces(tmp_path, monkeypatch, large):
             np.testing.assert_array_equal(schema.read_column(f[name]), f[name][()])
         assert schema.read_column(f["any"]).tolist() == [b"a", b"bcd"]
         del f["any"]  # where texts lie in a heap there are only addresses to be hashed
-        assert schema.metadata_digest(f) == by_hand(f)
+        assert schema.metadata_digest(f) == direct_digest(f)
 
 
-def by_hand(f: h5py.File) -> str:
+def direct_digest(f: h5py.File) -> str:
     "The digest of a file's data sets and its one attribute, each data set as a whole."
     total = xxhash.xxh3_128()
     for name in ("files/path", "labels", "numbers"):

@@ -126,14 +126,14 @@ def test_plan_report_and_explore_agree_with_the_build(tmp_path: Path) -> None:
     assert Explorer(recordings_of_scan(scan(root, content=True, **QUIET))).spec == plan.spec
 
 
-def test_recordings_too_short_for_a_segment_do_not_decide(tmp_path: Path) -> None:
+def test_recordings_shorter_than_a_segment_do_not_count_for_the_majority(tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_mixed(lambda label, i: root / label / f"{i}.wav", ((4096, 10.0, 1, 3), (4096, 0.1, 1, 5)))
     decision = decide_spec(None, scan(root, **QUIET).listings)
     assert (decision.spec.duration_s, decision.counts["padded"]) == (10.0, 10)
 
 
-def test_of_many_recordings_a_sample_is_read(tmp_path: Path) -> None:
+def test_sample_is_read_of_many_recordings(tmp_path: Path) -> None:
     root = tmp_path / "data"
     n = READ_HEADERS
     write_mixed(lambda label, i: root / label / f"{i}.wav", ((4096, 0.5, 1, n), (4096, 1.0, 1, 3)))
@@ -195,7 +195,7 @@ def test_each_proposal_for_recordings_without_a_majority_builds(
     assert main([*shlex.split(proposal.command)[1:], "--quiet", "--check", "1"]) == 0
 
 
-def test_nothing_is_left_where_recordings_have_no_majority(tmp_path: Path) -> None:
+def test_build_without_a_majority_leaves_no_files(tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_mixed(lambda label, i: root / label / f"{i}.wav", NO_MAJORITY["two rates"])
     for build in (
@@ -284,7 +284,7 @@ def test_proposed_file_is_not_among_the_recordings(
     assert (tmp_path / "data.h5").is_file()
 
 
-def test_no_command_where_a_build_would_fail(tmp_path: Path) -> None:
+def test_no_command_is_proposed_where_a_build_would_fail(tmp_path: Path) -> None:
     write_mixed(lambda label, i: tmp_path / "flat" / f"{label}{i}.wav")
     write_mixed(lambda label, i: tmp_path / "one empty" / label / f"{i}.wav")
     (tmp_path / "one empty" / "OTHER").mkdir()

@@ -1,4 +1,4 @@
-"Every mode gives the same bytes; what is held is used only while it is what the files say; a place too small is left for the next one."
+"Every mode gives the same bytes; cached recordings are used only while they match the files; too little space selects the next mode."
 
 import errno
 import json
@@ -110,7 +110,7 @@ def test_same_bytes_from_every_mode(tmp_path, mixed, engine_threads):
     assert len(set(results.values())) == 1, {k: len(v) for k, v in results.items()}
 
 
-def test_reports_agree_too(tmp_path, mixed):
+def test_reports_of_all_modes_agree(tmp_path, mixed):
     rejected, statuses = set(), set()
     for mode in ("stream", "preload", "memmap", "memmap"):
         result = build(mixed, tmp_path / "x.h5", mode)
@@ -199,7 +199,7 @@ def test_other_recordings_or_rules_have_another_cache_file(tmp_path, mixed, own_
 
 
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
-def test_a_file_that_changed_since_is_treated_as_by_the_stream(tmp_path, mixed, mode):
+def test_changed_file_is_rejected_in_every_mode(tmp_path, mixed, mode):
     "The same manifest, and one file that is another one now: rejected as changed, not taken from what is held."
     manifest = lm.scan(mixed)
     with lm.preload(mixed, spec=SPEC, manifest=manifest, mode=mode, progress="none") as ready:
@@ -213,7 +213,7 @@ def test_a_file_that_changed_since_is_treated_as_by_the_stream(tmp_path, mixed, 
     assert {"LEAK/03.wav", "LEAK/05.wav"} <= set(from_held.rejected.query("code == 'changed'")["path"])
 
 
-def test_preloaded_recordings_of_another_state_are_refused(tmp_path, mixed, make_wav):
+def test_outdated_preloaded_recordings_are_refused(tmp_path, mixed, make_wav):
     with lm.preload(mixed, spec=SPEC, progress="none") as ready:
         with raises("other-recordings", UsageError):
             build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset("disjoint", duration_s=0.5))
@@ -239,7 +239,7 @@ def test_preloaded_recordings_of_another_state_are_refused(tmp_path, mixed, make
         "zeros",
     ],
 )
-def test_a_damaged_cache_file_is_made_anew(tmp_path, mixed, own_cache, damage):
+def test_damaged_cache_file_is_replaced(tmp_path, mixed, own_cache, damage):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     build(mixed, tmp_path / "x.h5", "memmap")
     (path,) = own_cache.iterdir()
@@ -265,7 +265,7 @@ def test_a_damaged_cache_file_is_made_anew(tmp_path, mixed, own_cache, damage):
 
 
 @pytest.mark.parametrize("at", [0, 12_345, 100_000, 230_000])
-def test_a_flipped_bit_in_held_rows_is_seen_and_read_again(tmp_path, mixed, own_cache, caplog, at):
+def test_flipped_bit_in_cached_rows_is_detected_and_read_again(tmp_path, mixed, own_cache, caplog, at):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     build(mixed, tmp_path / "x.h5", "memmap")
     (path,) = own_cache.iterdir()
@@ -288,7 +288,7 @@ def test_a_flipped_bit_in_held_rows_is_seen_and_read_again(tmp_path, mixed, own_
         assert "digest" in caplog.text  # else nothing is held there
 
 
-def test_a_cache_file_cut_short_under_a_build_is_no_signal(tmp_path, mixed, own_cache, caplog):
+def test_cache_file_truncated_during_a_build_raises_no_sigbus(tmp_path, mixed, own_cache, caplog):
     with lm.preload(mixed, spec=SPEC, mode="memmap", progress="none") as ready:
         (path,) = own_cache.iterdir()
         os.truncate(path, 20_000)
@@ -298,7 +298,7 @@ def test_a_cache_file_cut_short_under_a_build_is_no_signal(tmp_path, mixed, own_
     assert "cache file cannot be read" in caplog.text
 
 
-def test_a_killed_maker_leaves_nothing_that_counts(tmp_path, mixed, own_cache):
+def test_killed_cache_writer_leaves_no_cache_file(tmp_path, mixed, own_cache):
     "Killed while the cache file is being written: no file under its name, the next build makes it."
     code = (
         "import os, sys, leakmel as lm\nfrom leakmel.dataset.source.sample_cache import SampleCache\n"
@@ -344,7 +344,7 @@ def test_two_processes_share_one_cache_file(tmp_path, mixed, own_cache):
     assert len(list(own_cache.iterdir())) == 1
 
 
-def test_a_second_maker_waits(tmp_path, mixed):
+def test_second_cache_writer_waits(tmp_path, mixed):
     path = cache_path(cache_folder(), "", cache_key(scan(mixed).listings[0], SPEC))
     path.parent.mkdir()
     done = threading.Event()
@@ -364,7 +364,7 @@ def test_a_second_maker_waits(tmp_path, mixed):
 # ---- a place that is too small
 
 
-def test_preload_that_does_not_fit_goes_to_a_cache_file(tmp_path, mixed, own_cache):
+def test_preload_larger_than_memory_falls_back_to_a_cache_file(tmp_path, mixed, own_cache):
     result = build(mixed, tmp_path / "x.h5", "preload", ram_fraction=1e-9)
     lines = result.summary["mode_lines"]
     assert result.summary["mode"] == "memmap"
@@ -374,7 +374,7 @@ def test_preload_that_does_not_fit_goes_to_a_cache_file(tmp_path, mixed, own_cac
     assert len(list(own_cache.iterdir())) == 1
 
 
-def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, monkeypatch):
+def test_out_of_memory_during_preload_falls_back_to_a_cache_file(tmp_path, mixed, monkeypatch):
     real = SampleRows.write
 
     def none(self, *rows):
@@ -388,7 +388,7 @@ def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, m
     assert any("mode preload failed" in line for line in result.summary["mode_lines"])
 
 
-def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, make_wav, monkeypatch):
+def test_wide_rows_larger_than_memory_fall_back_to_a_cache_file(tmp_path, make_wav, monkeypatch):
     "Need is known for 16 bits only; resampled recordings take three times as much."
     for k in range(20):
         make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=8000, rate=8000, seed=k)
@@ -400,7 +400,7 @@ def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, 
 
 
 @pytest.mark.parametrize("trouble", ["no room", "disk full on the way", "a file for a folder"])
-def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, monkeypatch, trouble):
+def test_unusable_cache_folder_falls_back_to_streaming(tmp_path, mixed, own_cache, monkeypatch, trouble):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
 
     def full(*a, **k):
@@ -422,7 +422,7 @@ def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, m
         assert list(own_cache.iterdir()) == []
 
 
-def test_an_error_while_loading_is_the_builds_error(tmp_path, mixed, monkeypatch, own_cache):
+def test_error_while_loading_fails_the_build(tmp_path, mixed, monkeypatch, own_cache):
     def broken(self, slot):
         raise ValueError("a bug")
 
@@ -461,8 +461,8 @@ def test_spec_is_the_same_in_each_mode_and_with_preloaded_recordings(tmp_path, m
 
 
 @pytest.mark.parametrize("cause", ["closed", "split", "rate", "channels", "gone", "changed", "root"])
-def test_why_held_recordings_do_not_fit_is_said(tmp_path, mixed, demo, cause):
-    said = {
+def test_reason_why_cached_recordings_do_not_fit_is_reported(tmp_path, mixed, demo, cause):
+    output = {
         "closed": "nothing (closed)",
         "split": "TRAINING with",
         "rate": "sample_rate=4096",
@@ -471,7 +471,7 @@ def test_why_held_recordings_do_not_fit_is_said(tmp_path, mixed, demo, cause):
     if cause == "split":
         with (
             lm.preload(demo, split="training", progress="none") as ready,
-            raises("other-recordings", UsageError, says=said),
+            raises("other-recordings", UsageError, says=output),
         ):
             lm.build(demo, split="testing", out=tmp_path / "x.h5", preloaded=ready, progress="none")
         return
@@ -489,7 +489,7 @@ def test_why_held_recordings_do_not_fit_is_said(tmp_path, mixed, demo, cause):
             os.utime(mixed / "LEAK" / "03.wav", ns=(1, 1))
         elif cause == "root":
             root = shutil.copytree(mixed, tmp_path / "copy")
-        with raises("other-recordings", UsageError, says=said):
+        with raises("other-recordings", UsageError, says=output):
             build(root, tmp_path / "x.h5", preloaded=ready, spec=spec)
 
 
@@ -510,7 +510,7 @@ def test_a_cache_folder_among_the_recordings_is_refused(tmp_path, mixed):
     assert not list(mixed.rglob(f"*{SUFFIX}"))
 
 
-def test_what_was_not_asked_for_is_said_to_everybody(tmp_path, mixed, caplog):
+def test_fallback_mode_is_reported_in_all_front_ends(tmp_path, mixed, caplog):
     lm.preload(mixed, spec=SPEC, progress="none", pipeline=PipelineConfig(ram_fraction=1e-9)).close()
     assert "mode memmap (preload was asked for)" in caplog.text
 
@@ -527,7 +527,7 @@ def test_arguments_of_the_wrong_kind(tmp_path, mixed):
 # ---- the choice, the folder, the command
 
 
-def test_auto_says_need_free_and_reason():
+def test_auto_reports_needed_and_free_memory_and_the_reason():
     config, gb = PipelineConfig(ram_fraction=0.5), 10**9
     fits, not_ = (
         choose_mode("auto", gb, config, free_bytes=4 * gb),
@@ -545,7 +545,7 @@ def test_auto_says_need_free_and_reason():
         choose_mode("ram", gb, config)
 
 
-def test_lines_are_said_where_the_run_is_shown(tmp_path, mixed, capsys, caplog):
+def test_mode_lines_are_printed_with_the_run(tmp_path, mixed, capsys, caplog):
     with caplog.at_level(logging.INFO, "leakmel"):
         lm.build(mixed, out=tmp_path / "x.h5", mode="preload", spec=SPEC, progress="log")
     assert "mode preload: 229 kB of samples" in caplog.text
@@ -588,7 +588,7 @@ def test_list_and_clear_by_command(tmp_path, mixed, own_cache):
     assert sorted(p.name for p in own_cache.iterdir()) == [f"blood{SUFFIX}", f"folder{SUFFIX}", "notes.txt"]
 
 
-def test_clear_leaves_a_cache_file_in_the_making(mixed, own_cache):
+def test_clear_keeps_a_cache_file_that_is_being_written(mixed, own_cache):
     own_cache.mkdir()
     target = own_cache / f"all-{1:032x}{SUFFIX}"
     partial = own_cache / f".{target.name}.partial"
@@ -602,7 +602,7 @@ def test_clear_leaves_a_cache_file_in_the_making(mixed, own_cache):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_regular_file_is_not_opened(tmp_path, mixed, own_cache, kind):
+def test_special_files_are_not_opened(tmp_path, mixed, own_cache, kind):
     path = cache_path(own_cache, "", cache_key(scan(mixed).listings[0], SPEC))
     own_cache.mkdir()
     if kind == "link":
@@ -618,7 +618,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, mixed, own_cache, kind)
         assert (tmp_path / "elsewhere").read_bytes() == b"mine"
 
 
-def test_key_ignores_mels_and_knows_the_rest(mixed):
+def test_cache_key_ignores_mel_settings_only(mixed):
     listing = scan(mixed).listings[0]
     assert (
         cache_key(listing, SPEC)
@@ -632,7 +632,7 @@ def test_key_ignores_mels_and_knows_the_rest(mixed):
     assert len({cache_key(listing, s) for s in [SPEC, *other]}) == 5
 
 
-def test_memory_is_what_the_samples_need(mixed):
+def test_memory_estimate_equals_the_samples(mixed):
     with lm.preload(mixed, spec=SPEC, progress="none") as ready:
         wide = 3 * 4 * SPEC.n_samples
         assert ready.n_bytes == 28 * 2 * SPEC.n_samples + wide
@@ -663,7 +663,7 @@ def test_threads_of_a_loader_end_with_the_first_error(mixed):
 
 
 @pytest.mark.parametrize("mode", ["memmap", "preloaded"])
-def test_held_recordings_know_nothing_of_labels(tmp_path, mixed, mode):
+def test_cached_recordings_are_independent_of_labels(tmp_path, mixed, mode):
     "Held under one naming, built under another that gives some of them no label: rejected, as by the stream."
     pattern = "{label}/{recording} {*}"
     with lm.preload(
@@ -683,7 +683,7 @@ def test_held_recordings_know_nothing_of_labels(tmp_path, mixed, mode):
     assert got.rows > 0
 
 
-def test_a_worn_cache_file_is_made_anew(tmp_path, mixed, own_cache, caplog):
+def test_damaged_cache_file_is_removed_with_a_warning(tmp_path, mixed, own_cache, caplog):
     build(mixed, tmp_path / "x.h5", "memmap")
     (path,) = own_cache.iterdir()
     with path.open("r+b") as f:
@@ -698,7 +698,7 @@ def test_a_worn_cache_file_is_made_anew(tmp_path, mixed, own_cache, caplog):
 
 
 @pytest.mark.parametrize("part", ["Slot", "fill", "take"])
-def test_memory_that_runs_out_anywhere_while_loading(tmp_path, mixed, monkeypatch, part):
+def test_out_of_memory_anywhere_while_loading(tmp_path, mixed, monkeypatch, part):
     "Once, at any place of a loading thread: the next mode is taken, and what was held so far is given back."
     plain, once, kept = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes(), [True], []
     owner = {"Slot": sample_cache, "fill": BatchReader, "take": SampleCache}[part]
@@ -732,14 +732,14 @@ def test_preload_of_one_split_and_of_a_manifest(tmp_path, demo, mixed):
         lm.preload(mixed, manifest=manifest, progress="none")
 
 
-def test_a_set_that_fell_back_is_taken_for_what_was_asked(tmp_path, mixed):
+def test_cache_that_fell_back_serves_the_requested_mode(tmp_path, mixed):
     with lm.preload(mixed, spec=SPEC, progress="none", pipeline=PipelineConfig(ram_fraction=1e-9)) as ready:
         assert ready.choice.used == "memmap"
         assert build(mixed, tmp_path / "x.h5", "preload", preloaded=ready).verified.ok
 
 
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
-def test_closed_under_a_build(tmp_path, mixed, monkeypatch, mode, caplog):
+def test_cache_closed_during_a_build(tmp_path, mixed, monkeypatch, mode, caplog):
     "Whoever closes what a build still reads gets a warning and right rows, not an error of NumPy."
     plain = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes()
     ready = lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
@@ -755,7 +755,7 @@ def test_closed_under_a_build(tmp_path, mixed, monkeypatch, mode, caplog):
     assert "read from their files instead" in caplog.text
 
 
-def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
+def test_process_that_writes_the_cache_file_is_reported(tmp_path, mixed, caplog):
     path = cache_path(cache_folder(), "", cache_key(scan(mixed).listings[0], SPEC))
     path.parent.mkdir()
     with OutputLock(path), caplog.at_level(logging.INFO, "leakmel"):
@@ -773,7 +773,7 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
 
 
 @pytest.mark.parametrize("forged", ["places", "about", "no zip", "short"])
-def test_a_forged_cache_file_is_made_anew(tmp_path, mixed, own_cache, forged):
+def test_forged_cache_file_is_replaced(tmp_path, mixed, own_cache, forged):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
     raw = path.read_bytes()
@@ -790,7 +790,7 @@ def test_a_forged_cache_file_is_made_anew(tmp_path, mixed, own_cache, forged):
 
 
 @pytest.mark.parametrize("change", ["one fewer", "wider digests", "other facts"])
-def test_facts_of_another_layout_are_rebuilt(tmp_path, mixed, own_cache, change):
+def test_cache_columns_of_another_layout_are_rebuilt(tmp_path, mixed, own_cache, change):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
     cache = SampleCache.open(path, SPEC.n_samples)
@@ -812,7 +812,7 @@ def test_facts_of_another_layout_are_rebuilt(tmp_path, mixed, own_cache, change)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ENOMEM])
-def test_a_cache_file_that_cannot_be_opened_now_stays(tmp_path, mixed, own_cache, monkeypatch, code):
+def test_cache_file_that_cannot_be_opened_is_kept(tmp_path, mixed, own_cache, monkeypatch, code):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
     inode, real = path.stat().st_ino, os.open
@@ -830,7 +830,7 @@ def test_a_cache_file_that_cannot_be_opened_now_stays(tmp_path, mixed, own_cache
     assert os.strerror(code) in list_cache()[0].problem
 
 
-def test_clear_leaves_a_cache_file_that_was_used_meanwhile(mixed, own_cache, monkeypatch):
+def test_clear_keeps_a_recently_used_cache_file(mixed, own_cache, monkeypatch):
     path = own_cache / f"all-{1:032x}{SUFFIX}"
     own_cache.mkdir()
     path.write_bytes(b"")

@@ -1,4 +1,4 @@
-"""What the disk holds after the power went: writes that were not confirmed are lost, torn or there without earlier ones.
+"""States of the disk after a power cut: unsynced writes are lost, torn or reordered.
 
 Every change that a build makes to its folder is logged. A state after a power cut is made from the log's first part: of each file, what
 was written before it was last confirmed (fsync, fdatasync) is there; of later writes each is there, in part, or not at all. Names (made, moved,
@@ -24,7 +24,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.pipeline import PipelineConfig
-from test_again import all_of_it, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
+from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
 SYNCED = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=True, monitor_interval_s=0.0, journal_bytes=1
@@ -226,7 +226,7 @@ def change(content: bytearray, op: Op, rng: random.Random | None) -> None:
     content[op.at : op.at + len(part)] = part
 
 
-def test_the_simulation_finds_a_build_that_does_not_wait_for_the_disk(
+def test_simulation_detects_a_build_without_fsync(
     data: Path,  # noqa: F811
     tmp_path: Path,
     logged: Callable,
@@ -264,7 +264,7 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(
     log = logged(target.parent)
     old = build(data, target, pipeline=config).path.read_bytes()
     assert {state.get("x.h5") for state in states_of(log, n // 2, 2)} == {None, old}
-    all_of_it(data)
+    all_changes(data)
     settle()
     log.ops = [
         op
@@ -278,7 +278,7 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(
 
 
 @pytest.mark.parametrize("n", [15, pytest.param(400, marks=pytest.mark.long)])
-def test_builds_go_on_from_any_state_after_a_power_cut(
+def test_builds_resume_from_any_state_after_a_power_cut(
     data: Path,  # noqa: F811
     tmp_path: Path,
     logged: Callable,
@@ -311,7 +311,7 @@ def test_builds_go_on_from_any_state_after_a_power_cut(
     assert resumed > 0, "what was confirmed is not done again"
 
 
-def test_the_disk_confirms_rows_before_their_entry_and_all_before_the_name(
+def test_fsync_order_is_rows_then_journal_then_rename(
     data: Path,  # noqa: F811
     tmp_path: Path,
     logged: Callable,
@@ -329,7 +329,7 @@ def test_the_disk_confirms_rows_before_their_entry_and_all_before_the_name(
     assert any(op.what == "confirm names" for op in log.ops[moved:])
 
 
-def test_a_disk_that_fails_to_confirm_stops_the_build(
+def test_failed_fsync_stops_the_build(
     data: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -352,7 +352,7 @@ def test_a_disk_that_fails_to_confirm_stops_the_build(
         monkeypatch.undo()
 
 
-def test_writing_a_recording_is_what_the_fixture_does(tmp_path: Path) -> None:
+def test_log_ignores_other_folders(tmp_path: Path) -> None:
     "The log sees nothing of folders that are not its own."
     log = Log(os.path.abspath(tmp_path / "out"))
     write_wav(tmp_path / "a.wav", np.zeros(10, np.int16), 4096)

@@ -15,7 +15,7 @@ from conftest import within
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, VerifyError
-from outsider import content
+from independent import content
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_rows_and_labels(built):
 
 
 @pytest.mark.parametrize("i", [8, -9, 1 << 40])
-def test_row_that_is_not_there(built, i):
+def test_missing_row_is_an_index_error(built, i):
     with lm.open_dataset(built) as ds, pytest.raises(IndexError, match=f"row {i} of 8"):
         ds[i]
 
@@ -102,7 +102,7 @@ def test_files_table(built):
         assert list(table.columns[:2]) == ["label", "path"]
 
 
-def test_spec_comes_back(built):
+def test_spec_is_read_from_the_file(built):
     with lm.open_dataset(built) as ds:
         assert ds.spec == lm.MelSpec(duration_s=1.0)
         assert ds.spec.preset_name == "disjoint@2"
@@ -111,7 +111,7 @@ def test_spec_comes_back(built):
         assert row.shape == ds.spec.row_shape
 
 
-def test_repr_names_what_is_in_it(built):
+def test_repr_lists_the_content(built):
     with lm.open_dataset(built) as ds:
         assert repr(ds) == "MelDataset(x.h5: 8 rows of (4, 2, 64, 1), CRACK 0, LEAK 5, NOLEAK 2, Straße 3 1)"
 
@@ -243,7 +243,7 @@ def test_legacy_files_need_only_rows_labels_and_names(tmp_path, without):
 
 
 @pytest.mark.parametrize("without", ["segments_mel", "labels", "labels_json"])
-def test_legacy_file_that_lacks_something_is_told_what(tmp_path, without):
+def test_legacy_file_names_the_missing_part(tmp_path, without):
     path = legacy_file(tmp_path / "old.h5", without=(without,))
     with raises("damaged-data-set", VerifyError, path=path, says=without):
         lm.open_dataset(path, legacy=True)
@@ -265,7 +265,7 @@ def put(name: str, value) -> Callable[[h5py.File], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "said"),
+    ("change", "code", "message"),
     [
         (put("labels", np.array([0, 1, 1, 2], np.int16)), "incomplete-data-set", "'labels': 4"),
         (put("labels", np.array([0, 1, 1, 3, 0], np.int16)), "damaged-data-set", "labels"),
@@ -293,12 +293,12 @@ def put(name: str, value) -> Callable[[h5py.File], None]:
         (put("labels_json", h5py.Empty("S1")), "damaged-data-set", ""),
     ],
 )
-def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, change, code, said):
+def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, change, code, message):
     monkeypatch.chdir(tmp_path)
     path = legacy_file(tmp_path / "old.h5")
     with h5py.File(path, "r+") as f:
         change(f)
-    with raises(code, VerifyError, path=path, says=said):
+    with raises(code, VerifyError, path=path, says=message):
         lm.open_dataset(path, legacy=True)
     assert os.listdir(tmp_path) == ["old.h5"]  # nothing in it was executed
     with h5py.File(path, "r+") as f:
@@ -306,7 +306,7 @@ def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("value", ["[]", "7", "{", b"\xff", "__import__('os').mkdir('made')"])
-def test_legacy_settings_that_are_no_settings(tmp_path, monkeypatch, value):
+def test_invalid_legacy_settings_are_refused(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     path = legacy_file(tmp_path / "old.h5")
     with h5py.File(path, "r+") as f:
@@ -316,7 +316,7 @@ def test_legacy_settings_that_are_no_settings(tmp_path, monkeypatch, value):
     assert os.listdir(tmp_path) == ["old.h5"]
 
 
-def test_ours_opens_as_legacy_too(built):
+def test_current_file_opens_as_legacy_file(built):
     with lm.open_dataset(built, legacy=True) as ds:
         assert len(ds) == 8
 
@@ -349,7 +349,7 @@ def test_waveforms_where_the_data_set_has_them(built, tmp_path):
 # ---- refusals
 
 
-def test_what_is_not_there_or_not_hdf5(tmp_path):
+def test_missing_and_other_files_are_refused(tmp_path):
     with raises("no-such-file", DataError, path=tmp_path / "nowhere.h5"):
         lm.open_dataset(tmp_path / "nowhere.h5")
     for name, raw in (("a", b""), ("b", b"RIFF"), ("c", b"\x89HDF\r\n\x1a\n" + bytes(99))):
@@ -360,7 +360,7 @@ def test_what_is_not_there_or_not_hdf5(tmp_path):
         lm.open_dataset(tmp_path)
 
 
-def test_a_named_pipe_is_not_waited_for(tmp_path):
+def test_named_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe.h5")
     with raises("not-a-file", path=tmp_path / "pipe.h5"):
         lm.open_dataset(tmp_path / "pipe.h5")
@@ -414,7 +414,7 @@ def test_refusals_name_the_file_and_close_it(built, tmp_path, name, change, code
 
 @pytest.mark.parametrize("kind", ["external storage", "external link", "soft link", "virtual", "huge"])
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind, legacy):
+def test_hostile_file_is_refused_before_data_are_read(built, tmp_path, kind, legacy):
     "Such a file could show other files of this machine as rows, or ask for terabytes."
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(256)) * 4096)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from children import Ended, Server, server
 
-from outsider import check, leftovers
+from independent import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms is tried elsewhere
@@ -15,13 +15,13 @@ SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms 
 AT_A_STEP = """
 import itertools, time
 import h5py
-number, at, said = {number}, {at}, {said!r}
+number, at, marker = {number}, {at}, {marker!r}
 count = itertools.count(1)
 def stepping(real):
     def step(*args, **named):
         n = next(count)
         if n == at:
-            with real_open(said, "w") as f: f.write(str(time.monotonic()))
+            with real_open(marker, "w") as f: f.write(str(time.monotonic()))
             os.kill(os.getpid(), number)
         return real(*args, **named)
     return step
@@ -52,8 +52,8 @@ if at == 0:
 def test_a_signal_at_any_moment(
     tmp_path: Path, make_wav: Callable, tried: Callable, number: int, with_old: bool, n: int
 ) -> None:
-    data, old, right, target, said = (
-        tmp_path / name for name in ("data", "old", "right", "out/x.h5", "said")
+    data, old, right, target, marker = (
+        tmp_path / name for name in ("data", "old", "right", "out/x.h5", "marker")
     )
     words = [
         "build",
@@ -73,15 +73,17 @@ def test_a_signal_at_any_moment(
         make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
     with server() as children:
         if with_old:
-            going(children, *words, str(old / "x.h5"))
+            run_with_signal(children, *words, str(old / "x.h5"))
             for k in range(24, 40):
                 make_wav(data / "LEAK" / f"{k:02d}.wav", seed=k)
             for k in range(4):
                 (data / "NOLEAK" / f"{2 * k:02d}.wav").unlink()
-        going(children, *words, str(right / "x.h5"))
+        run_with_signal(children, *words, str(right / "x.h5"))
         if with_old:
             shutil.copytree(old, target.parent)
-        whole = going(children, *words, str(target), code=SWIFT + AT_A_STEP.format(number=0, at=0, said=""))
+        whole = run_with_signal(
+            children, *words, str(target), code=SWIFT + AT_A_STEP.format(number=0, at=0, marker="")
+        )
         n_steps = int(whole.out.split()[-1])
         assert n_steps > 60
         n_tried = 0
@@ -94,16 +96,18 @@ def test_a_signal_at_any_moment(
                 if with_old:
                     shutil.copytree(old, target.parent)
                 stood = target.read_bytes() if with_old else None
-                said.unlink(missing_ok=True)
+                marker.unlink(missing_ok=True)
                 done = children.run(
-                    *words, str(target), code=SWIFT + AT_A_STEP.format(number=number, at=at, said=str(said))
+                    *words,
+                    str(target),
+                    code=SWIFT + AT_A_STEP.format(number=number, at=at, marker=str(marker)),
                 )
                 about = f"at step {at} of {n_steps}: status {done.status}: {done.err}"
                 assert not done.hung, about
-                if done.status == 0 and not said.exists():
+                if done.status == 0 and not marker.exists():
                     break  # it was through with fewer steps
                 assert done.status == 128 + number, about
-                took.append(done.ended - float(said.read_text()))
+                took.append(done.ended - float(marker.read_text()))
             if done.status == 0:
                 continue
             assert took[-1] < 5, (took, about)
@@ -112,7 +116,7 @@ def test_a_signal_at_any_moment(
             there = target.read_bytes() if target.exists() else None
             assert there in (stood, (right / "x.h5").read_bytes()), about
             assert leftovers(target.parent, *BESIDE) in ([], [".x.h5.journal", ".x.h5.partial"]), about
-            going(children, *words, str(target))
+            run_with_signal(children, *words, str(target))
             assert target.read_bytes() == (right / "x.h5").read_bytes(), about
             assert leftovers(target.parent, *BESIDE) == [], about
             n_tried += 1
@@ -121,7 +125,7 @@ def test_a_signal_at_any_moment(
     check(target, data)
 
 
-def going(children: Server, *words: str, code: str = SWIFT) -> Ended:
+def run_with_signal(children: Server, *words: str, code: str = SWIFT) -> Ended:
     done = children.run(*words, code=code)
     assert done.status == 0, done.err
     return done

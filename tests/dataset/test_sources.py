@@ -1,4 +1,4 @@
-"What rows should hold is worked out ahead of the check, and no recording is believed that changed since."
+"Rows expected by the check are computed in advance, and recordings that changed afterwards are detected."
 
 import os
 import threading
@@ -47,7 +47,7 @@ def counted(monkeypatch) -> list[tuple[str, bytes]]:
     return read
 
 
-def test_worked_out_ahead_is_what_the_reference_says(data):
+def test_precomputed_rows_equal_the_reference(data):
     known = Sources(os.fsencode(data), SPEC)
     assert known.precompute(paths_in(data), together=3) == 16
     for path in paths_in(data):
@@ -60,7 +60,7 @@ def test_worked_out_ahead_is_what_the_reference_says(data):
         assert np.array_equal(source.reference.strongest_db, right.strongest_db)
 
 
-def test_references_keep_their_order_where_some_are_known(data):
+def test_expected_rows_keep_order_with_precomputed_ones(data):
     both = [read_source(os.path.join(os.fsencode(data), path), SPEC) for path in paths_in(data)[:5]]
     references_of(both[1:4:2], SPEC)
     all_of = references_of(both, SPEC)
@@ -91,7 +91,7 @@ def test_a_file_that_changed_is_read_again(data, tmp_path, change):
     assert (known.get(path).digest != before.digest) == (change == "another recording")
 
 
-def test_nothing_is_begun_once_the_rows_are_there(data):
+def test_precomputing_stops_when_all_rows_are_written(data):
     asked = list[int]()
 
     def stopped() -> bool:
@@ -101,7 +101,7 @@ def test_nothing_is_begun_once_the_rows_are_there(data):
     assert Sources(os.fsencode(data), SPEC).precompute(paths_in(data), stopped, together=4) == 8
 
 
-def test_what_cannot_be_used_is_left_to_the_check_and_a_failing_machine_is_not(data, monkeypatch):
+def test_precomputing_skips_rejected_recordings_and_raises_machine_faults(data, monkeypatch):
     (data / "LEAK" / "00.wav").write_bytes(b"RIFF")
     known = Sources(os.fsencode(data), SPEC)
     assert known.precompute(paths_in(data)) == 15
@@ -129,7 +129,7 @@ def slow_rows(monkeypatch, until: Callable[[], bool]) -> None:
     monkeypatch.setattr(Job, "take", take)
 
 
-def test_a_build_reads_its_sample_once_while_rows_are_made(data, tmp_path, monkeypatch):
+def test_check_sample_is_read_once_during_the_build(data, tmp_path, monkeypatch):
     read = counted(monkeypatch)
     slow_rows(monkeypatch, lambda: len(read) >= 8)
     result = lm.build(data, out=tmp_path / "x.h5", check=8, **QUIET)
@@ -143,7 +143,7 @@ def test_a_build_reads_its_sample_once_while_rows_are_made(data, tmp_path, monke
     assert min(stages)[1] == "verify"
 
 
-def test_a_recording_that_changes_after_it_was_worked_out_fails_the_build(data, tmp_path, monkeypatch):
+def test_recording_changed_after_precomputing_fails_the_build(data, tmp_path, monkeypatch):
     read = counted(monkeypatch)
     victim = data / os.fsdecode(paths_in(data)[0])
 
@@ -159,7 +159,7 @@ def test_a_recording_that_changes_after_it_was_worked_out_fails_the_build(data, 
     assert not (tmp_path / "x.h5").exists()
 
 
-def test_wrong_rows_are_found_with_sources_known_before(data, tmp_path, monkeypatch):
+def test_wrong_rows_are_detected_with_precomputed_rows(data, tmp_path, monkeypatch):
     read, real = counted(monkeypatch), ReferenceEngine.run
 
     def wrong(self, samples, out, **named):
@@ -195,7 +195,7 @@ def test_sources_of_another_folder_or_spec_are_not_used(data, tmp_path):
         check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=Untrue(os.fsencode(data), spec))
 
 
-def test_waveforms_are_compared_also_with_sources_known_before(data, tmp_path, monkeypatch):
+def test_waveforms_are_compared_with_precomputed_rows(data, tmp_path, monkeypatch):
     read = counted(monkeypatch)
     slow_rows(monkeypatch, lambda: len(read) >= 16)
     result = lm.build(data, out=tmp_path / "x.h5", check=16, with_waveforms=True, **QUIET)
@@ -206,7 +206,7 @@ def test_waveforms_are_compared_also_with_sources_known_before(data, tmp_path, m
     assert check_data_set(tmp_path / "x.h5", root=data, sample=None, sources=bare).ok
 
 
-def test_known_rows_are_taken_before_others():
+def test_precomputed_rows_are_compared_first():
     labels, level = np.zeros(1000, np.int16), np.arange(1000.0)
     picked = pick_rows(1000, 10, labels, level, (500,), [7, 8, 9, 0])
     assert {0, 999, 500, 7, 8, 9} <= set(picked.tolist())

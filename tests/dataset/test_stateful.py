@@ -1,4 +1,4 @@
-"Recordings come, go and change, builds are killed or done: at any time what stands is what a build from nothing would give."
+"Recordings are added, removed and changed, builds are killed or finished: the data set always equals a fresh build."
 
 import os
 import shutil
@@ -195,7 +195,7 @@ def run(data: Path, out: Path, *, fresh: bool = False, **policy: Any) -> lm.Buil
     )
 
 
-def test_any_days_of_a_folder(tried: Callable) -> None:
+def test_random_histories_of_a_folder(tried: Callable) -> None:
     Folder.refused.clear()
     run_state_machine_as_test(
         Folder,

@@ -48,7 +48,7 @@ def build(made: Path, **more):
     )
 
 
-def test_columns_of_a_table_by_option(made, capsys):
+def test_table_columns_by_option(made, capsys):
     words = [str(made / "data"), "--table", str(made / "t.csv"), "--columns", COLUMNS]
     assert main(["scan", *words]) == 1, "two recordings have no label"
     assert "no label for 2 of 12 recordings" in capsys.readouterr().out.replace("\n", " ")
@@ -221,7 +221,7 @@ def lm_group_split(path, group):
     return group_split([path], group, shares=shares, allow_leaky_split=True, progress="none")
 
 
-def test_train_by_a_column_and_predict_what_has_no_label(made, capsys):
+def test_train_by_a_column_and_predict_unlabelled_recordings(made, capsys):
     table = pd.read_csv(made / "t.csv", keep_default_na=False).assign(tank=[f"T{i // 2}" for i in range(N)])
     table.to_csv(made / "t.csv", index=False)
     path = build(made).path

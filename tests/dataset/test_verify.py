@@ -1,4 +1,4 @@
-"The check can fail: every way of spoiling a finished data set is reported, and none of them is an exception."
+"The check can fail: every corruption of a finished data set is reported, and none raises an exception."
 
 import ast
 import json
@@ -23,7 +23,7 @@ from leakmel.dataset.check.verify import VerifyReport, pick_rows
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.reference import reference_log_mel
-from outsider import fit, leftovers, log_mel, read
+from independent import fit, leftovers, log_mel, read
 
 N = 30
 
@@ -101,7 +101,7 @@ def test_good_data_set(built):
     assert lm.verify(path, root=data, sample=3).checked == 3
 
 
-def test_without_sources_the_verdict_says_so(built):
+def test_verdict_without_sources_states_it(built):
     report = lm.verify(built[1])
     assert report.ok
     assert report.checked == 0
@@ -109,7 +109,7 @@ def test_without_sources_the_verdict_says_so(built):
     assert "recomputed" not in report.verdict
 
 
-def test_verify_touches_nothing(built):
+def test_verify_changes_no_file(built):
     data, path = built
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in [path, *data.rglob("*.wav")]}
     lm.verify(path, root=data)
@@ -131,7 +131,7 @@ def test_sample_has_its_size(built, sample):
     )
 
 
-def test_sample_holds_what_matters():
+def test_sample_includes_extreme_rows():
     rng = np.random.default_rng(0)
     labels, level = rng.integers(0, 5, 10_000).astype(np.int16), rng.normal(size=10_000)
     labels[7777] = 9
@@ -196,7 +196,7 @@ def test_the_largest_difference_is_that_of_all_blocks(built, file, row):
 
 
 def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np.ndarray]) -> None:
-    "All rows made anew by somebody whose features are a little different."
+    "Rewrite all rows with slightly different features."
     config = json.loads(f.attrs["config_json"])
     for k, p in enumerate(f["files/path"][:].tolist()):
         f["segments_mel"][k] = change(fit(*read(os.path.join(os.fsencode(data), p)), config), config)
@@ -224,7 +224,7 @@ def test_features_of_another_definition(built, file, name, change):
     assert len(report.problems) == 4
 
 
-def test_the_outsiders_own_rows_pass(built, file):
+def test_rows_of_the_independent_implementation_pass(built, file):
     spoil(file, lambda f: wrong_rows(f, built[0], lambda x, c: log_mel(x, c)), rows_resealed=True)
     assert lm.verify(file, root=built[0], sample=None).ok
 
@@ -281,9 +281,7 @@ QUIET = dict(
 @pytest.mark.parametrize(
     "wrong", [swap_two, zero_one, shift_a_frame, other_scale, symmetric_window, flip_a_bit]
 )
-def test_what_a_wrong_builder_publishes_unchecked_is_found_by_the_sources(
-    built, tmp_path, monkeypatch, wrong
-):
+def test_verify_finds_wrong_rows_by_the_sources(built, tmp_path, monkeypatch, wrong):
     "The digests are those of the wrong rows: without the sources the file is in order."
     real = ReferenceEngine.run
 
@@ -301,26 +299,26 @@ def test_what_a_wrong_builder_publishes_unchecked_is_found_by_the_sources(
         lm.build(built[0], out=tmp_path / "y.h5", check=None, **QUIET)
 
 
-def one_place_too_far(file, first, rows, real):
+def shifted_by_one_row(file, first, rows, real):
     return real(file, first + (first == 5), rows)
 
 
-def one_write_lost(file, first, rows, real):
+def missing_write(file, first, rows, real):
     return rows.nbytes if first == 10 else real(file, first, rows)
 
 
-def two_rows_exchanged(file, first, rows, real):
+def swapped_rows(file, first, rows, real):
     return real(file, first, np.ascontiguousarray(rows[::-1]))
 
 
-def a_bit_on_the_way(file, first, rows, real):
+def flipped_bit(file, first, rows, real):
     rows = rows.copy()
     rows.view(np.uint16)[0, 0, 0, 0, 0] ^= 1
     return real(file, first, rows)
 
 
-@pytest.mark.parametrize("wrong", [one_place_too_far, one_write_lost, two_rows_exchanged, a_bit_on_the_way])
-def test_a_writer_that_errs_publishes_nothing(built, tmp_path, monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", [shifted_by_one_row, missing_write, swapped_rows, flipped_bit])
+def test_writer_faults_prevent_publication(built, tmp_path, monkeypatch, wrong):
     "Rows that reach the file otherwise than they left the engine, down to one bit, do not match their digest; no source is needed."
     real = RowFile.write
     monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
@@ -329,7 +327,7 @@ def test_a_writer_that_errs_publishes_nothing(built, tmp_path, monkeypatch, wron
     assert leftovers(tmp_path) == []
 
 
-def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data, tmp_path, monkeypatch):
+def test_writer_that_leaves_gaps_publishes_nothing(data, tmp_path, monkeypatch):
     (data / "LEAK" / "s0~000.wav").write_bytes(b"no recording")  # comes first
 
     def gap(self, good):
@@ -351,7 +349,7 @@ def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data,
     assert leftovers(tmp_path / "out") == []
 
 
-def test_verify_shares_no_code_with_what_builds():
+def test_verify_imports_no_code_of_the_builder():
     "No path of imports leads from verify to the loader, the engines, the ring or the writer."
     import leakmel.dataset.check.verify
 
@@ -431,7 +429,7 @@ def shift_waves(w: np.ndarray) -> None:
     w[:] = np.roll(w.reshape(len(w), -1), 1, axis=1).reshape(w.shape)
 
 
-def turn_waves(w: np.ndarray) -> None:
+def reverse_waves(w: np.ndarray) -> None:
     w[17] = -w[17]
 
 
@@ -445,7 +443,7 @@ def exchange_segments(w: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [swap_waves, scale_waves, zero_waves, shift_waves, turn_waves, flip_lowest_bit, exchange_segments],
+    [swap_waves, scale_waves, zero_waves, shift_waves, reverse_waves, flip_lowest_bit, exchange_segments],
 )
 def test_spoiled_waveforms(built, waved, change):
     "Found by their digests; with digests that a forger repaired, by the recordings, to the last bit."
@@ -508,7 +506,7 @@ def replace_set(f: h5py.File, name: str, values: np.ndarray) -> None:
     f[name] = values
 
 
-def test_waveforms_slipped_into_a_data_set_without(built, file):
+def test_waveforms_added_to_a_data_set_are_detected(built, file):
     spoil(file, lambda f: f.create_dataset("segments_waveform", data=np.zeros((N, 4, 2, 512), np.float32)))
     bad(lm.verify(file), "waveforms without digests")
 
@@ -533,14 +531,14 @@ REAL_VIEW = waveforms.segment_view
 
 
 @pytest.mark.parametrize("wrong", [cut_late, cut_from_neighbours, cut_backwards, cut_by_32767])
-def test_a_builder_that_cuts_wrongly_publishes_nothing(built, tmp_path, monkeypatch, wrong):
+def test_wrongly_cut_waveforms_prevent_publication(built, tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(waveforms, "segment_view", wrong)
     with pytest.raises(VerifyError, match="the waveforms differ from the recording"):
         lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=None, **QUIET)
     assert leftovers(tmp_path) == []
 
 
-def test_a_waveform_that_is_lost_or_spoiled_on_its_way_is_not_published(built, tmp_path, monkeypatch):
+def test_lost_or_changed_waveform_prevents_publication(built, tmp_path, monkeypatch):
     real = RowFile.write_waveform
 
     def lost(self, k, wave):
@@ -878,7 +876,7 @@ def test_missing_renamed_and_added_sources(data, file):
     bad(lm.verify(file, root=data), "the recording cannot be read now")
 
 
-def test_broken_source_that_was_rejected_may_not_vanish(data, file):
+def test_removed_rejected_source_is_reported(data, file):
     (data / "LEAK" / "broken.wav").unlink()
     bad(lm.verify(file, root=data), "broken.wav")
 
@@ -908,7 +906,7 @@ def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):
     within(5, answer)
 
 
-def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wav):
+def test_hostile_paths_do_not_leave_the_root(tmp_path, data, make_wav):
     "A data set from somebody else names files outside the folder: they are not opened."
     samples = make_wav(tmp_path / "secret" / "a.wav", seed=5)
     assert len(samples) == 4096
@@ -979,7 +977,7 @@ def test_flipped_bits_in_the_data_are_all_found(file, seed):
 
 
 @pytest.mark.parametrize("name", ["segments_waveform", "digests/waveforms", "segments_mel"])
-def test_flipped_bits_beside_waveforms_are_all_found(waved, name):
+def test_flipped_bits_next_to_waveforms_are_all_found(waved, name):
     rng, raw, (at, size) = np.random.default_rng(5), waved.read_bytes(), regions(waved)[name]
     for _ in range(20):
         damaged = bytearray(raw)
@@ -992,7 +990,7 @@ def test_flipped_bits_beside_waveforms_are_all_found(waved, name):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
     "In the structure around the data: the file does not open, is not ok, or reads exactly as before."
-    from outsider import content, same
+    from independent import content, same
 
     rng, raw, before = np.random.default_rng(1), file.read_bytes(), content(file)
     spans = sorted(regions(file).values())
@@ -1015,7 +1013,7 @@ def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
 # ---- a data folder that is none ----------------------------------------------------------------------------------------------
 
 
-def test_a_data_folder_that_is_none_is_no_fault_of_the_data_set(file, tmp_path):
+def test_invalid_root_is_no_fault_of_the_data_set(file, tmp_path):
     report = bad(
         lm.verify(file, root=tmp_path / "nowhere"),
         f"the data folder {tmp_path / 'nowhere'} does not exist; the data set was not compared",
@@ -1040,7 +1038,7 @@ def test_a_data_folder_that_is_none_is_no_fault_of_the_data_set(file, tmp_path):
     bad(lm.verify(file, root=tmp_path / "nowhere"), "do not match their digest")
 
 
-def test_labels_of_what_cannot_be_read_were_not_compared(file, data, tmp_path):
+def test_labels_of_unreadable_sources_are_reported_as_not_compared(file, data, tmp_path):
     assert lm.verify(file).labels_compared
     (tmp_path / "none.h5").write_bytes(b"nothing")
     assert not bad(lm.verify(tmp_path / "none.h5"), "not an HDF5 file").labels_compared

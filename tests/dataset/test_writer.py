@@ -1,4 +1,4 @@
-"Rows at a fixed place, everything else around them, and a final name that means complete."
+"Rows at a fixed offset, metadata around them, and a final name only for complete files."
 
 import errno
 import os
@@ -30,7 +30,7 @@ from leakmel.dataset.file.schema import (
 )
 from leakmel.dataset.file.writer import OutputLock, RowFile, part_offsets, require_space, reserve
 from leakmel.mel.spec import MelSpec
-from outsider import content, leftovers, same
+from independent import content, leftovers, same
 
 SMALL = MelSpec(duration_s=0.25)  # one row: [1, 2, 64, 1]
 
@@ -104,7 +104,7 @@ def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
     assert not leftovers(tmp_path)
 
 
-def test_offset_does_not_depend_on_what_is_written_around(tmp_path):
+def test_offset_does_not_depend_on_metadata(tmp_path):
     for n in (1, 100, 3000):
         build(tmp_path / "a.h5", np.ones(n, bool))
         with h5py.File(tmp_path / "a.h5") as f:
@@ -113,7 +113,7 @@ def test_offset_does_not_depend_on_what_is_written_around(tmp_path):
             assert (f["segments_mel"][:] == rows_of(range(n))).all()
 
 
-def test_rows_are_where_they_were_put_by_number(tmp_path):
+def test_rows_are_at_their_numbers(tmp_path):
     good = np.ones(20, bool)
     assert (
         build(tmp_path / "a.h5", good, order=1)
@@ -149,7 +149,7 @@ def test_rejected_files_leave_no_trace(tmp_path, good, block):
 @pytest.mark.parametrize(
     "pattern", ["first", "last", "every second", "first half", "all but one", "none lost"]
 )
-def test_ranks_close_over_any_gap(tmp_path, pattern):
+def test_rows_are_compacted_over_any_gap(tmp_path, pattern):
     n = 200
     good = np.ones(n, bool)
     match pattern:
@@ -172,7 +172,7 @@ def test_ranks_close_over_any_gap(tmp_path, pattern):
         assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good))).all()
 
 
-def test_large_rows_close_ranks(tmp_path):
+def test_large_rows_are_compacted(tmp_path):
     spec = MelSpec(long_hop=16)  # 0.64 MB a row: a block of 8 MB holds a dozen
     good = np.ones(40, bool)
     good[[0, 5, 6, 29]] = False
@@ -237,7 +237,7 @@ def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 500])
-def test_mels_lie_where_they_lie_without_waveforms(tmp_path, n):
+def test_offset_of_mels_does_not_depend_on_waveforms(tmp_path, n):
     build(tmp_path / "plain.h5", np.ones(n, bool))
     file = build_both(tmp_path / "a.h5", np.ones(n, bool))
     file.finish(with_waves(metadata_of(range(n)), range(n)))
@@ -255,7 +255,7 @@ def test_mels_lie_where_they_lie_without_waveforms(tmp_path, n):
         assert (tmp_path / name).read_bytes()[end - n * file.row_bytes : end] == rows_of(range(n)).tobytes()
 
 
-def test_nothing_moves_where_no_candidate_was_rejected(tmp_path, monkeypatch):
+def test_no_row_is_moved_without_rejections(tmp_path, monkeypatch):
     def never(*a):
         raise AssertionError("bytes were moved")
 
@@ -269,7 +269,7 @@ def test_nothing_moves_where_no_candidate_was_rejected(tmp_path, monkeypatch):
     file.abort()
 
 
-def test_room_for_waveforms_is_asked_for_and_reserved(tmp_path, monkeypatch):
+def test_space_for_waveforms_is_checked_and_reserved(tmp_path, monkeypatch):
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 100, WAVE)
     room = file.offset + 100 * (256 + 4096)
     assert file.partial.stat().st_size == room
@@ -282,7 +282,7 @@ def test_room_for_waveforms_is_asked_for_and_reserved(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
-def test_gzip_takes_waveforms_along_and_asks_for_their_room(tmp_path, monkeypatch):
+def test_gzip_compresses_waveforms_and_checks_space(tmp_path, monkeypatch):
     n = 70
     meta = with_waves(metadata_of(range(n)), range(n))
     whole = build_both(tmp_path / "a.h5", np.ones(n, bool))
@@ -300,7 +300,7 @@ def test_gzip_takes_waveforms_along_and_asks_for_their_room(tmp_path, monkeypatc
         assert f["segments_waveform"].compression == "gzip"
 
 
-def test_ranks_that_were_not_closed_are_noticed(tmp_path):
+def test_missing_compaction_is_detected(tmp_path):
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 4, WAVE)
     with raises("layout-changed", OutputError, path=file.partial):
         file.finish(with_waves(metadata_of([0, 1]), [0, 1]))
@@ -311,7 +311,7 @@ def test_ranks_that_were_not_closed_are_noticed(tmp_path):
 # ---- what is around the rows
 
 
-def test_metadata_come_back_as_given(tmp_path):
+def test_metadata_survive_a_round_trip(tmp_path):
     numbers, lost = [0, 2, 3, 9], [1, 4]
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 10)
     file.write(0, rows_of(range(10)))
@@ -449,7 +449,7 @@ def test_abort_twice_and_after_publish(tmp_path):
     assert leftovers(tmp_path) == ["a.h5"]
 
 
-def test_what_a_killed_build_left_is_taken_over(tmp_path):
+def test_files_of_a_killed_build_are_reused(tmp_path):
     (tmp_path / ".a.h5.partial").write_bytes(b"x" * 5_000_000)
     (tmp_path / ".a.h5.scratch").write_bytes(b"not hdf5")
     assert build(tmp_path / "a.h5", np.ones(3, bool)) == build(tmp_path / "b.h5", np.ones(3, bool))
@@ -457,7 +457,7 @@ def test_what_a_killed_build_left_is_taken_over(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["partial", "scratch", "lock", "partial.gz"])
-def test_links_laid_out_in_the_output_folder_are_not_written_through(tmp_path, ending):
+def test_links_in_the_output_folder_are_not_followed(tmp_path, ending):
     "In a folder that others may write to, a link under our working name must not cost its target."
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -483,7 +483,7 @@ def fake_statvfs(free: int):
     return lambda path: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
 
 
-def test_no_room_is_said_before_work(tmp_path, monkeypatch):
+def test_insufficient_space_is_reported_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", fake_statvfs(1 << 20))
     missing = 1_000_000 * (256 + writer.SPARE_BYTES) - (1 << 20)
     with raises("no-space", SpaceError, path=tmp_path, says=f"{missing:,} bytes") as e:
@@ -530,7 +530,7 @@ def test_other_faults_of_reserving(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
-def test_reserve_really_reserves(tmp_path):
+def test_reserve_allocates_blocks(tmp_path):
     with open(tmp_path / "x", "wb") as f:
         reserve(f.fileno(), 1 << 20, tmp_path / "x")
     assert (tmp_path / "x").stat().st_size == 1 << 20
@@ -609,7 +609,7 @@ def test_lock_is_exclusive_among_many_threads(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["lock", "partial"])
-def test_a_folder_under_a_working_name_is_said_with_its_path(tmp_path, ending):
+def test_folder_at_a_working_name_is_reported_with_its_path(tmp_path, ending):
     (tmp_path / f".a.h5.{ending}").mkdir()
     with (
         raises("write-failed", OutputError, path=tmp_path / f".a.h5.{ending}"),

@@ -89,23 +89,23 @@ def test_a_named_run_is_that_run(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("empty", "the folder contains no run"),
         ("nowhere", "the folder does not exist"),
         ("file", "the folder does not exist"),
     ],
 )
-def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path, name, said):
+def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path, name, message):
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         find_runs(str(tmp_path / name))
     assert str(tmp_path / name) in str(caught.value)
     assert "leakmel build" in str(caught.value)
 
 
-def test_nonsense_is_refused(runs):
+def test_invalid_values_are_refused(runs):
     with pytest.raises(UsageError, match="compare must be at least 1"):
         find_runs(str(runs), most=0)
 
@@ -113,7 +113,7 @@ def test_nonsense_is_refused(runs):
 # ---- what is read --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_read_as_it_was_built(runs):
+def test_run_record_equals_the_build(runs):
     run = read_run(runs / "b")
     assert (run.found, len(run.data_sets), len(run.distinct_timelines)) == (
         sum(r["found"] for r in run.reports.values()),
@@ -158,7 +158,7 @@ def test_builds_one_after_the_other_have_clocks_of_their_own(copied, runs):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_spoilt_report_is_named(copied, text):
+def test_damaged_report_is_named(copied, text):
     path = copied / "TESTING_DATASET.H5.report.json"
     path.write_text(text)
     with raises("damaged-record", path=path):
@@ -181,14 +181,14 @@ def test_a_value_of_another_type_is_reported(copied, change):
 
 @pytest.mark.parametrize("name", [R, T])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
-def test_a_file_that_is_no_json_is_named(copied, name, content):
+def test_invalid_json_file_is_named(copied, name, content):
     (copied / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_run(copied)
     assert str(copied / name) in str(caught.value)
 
 
-def test_texts_of_strangers_stay_texts(copied):
+def test_hostile_text_is_escaped(copied):
     "Names with tags are shown as they are written, in text, HTML and figures."
     body, times = json.loads((copied / R).read_text()), json.loads((copied / T).read_text())
     changes = dict.fromkeys(
@@ -217,7 +217,7 @@ def test_texts_of_strangers_stay_texts(copied):
     assert "<img" not in card._repr_html_() + "".join(f.to_json() for f in figures)
 
 
-def test_a_spoilt_run_is_left_out_of_the_comparison(copied, runs):
+def test_damaged_run_is_left_out_of_the_comparison(copied, runs):
     (copied / R).write_text("{")
     found, skipped = read_runs([runs / "a", copied, runs / "b"])
     assert [r.folder.name for r in found] == ["a", "b"]
@@ -230,7 +230,7 @@ def test_a_spoilt_run_is_left_out_of_the_comparison(copied, runs):
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 
-def test_the_card_has_verdict_time_machine_and_data(runs):
+def test_run_card_has_verdict_time_machine_and_data(runs):
     run = read_run(runs / "b")
     card = run_card(run)
     text, page = repr(card), card._repr_html_()
@@ -281,7 +281,7 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
 
 
 @pytest.mark.parametrize("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
-def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
+def test_data_set_with_a_damaged_part_is_drawn(copied, part):
     for value in (None, np.zeros(1), np.array([b"x"])):
         with h5py.File(copied / "TRAINING_DATASET.H5", "r+") as f:
             if part in f:
@@ -307,7 +307,7 @@ def test_reused_rows_are_reported(copied, runs):
     assert "reused" not in repr(run_card(other))
 
 
-def test_names_from_a_disk_do_not_become_html(copied):
+def test_names_are_escaped_in_html(copied):
     (copied / "TESTING_DATASET.H5").rename(copied / "<b>x.H5")
     assert "<b>x" not in run_card(read_run(copied))._repr_html_()
     assert "&lt;b&gt;x.H5" in run_card(read_run(copied))._repr_html_()
@@ -417,7 +417,7 @@ def test_every_figure_of_the_notebook_has_axes_with_units(executed):
         assert any(a.get("title", {}).get("text") for a in axes), figure["layout"]["title"]["text"]
 
 
-def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, runs, monkeypatch):
+def test_notebook_finds_the_newest_run_of_the_project(tmp_path, runs, monkeypatch):
     project = copy_project(tmp_path)
     monkeypatch.chdir(project / "nbs")
     assert "the folder does not exist" in error_of("dashboard.ipynb")
@@ -429,11 +429,11 @@ def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, ru
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"runs": "x", "compare": "many"}, "runs is unknown; did you mean run?"),
         ({"compare": "many"}, "compare must be a whole number, got 'many'"),
     ],
 )
-def test_a_wrong_parameter_stops_the_dashboard(given, said):
-    assert said in error_of("dashboard.ipynb", **given)
+def test_a_wrong_parameter_stops_the_dashboard(given, message):
+    assert message in error_of("dashboard.ipynb", **given)

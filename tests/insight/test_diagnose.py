@@ -1,4 +1,4 @@
-"The limit of a run is named rightly on made timelines and in real builds, its bound holds, and advice never asks for what a machine cannot do."
+"The limiting stage is named correctly on synthetic timelines and in real builds, its bound holds, and advice fits the machine."
 
 import heapq
 import inspect
@@ -83,7 +83,7 @@ def made(meta: dict[str, Any], *spans: Span, **workers: Any) -> Timeline:
     return timeline
 
 
-def in_turn(
+def periodic_spans(
     stage: str, lane: str, n: int, busy_s: float, every_s: float, start_s: float = 0.0, **more: Any
 ) -> list[Span]:
     "n spans of a lane, one in every period."
@@ -164,7 +164,7 @@ def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
 
 def test_the_largest_share_need_not_be_the_limit():
     "Eight readers that rest most of the time, an engine that never does: quicker reading would give nothing."
-    spans = [s for i in range(8) for s in in_turn("read", f"reader-{i}", 10, 0.5, 1.0)]
+    spans = [s for i in range(8) for s in periodic_spans("read", f"reader-{i}", 10, 0.5, 1.0)]
     timeline = made(GPU, Span("compute", "cuda:0", 0, 10, "T"), *spans)
     shares = attribute(timeline)
     assert shares["read"] > 4
@@ -173,7 +173,7 @@ def test_the_largest_share_need_not_be_the_limit():
     assert next(b for b in found if b.stage == "read").gain_s == 0
 
 
-def test_copies_and_computing_of_a_device_run_side_by_side():
+def test_copies_and_computing_of_a_device_overlap():
     "They have one lane; each is a stream of its own."
     spans = [
         s
@@ -232,7 +232,7 @@ def test_a_wait_is_exposed_if_no_lane_is_busy():
 # ---- the check's work ahead of the rows
 
 
-def with_work_ahead() -> Timeline:
+def with_background_work() -> Timeline:
     return made(
         CPU,
         Span("start_up", "main", 0, 1),
@@ -248,7 +248,7 @@ def with_work_ahead() -> Timeline:
 
 
 def test_background_checks_get_only_otherwise_idle_time():
-    timeline = with_work_ahead()
+    timeline = with_background_work()
     assert [s.split for s in background_checks(timeline)] == ["A", "B"]
     shares = attribute(timeline)
     assert shares == pytest.approx(
@@ -264,8 +264,8 @@ def test_background_checks_get_only_otherwise_idle_time():
     assert amdahl_bounds(timeline)[0].stage == "read"
 
 
-def test_work_ahead_opens_no_split():
-    timeline = with_work_ahead()
+def test_prefetch_spans_open_no_split():
+    timeline = with_background_work()
     assert interval_s(timeline, "B") == (5, 9)
     assert attribute(timeline, "B") == pytest.approx(
         {"read": 2.5, "publish": 0.5, "verify": 0.5, "wait": 0.5}
@@ -273,7 +273,7 @@ def test_work_ahead_opens_no_split():
     assert analyse(timeline, "B").limiting == "read"
 
 
-def test_a_split_that_ended_before_its_rows_counts_what_there_is():
+def test_incomplete_split_counts_its_existing_rows():
     timeline = made(CPU, Span("verify", "publisher-0", 0, 2, "A"))
     assert interval_s(timeline, "A") == (0, 2)
     assert attribute(timeline, "A") == pytest.approx({"verify": 2, "wait": 0})
@@ -286,13 +286,13 @@ def disk_bound(n_readers: int = 2) -> Timeline:
     spans = [
         s
         for i in range(n_readers)
-        for s in in_turn("read", f"reader-{i}", 10, 1.0, 1.0, n_files=500, n_bytes=40_000_000)
+        for s in periodic_spans("read", f"reader-{i}", 10, 1.0, 1.0, n_files=500, n_bytes=40_000_000)
     ]
     timeline = made(
         GPU,
         *spans,
-        *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0),
-        *in_turn("write", "writer-0", 10, 0.02, 1.0, 1.1),
+        *periodic_spans("compute", "cuda:0", 10, 0.05, 1.0, 1.0),
+        *periodic_spans("write", "writer-0", 10, 0.02, 1.0, 1.1),
         read_workers=n_readers,
     )
     timeline.gauges = [Gauge("queue.compute", 0.0, 0)]
@@ -344,9 +344,9 @@ def cpu_bound(n_workers: int) -> Timeline:
         s
         for i in range(n_workers)
         for s in (
-            *in_turn("read", f"worker-{i}", 10, 0.2, 1.0),
-            *in_turn("compute", f"worker-{i}", 10, 0.7, 1.0, 0.2),
-            *in_turn("write", f"worker-{i}", 10, 0.1, 1.0, 0.9),
+            *periodic_spans("read", f"worker-{i}", 10, 0.2, 1.0),
+            *periodic_spans("compute", f"worker-{i}", 10, 0.7, 1.0, 0.2),
+            *periodic_spans("write", f"worker-{i}", 10, 0.1, 1.0, 0.9),
         )
     ]
     return made(CPU, *spans, compute_workers=n_workers)
@@ -380,9 +380,9 @@ def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
 def bus_bound() -> Timeline:
     return made(
         GPU,
-        *in_turn("copy_in", "cuda:0", 10, 0.9, 1.0, n_files=512, n_bytes=41_000_000),
-        *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 0.9),
-        *in_turn("read", "reader-0", 10, 0.2, 1.0),
+        *periodic_spans("copy_in", "cuda:0", 10, 0.9, 1.0, n_files=512, n_bytes=41_000_000),
+        *periodic_spans("compute", "cuda:0", 10, 0.1, 1.0, 0.9),
+        *periodic_spans("read", "reader-0", 10, 0.2, 1.0),
     )
 
 
@@ -394,9 +394,9 @@ def test_bus_bound():
 
 def test_write_bound():
     spans = [
-        *in_turn("write", "writer-0", 10, 0.95, 1.0, 0.05),
-        *in_turn("read", "reader-0", 10, 0.1, 1.0),
-        *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 0.1),
+        *periodic_spans("write", "writer-0", 10, 0.95, 1.0, 0.05),
+        *periodic_spans("read", "reader-0", 10, 0.1, 1.0),
+        *periodic_spans("compute", "cuda:0", 10, 0.05, 1.0, 0.1),
     ]
     found = analyse(
         made(GPU, *spans, write_workers=1),
@@ -412,8 +412,8 @@ def test_start_up_bound():
             GPU,
             Span("start_up", "imports", 0, 3),
             Span("start_up", "main", 3, 8),
-            *in_turn("read", "reader-0", 10, 0.1, 0.1, 8.0),
-            *in_turn("compute", "cuda:0", 10, 0.02, 0.1, 8.1),
+            *periodic_spans("read", "reader-0", 10, 0.1, 0.1, 8.0),
+            *periodic_spans("compute", "cuda:0", 10, 0.02, 0.1, 8.1),
         ),
         summary=summary_of(),
     )
@@ -423,9 +423,12 @@ def test_start_up_bound():
     assert "start-up (3.00 s of it imports) occurs once in a run" in found.no_suggestion
 
 
-def starved() -> Timeline:
+def out_of_memory_step() -> Timeline:
     "One slot: reading and computing take turns."
-    spans = [*in_turn("read", "reader-0", 10, 0.5, 1.0), *in_turn("compute", "cuda:0", 10, 0.5, 1.0, 0.5)]
+    spans = [
+        *periodic_spans("read", "reader-0", 10, 0.5, 1.0),
+        *periodic_spans("compute", "cuda:0", 10, 0.5, 1.0, 0.5),
+    ]
     timeline = made(GPU, *spans, slots=1, read_workers=1, files_per_batch=64)
     timeline.gauges = [
         g for i in range(10) for g in (Gauge("queue.compute", i + 0.5, 1), Gauge("queue.compute", i + 0.5, 0))
@@ -434,7 +437,7 @@ def starved() -> Timeline:
 
 
 def test_starved_queue():
-    found = analyse(starved())
+    found = analyse(out_of_memory_step())
     (line,) = [line for line in found.findings if line.startswith("LOW QUEUE DEPTH")]
     assert "0.00 batches" in line
     assert (found.suggestions[0].parameter, found.suggestions[0].present, found.suggestions[0].new) == (
@@ -442,12 +445,12 @@ def test_starved_queue():
         1,
         3,
     )
-    assert engine_idle(starved()) == (pytest.approx(4.5), pytest.approx(9.5))
+    assert engine_idle(out_of_memory_step()) == (pytest.approx(4.5), pytest.approx(9.5))
     assert "readers were busy for 53 %" in found.suggestions[0].evidence
 
 
 def test_a_full_queue_is_not_low():
-    timeline = starved()
+    timeline = out_of_memory_step()
     timeline.gauges = [Gauge("queue.compute", 0, 2)]
     assert not [line for line in analyse(timeline).findings if line.startswith("LOW QUEUE")]
 
@@ -472,7 +475,9 @@ def mixed_rates(stage: str, n_readers: int = 2, n_resampled: int = 64) -> Timeli
         "check": 64,
         "with_waveforms": False,
     }
-    return made(meta, *lanes, *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0), read_workers=n_readers)
+    return made(
+        meta, *lanes, *periodic_spans("compute", "cuda:0", 10, 0.05, 1.0, 1.0), read_workers=n_readers
+    )
 
 
 def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
@@ -506,9 +511,9 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
 
 def test_copying_from_memory_is_no_fault_of_the_bus():
     spans = [
-        *in_turn("stage", "reader-0", 10, 0.9, 1.0, n_files=512),
-        *in_turn("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
-        *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 1.0),
+        *periodic_spans("stage", "reader-0", 10, 0.9, 1.0, n_files=512),
+        *periodic_spans("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
+        *periodic_spans("compute", "cuda:0", 10, 0.1, 1.0, 1.0),
     ]
     found = analyse(
         made(GPU, *spans, read_workers=1),
@@ -543,7 +548,7 @@ def test_a_balanced_run_has_nothing_to_change():
 # ---- what is never said
 
 
-def test_advice_is_possible_on_the_machine_it_is_for():
+def test_advice_fits_the_machine():
     "Whatever limits: at most three, real settings, values that are taken, no more computing threads than cores, nothing of a GPU on a CPU."
     arguments, settings = inspect.signature(lm.build).parameters, {f.name for f in fields(PipelineConfig)}
     seen, spec = set(), lm.MelSpec.preset("overlap").to_dict()
@@ -568,7 +573,7 @@ def test_advice_is_possible_on_the_machine_it_is_for():
                     }.get(stage, "main")
                     timeline = made(
                         meta,
-                        *in_turn(
+                        *periodic_spans(
                             stage,
                             lane if meta is GPU else "worker-0",
                             1000,
@@ -642,9 +647,9 @@ def shorter(timeline: Timeline, factor: float) -> Timeline:
     [
         lambda: disk_bound(),
         lambda: cpu_bound(2),
-        lambda: starved(),
+        lambda: out_of_memory_step(),
         lambda: bus_bound(),
-        lambda: with_work_ahead(),
+        lambda: with_background_work(),
     ],
 )
 def test_a_run_of_milliseconds_is_not_analysed(make):
@@ -664,7 +669,7 @@ def test_a_run_of_milliseconds_is_not_analysed(make):
 
 
 def test_idle_time_of_an_engine_of_milliseconds_is_not_reported():
-    timeline = shorter(starved(), 1000)
+    timeline = shorter(out_of_memory_step(), 1000)
     timeline.spans.append(Span("publish", "publisher-0", 0.01, 3, "T"))
     assert engine_idle(timeline)[1] < MIN_ANALYSED_S
     found = analyse(timeline)
@@ -674,7 +679,7 @@ def test_idle_time_of_an_engine_of_milliseconds_is_not_reported():
 
 
 def test_the_run_and_each_split_are_analysed():
-    timeline = with_work_ahead()
+    timeline = with_background_work()
     found = analyse_run(timeline, [summary_of(span_name="B", with_waveforms=True)])
     assert [a.title for a in found] == ["the whole run", "A", "B"]
     text = analysis_text(timeline)
@@ -709,7 +714,7 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     assert analysis_text(long, summaries, analysis="auto") == analysis_text(long, summaries)
 
 
-def test_imports_are_no_part_of_the_ten_seconds():
+def test_import_time_does_not_count_for_the_ten_seconds():
     timeline = made(CPU, Span("start_up", "imports", 0, 9), Span("read", "worker-0", 9, 12, "T"))
     assert is_short_run(timeline)
     assert analysis_text(timeline, analysis="auto").startswith("Performance: 3.00 s.")
@@ -826,7 +831,7 @@ def test_the_timeline_alone_gives_the_same_analysis_as_with_the_report(demo, tmp
     assert (alone.findings, alone.gpu) == (both.findings, both.gpu)
 
 
-def test_waiting_for_the_disk_is_told_apart(demo, tmp_path, monkeypatch):
+def test_fsync_time_is_reported_separately(demo, tmp_path, monkeypatch):
     "Twice: for the bytes before the rename, and for the name after it."
     real, waited = os.fsync, list[int]()
 

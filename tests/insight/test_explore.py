@@ -83,7 +83,7 @@ def built(data, tmp_path_factory) -> Path:
 # ---- which recordings ----------------------------------------------------------------------------------------------
 
 
-def test_recordings_are_found_by_what_they_are(recordings):
+def test_recordings_are_found_by_filter(recordings):
     for choice, n in (
         (RecordingFilter(), len(recordings)),
         (RecordingFilter(flag="clipped"), 1),
@@ -118,7 +118,7 @@ def test_a_filter_that_matches_nothing_changes_nothing(state):
     assert state.error == ""
 
 
-def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(state):
+def test_next_wraps_around_and_filter_keeps_the_recording(state):
     state.go_to(-1)
     assert state.position == len(state.matching) - 1
     row = state.row
@@ -145,9 +145,9 @@ def test_mels_are_those_of_log_mel_and_of_a_build(state, built):
     )
 
 
-def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
+def test_refused_setting_changes_nothing_and_has_a_remedy(state):
     before = state.mels
-    for change, said in (
+    for change, output in (
         ({"n_mels": 256}, "Use n_mels=239 or fewer"),
         ({"n_fft": 1024}, "Lower n_fft"),
         ({"f_min_hz": 2000.0, "f_max_hz": 1000.0}, "Change f_min_hz"),
@@ -155,7 +155,7 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
         ({"num_mels": 3}, "no setting num_mels"),
     ):
         assert not state.change_spec(**change)
-        assert said in state.error
+        assert output in state.error
         assert (state.spec, state.changes) == (
             lm.MelSpec.preset("disjoint", **FIXED),
             {"preset": "disjoint@2"},
@@ -165,7 +165,7 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
     assert state.error == ""
 
 
-def test_changes_are_what_differs_from_the_preset(state):
+def test_changes_list_differences_from_the_preset(state):
     state.change_spec(n_fft=256, n_mels=20, power=1.0, f_max_hz=None)
     assert state.changes == {"preset": "disjoint@2", "n_fft": 256, "n_mels": 20}
     state.change_spec(n_fft=512)
@@ -177,7 +177,7 @@ def test_changes_are_what_differs_from_the_preset(state):
 # ---- pictures and sound --------------------------------------------------------------------------------------------
 
 
-def test_frames_of_chosen_segments_come_once_and_in_time():
+def test_frames_of_selected_segments_are_unique_and_ordered():
     spec = lm.MelSpec.preset("overlap", hop_length=64, n_fft=256)
     n_long, n_short, _, n_frames = spec.row_shape
     mels = (
@@ -232,14 +232,14 @@ def test_the_figure_has_units_a_finding_and_few_points(state):
     assert recording_figure(state).layout.title.text.endswith(": the recording is silent")
 
 
-def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
+def test_playback_is_the_selected_part_and_states_its_gain(state):
     state.filter_recordings(split="TRAINING", label="NOLEAK")
     state.select(4, 8)
-    (plain, said), (loud, raised) = (playback_wav(state, louder) for louder in (False, True))
+    (plain, output), (loud, raised) = (playback_wav(state, louder) for louder in (False, True))
     for wav in (plain, loud):
         with wave.open(io.BytesIO(wav)) as f:
             assert (f.getframerate(), f.getnframes(), f.getsampwidth()) == (4096, 4096, 2)
-    assert said == "1 s of sound, at the recorded level"
+    assert output == "1 s of sound, at the recorded level"
     assert "amplified by" in raised
     as_recorded = np.frombuffer(plain[44:], np.int16)
     assert np.array_equal(
@@ -254,10 +254,10 @@ def test_the_sound_has_the_rate_of_the_recording_even_if_the_spec_rejects_it(rec
     state.select(4, 8)
     with pytest.raises(lm.LeakmelError):
         recording_figure(state)
-    wav, said = playback_wav(state)
+    wav, output = playback_wav(state)
     with wave.open(io.BytesIO(wav)) as f:
         assert (f.getframerate(), f.getnframes()) == (4096, 4096)
-    assert said == "1 s of sound, at the recorded rate of 4,096 Hz and the recorded level"
+    assert output == "1 s of sound, at the recorded rate of 4,096 Hz and the recorded level"
 
 
 def test_windows_that_do_not_fit_are_not_offered(recordings):
@@ -368,7 +368,7 @@ def test_a_sample_is_stated_and_even(recordings):
 # ---- spec files ----------------------------------------------------------------------------------------------------
 
 
-def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
+def test_spec_written_by_explore_is_used_by_build(state, data, tmp_path, capsys):
     state.change_spec(preset="overlap", n_mels=24, n_fft=256)
     path = tmp_path / "spec.json"
     assert state.write(path) == read_spec(path)
@@ -513,7 +513,7 @@ def body(**changes: Any) -> str:
         ("__import__('os').abort()", "not-a-spec-file", ""),
     ],
 )
-def test_a_spec_file_of_anybody_is_not_believed(tmp_path, text, code, says):
+def test_hostile_spec_file_is_refused(tmp_path, text, code, says):
     path = tmp_path / "spec.json"
     path.write_bytes(text.encode("latin-1"))
     with raises(code, SpecError, path=path, says=says) as caught:
@@ -521,7 +521,7 @@ def test_a_spec_file_of_anybody_is_not_believed(tmp_path, text, code, says):
     assert len(str(caught.value)) < 1200
 
 
-def test_a_spec_file_that_is_no_file(tmp_path):
+def test_missing_or_special_spec_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for name, code in (("pipe.json", "not-a-file"), ("none.json", "no-such-file"), (".", "read-failed")):
         with raises(code, DataError, path=tmp_path / name):
@@ -592,10 +592,10 @@ def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an
         twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0
     )
     old = tmp_path / "TRAINING_DATASET.H5"
-    changes, said = requested_spec(old, None, {"n_mels": 24})
+    changes, output = requested_spec(old, None, {"n_mels": 24})
     assert changes == {"preset": "disjoint@2", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
     assert (
-        said
+        output
         == f"spec of {old}: preset disjoint@2, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
     )
     with raises("presets-differ", UsageError, path=old, found="overlap"):
@@ -640,7 +640,7 @@ def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys)
     (tmp_path / "empty.h5").touch()
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.h5")
-    said = {
+    output = {
         "other.h5": "the spec cannot be read",
         "earlier.h5": "the spec cannot be read",
         "cut.h5": "the spec cannot be read",
@@ -650,7 +650,7 @@ def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys)
         "pipe.h5": "not a regular file",
         "none.h5": "no such spec file",
     }
-    for name, sentence in said.items():
+    for name, sentence in output.items():
         with pytest.raises(DataError):
             spec_of_data_set(tmp_path / name)
         assert main(
@@ -673,7 +673,7 @@ def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys)
     assert not (tmp_path / "x.h5").exists()
 
 
-def test_writing_takes_no_other_files_place(tmp_path):
+def test_writing_replaces_no_other_file(tmp_path):
     written = write_spec(tmp_path / "deep" / "spec.json", lm.MelSpec.preset("overlap", n_mels=20))
     assert lm.MelSpec.preset(written.preset, **written.settings) == lm.MelSpec.preset("overlap", n_mels=20)
     assert read_spec(write_spec(written.path, {"n_mels": 30}).path).settings == {
@@ -707,9 +707,9 @@ def test_writing_takes_no_other_files_place(tmp_path):
 
 def test_only_the_requested_file_is_written(tmp_path):
     write_spec(tmp_path / "a.json", {"preset": "overlap", "mel_norm": None})
-    changes, said = requested_spec(tmp_path / "a.json", "overlap@2", {})
+    changes, output = requested_spec(tmp_path / "a.json", "overlap@2", {})
     assert changes == {"preset": "overlap@2", "mel_norm": None}
-    assert said == f"spec of {tmp_path}/a.json: preset overlap@2, mel_norm none"
+    assert output == f"spec of {tmp_path}/a.json: preset overlap@2, mel_norm none"
     assert requested_spec("", None, {}) == ({"preset": "disjoint"}, "")
 
 
@@ -726,7 +726,7 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
     return values | {"data_root": str(data)} | more
 
 
-def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
+def test_initial_filter_and_spec_are_parameters(data, built, tmp_path):
     write_spec(tmp_path / "spec.json", {"n_mels": 20})
     state = open_explorer(
         given(data, split="training", flag="clipped", spec_file=str(tmp_path / "spec.json")), progress="none"
@@ -803,7 +803,7 @@ def test_lines_are_plain_text_and_safe_html():
     assert repr(line) == "Rejected: no <script> (unchanged: a <b> & c)"
 
 
-def test_sliders_are_for_those_who_watch(monkeypatch):
+def test_sliders_are_shown_only_in_interactive_sessions(monkeypatch):
     for name in ("JPY_SESSION_NAME", "VSCODE_PID"):
         monkeypatch.delenv(name, raising=False)
     assert not shows_controls(None)

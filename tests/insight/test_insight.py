@@ -94,7 +94,7 @@ def test_read_bound_run():
     assert limit_text(amdahl_bounds(timeline_of(*spans), "T")).startswith("The limiting stage is read: ")
 
 
-def test_compute_bound_run_with_reads_hidden_behind_it():
+def test_compute_bound_run_with_overlapping_reads():
     spans = [
         Span("compute", "engine", 0, 10, "T"),
         *(Span("read", "reader", i, i + 0.2, "T") for i in range(10)),
@@ -109,7 +109,7 @@ def test_all_lanes_parallel_share_equally():
     )
 
 
-def test_gaps_are_wait():
+def test_gaps_count_as_waiting():
     timeline = timeline_of(Span("read", "a", 1, 2), Span("write", "a", 5, 6))
     assert attribute(timeline) == pytest.approx({"read": 1.0, "write": 1.0, "wait": 3.0})
     assert limit_text(amdahl_bounds(timeline)).startswith(
@@ -175,7 +175,7 @@ def test_queue_mean_is_weighted_by_time():
     assert queue_stats(timeline) == {"queue.compute": QueueStat(1.0, 5.0), "queue.write": QueueStat(1.0, 1.0)}
 
 
-def test_queue_of_a_split_keeps_the_value_it_began_with():
+def test_queue_of_a_split_starts_with_the_previous_value():
     timeline = timeline_of(Span("read", "r", 0, 4, "A"), Span("read", "r", 4, 8, "B"))
     timeline.gauges = [Gauge("q", 0, 9), Gauge("q", 2, 1), Gauge("q", 6, 3)]
     assert queue_stats(timeline, "B") == {"q": QueueStat(2.0, 3.0)}
@@ -200,7 +200,7 @@ def test_report_names_numbers_and_limiting_stage():
 
 
 @pytest.mark.parametrize("timeline", [Timeline(), timeline_of(Span("read", "a", 0, 0))])
-def test_report_of_hardly_anything(timeline):
+def test_report_of_an_almost_empty_timeline(timeline):
     assert "0 files found" in report_text(timeline, title="x", found=0, rows=0, rejected=0, seconds=0.0)
 
 
@@ -304,7 +304,7 @@ def test_long_run_is_drawn_in_slices_that_keep_the_seconds(n_lanes):
     )
 
 
-def test_utilization_draws_what_was_measured_and_names_the_rest():
+def test_utilization_draws_measured_values_and_names_missing_ones():
     fig = utilization(small_run())
     check_look(fig)
     assert fig.layout.title.subtitle.text == "Not measured: GPU, VRAM"

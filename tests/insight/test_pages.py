@@ -28,7 +28,7 @@ def executed(path: Path, *bundles: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_figure_cannot_end_its_script():
+def test_script_tags_in_figures_are_escaped():
     html = figure_html({"data": [{"name": "</script><b>"}], "layout": {"height": 300}})
     assert html.count("</script>") == 1
     assert "height:300px" in html
@@ -51,7 +51,7 @@ def test_a_page_has_no_widgets(tmp_path):
     assert "widget-view" not in text
 
 
-def test_the_copy_of_the_script_in_a_notebook_is_not_repeated(tmp_path):
+def test_plotly_script_is_stored_once(tmp_path):
     path = executed(
         tmp_path / "run.ipynb", {"text/html": plotly_script()}, {PLOTLY: BARS, "text/html": "twice"}
     )
@@ -71,7 +71,7 @@ def test_a_page_without_figures_is_small(tmp_path):
     assert page.stat().st_size < 1_000_000
 
 
-def test_what_is_no_executed_notebook_is_refused(tmp_path):
+def test_notebook_without_outputs_is_refused(tmp_path):
     missing, text, empty = (tmp_path / name for name in ("none.ipynb", "text.ipynb", "new.ipynb"))
     text.write_text("{")
     nbformat.write(v4.new_notebook(cells=[v4.new_code_cell("1 + 1")]), empty)
@@ -97,7 +97,7 @@ def test_a_page_never_replaces_a_notebook(tmp_path):
     assert path.read_text() == "{}"
 
 
-def test_the_command_says_where_the_page_is(tmp_path, capsys):
+def test_page_command_prints_the_path(tmp_path, capsys):
     path = executed(tmp_path / "name with blanks.ipynb", {PLOTLY: BARS})
     assert main(["page", str(path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "name with blanks.html")

@@ -88,7 +88,7 @@ def values(trace: Any, axis: str) -> np.ndarray:
     [made(0, 1), made(1, 1), made(7, 1), made(60, 2), made(40, 20)],
     ids=["nothing", "one row", "one label", "two labels", "twenty labels"],
 )
-def test_any_data_give_a_figure_with_a_sentence(columns):
+def test_any_data_give_a_figure_with_a_title(columns):
     for name, figure in pictures_of(columns).items():
         assert len(figure.layout.title.text.replace("<br>", " ")) > 8, name
         assert "nan" not in figure.layout.title.text.replace("<br>", " ").lower(), name
@@ -97,7 +97,7 @@ def test_any_data_give_a_figure_with_a_sentence(columns):
 
 
 @pytest.mark.parametrize("figure", RUN_FIGURES)
-def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
+def test_empty_run_gives_a_figure_with_a_title(figure):
     one = Timeline()
     one.spans = [Span("read", "reader", 1.0, 1.0, "T", 0, 1)]
     for run in (Timeline(), one, made_run(1)):
@@ -147,7 +147,7 @@ def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
     assert "http" not in figure.to_json()
 
 
-def test_names_from_a_disk_do_not_become_html():
+def test_names_are_escaped_in_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
     for figure in (
         classes_by_split(names, names),
@@ -162,7 +162,7 @@ def test_names_from_a_disk_do_not_become_html():
 
 
 @pytest.mark.parametrize(
-    ("splits", "labels", "said"),
+    ("splits", "labels", "message"),
     [
         ("TTUU", "XYXY", "X is 50 % of every split"),
         ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
@@ -170,8 +170,8 @@ def test_names_from_a_disk_do_not_become_html():
         ("TTT", "XXY", "X is 67 % of the recordings"),
     ],
 )
-def test_the_title_reports_the_class_balance(splits, labels, said):
-    assert classes_by_split(list(splits), list(labels)).layout.title.text.replace("<br>", " ") == said
+def test_the_title_reports_the_class_balance(splits, labels, message):
+    assert classes_by_split(list(splits), list(labels)).layout.title.text.replace("<br>", " ") == message
 
 
 def test_the_band_where_labels_differ_most_is_named():
@@ -187,7 +187,7 @@ def test_the_band_where_labels_differ_most_is_named():
     )
 
 
-def test_the_spread_holds_eight_in_ten():
+def test_spread_covers_80_percent():
     spectra = np.tile(np.arange(101.0)[:, None], (1, 2))
     shade = spectrum_by_label(spectra, ["A"] * 101, [1, 2]).data[0]
     np.testing.assert_allclose(values(shade, "y"), [10, 10, 90, 90])
@@ -202,7 +202,7 @@ def test_hidden_labels_are_reported():
         spectrum_by_label(np.zeros((2, 2)), ["A"], [1, 2])
 
 
-def test_a_level_that_rounds_to_nothing_has_no_sign():
+def test_level_that_rounds_to_zero_has_no_sign():
     mels = np.stack([np.full((2, 1, 3, 1), level, np.float16) for level in (-18.2, -0.3)])
     title = mels_by_label(
         mels, ["NOLEAK", "LEAK"], [100, 200, 300], long_start_s=[0, 1], short_start_s=[0]

@@ -60,8 +60,8 @@ def no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-def told(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
-    "What a command that must work says to machines."
+def run_json(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
+    "Return the JSON output of a command that must succeed."
     status, out, err = say(*words, "--json")
     assert status == 0, err
     body = json.loads(out, parse_constant=no_constant)
@@ -71,7 +71,7 @@ def told(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def place(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    "A detector, a further town that judges, and recordings without labels in folders by their dates."
+    "A detector, test sets of another network, and unlabelled recordings in folders by date."
     folder = tmp_path_factory.mktemp("place")
     spec = ["--spec", str(small_sets / "TRAINING_DATASET.H5"), "--quiet"]
     assert (
@@ -81,10 +81,10 @@ def place(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (
         main(["build", str(folder / "further"), "--split", "all", "--out", str(folder / "far"), *spec]) == 0
     )
-    lm.write_demo(folder / "town", n_files=40, seed=1)
+    lm.write_demo(folder / "network", n_files=40, seed=1)
     days = {"new": ["2026-11-01", "2026-11-02"], "one": ["2026-11-03"], "two": ["2026-11-04"]}
     of_day = {day: name for name, own in days.items() for day in own}
-    for k, path in enumerate(sorted((folder / "town" / "TRAINING").rglob("*.wav"))):
+    for k, path in enumerate(sorted((folder / "network" / "TRAINING").rglob("*.wav"))):
         day = list(of_day)[k % len(of_day)]
         (folder / of_day[day] / day).mkdir(parents=True, exist_ok=True)
         (folder / of_day[day] / day / path.name).hardlink_to(path)
@@ -142,7 +142,7 @@ def test_new_recordings_become_a_champion(
     ]
 
     by_rule(monkeypatch, True)
-    first = told(
+    first = run_json(
         say,
         "retrain",
         place / "new.h5",
@@ -155,7 +155,7 @@ def test_new_recordings_become_a_champion(
     )
     assert (first["number"], first["replaced"], first["folder"]) == (1, True, str(out / "round-0001"))
     assert {n: t["recordings"] for n, t in first["testing"].items()} == {"testing": 3, "far": 6}, (
-        "both files of the further town"
+        "both files of the further network"
     )
     assert {row["path"]: row["class"] for row in first["human_labels"]} == {
         paths[0]: "NOLEAK",
@@ -165,7 +165,7 @@ def test_new_recordings_become_a_champion(
         load_detector(place / "run" / "model.pt")
     )
 
-    second = told(say, "retrain", place / "one.h5", place / "two.h5", *also, *common)
+    second = run_json(say, "retrain", place / "one.h5", place / "two.h5", *also, *common)
     assert (second["number"], second["replaced"], second["champion"]["round"]) == (2, True, 1)
     assert second["new"]["files"] == ["one.h5", "two.h5"]
     assert days_of(kept(out / "round-0002")) == {"2026-11-03", "2026-11-04"}, (
@@ -174,7 +174,7 @@ def test_new_recordings_become_a_champion(
     assert list(second["earlier"]["of_rounds"]) == ["1"]
 
     by_rule(monkeypatch, False)
-    third = told(say, "retrain", place / "new.h5", "--earlier-share", "2", *also, *common)
+    third = run_json(say, "retrain", place / "new.h5", "--earlier-share", "2", *also, *common)
     assert third["earlier"]["of_rounds"]["2"] == len(
         [row for row in kept(out / "round-0002") if row["segments"]]
     ), "learned again, all of it"
@@ -206,12 +206,12 @@ def two_rounds(place: Path, small_sets: Path, tmp_path_factory: pytest.TempPathF
 
 def scored(say: Say, place: Path, model: Path, out: Path) -> list[list[str]]:
     "Scores of recordings, without how they were computed."
-    told(say, "predict", place / "one", "--model", model, "--out", out, *QUICK)
+    run_json(say, "predict", place / "one", "--model", model, "--out", out, *QUICK)
     with out.open(newline="") as f:
         return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
 
 
-def test_folder_of_rounds_stands_for_its_champion(
+def test_folder_of_rounds_selects_its_champion(
     two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "rounds"
@@ -229,7 +229,7 @@ def test_folder_of_rounds_stands_for_its_champion(
     )
 
 
-def test_a_champion_that_was_changed_is_refused(
+def test_changed_champion_is_refused(
     two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
     folder = tmp_path / "rounds"
@@ -261,7 +261,7 @@ def test_a_champion_that_was_changed_is_refused(
 def test_evaluate_command_equals_the_library_and_writes_files(
     two_rounds: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
-    body = told(
+    body = run_json(
         say,
         "evaluate",
         small_sets,
@@ -338,7 +338,7 @@ def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(
 ) -> None:
     right = {"run": place / "run" / "model.pt", "rounds": two_rounds / "round-0002" / "model.pt"}
     for name, given in (("run", place / "run"), ("rounds", two_rounds)):
-        told(
+        run_json(
             say,
             "retrain",
             place / "one.h5",
@@ -354,12 +354,12 @@ def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(
 
 def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
     words: list[str | os.PathLike] = ["retrain", place / "one.h5", "--champion", place / "run"]
-    usual = told(say, *words, *words_of(place, small_sets, tmp_path / "usual"))
+    usual = run_json(say, *words, *words_of(place, small_sets, tmp_path / "usual"))
     assert (usual["rules"]["seed"], usual["settings"]["seed"]) == (0, 3), "that of the champion"
     assert (usual["settings"]["epochs"], usual["settings"]["learning_rate"]) == (1, 0.0025), (
         "a third, rounded up, and a quarter"
     )
-    other = told(
+    other = run_json(
         say,
         *words,
         *words_of(place, small_sets, tmp_path / "other"),
@@ -369,11 +369,11 @@ def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_pa
         "cnn",
         "--epochs",
         "2",
-        "--judged-by",
+        "--metric",
         "f1",
     )
     assert (other["rules"]["seed"], other["settings"]["seed"], other["settings"]["epochs"]) == (7, 7, 2)
-    assert other["rules"]["judged_by"] == "f1"
+    assert other["rules"]["metric"] == "f1"
     assert (other["settings"]["learning_rate"], other["settings"]["channels"]) == (0.0025, [4, 8]), (
         "what was not asked for stays as usual"
     )
@@ -426,7 +426,7 @@ def test_options_of_evaluate_reach_the_call(
             "any_long,frac_vote",
             "--group",
             "folder",
-            "--judged-by",
+            "--metric",
             "f1",
             "--draws",
             "300",
@@ -451,7 +451,7 @@ def test_options_of_evaluate_reach_the_call(
         "validation": [small_sets / "VALIDATION_DATASET.H5"],
         "votes": ["any_long", "frac_vote"],
         "group": "folder",
-        "judged_by": "f1",
+        "metric": "f1",
         "n_draws": 300,
         "seed": 5,
         "files_per_batch": 7,
@@ -475,7 +475,7 @@ def test_folder_of_splits_gives_training_and_validation_sets(
     usual = {n: p.default for n, p in inspect.signature(evaluate).parameters.items()}
     for name in (
         "group",
-        "judged_by",
+        "metric",
         "files_per_batch",
         "device",
         "n_draws",
@@ -595,7 +595,7 @@ def options_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M))
 
 
-def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
     def names(cls: type) -> set[str]:
@@ -611,7 +611,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
         "allow-leaky-split",
         "device",
         "seed",
-        "judged-by",
+        "metric",
         "validation",
     }
     status, text, _ = say("retrain", "--help-all")
@@ -622,8 +622,8 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
     )
     assert max(map(len, text.splitlines())) <= 80
     defaults = {
-        name: "(default" in said
-        for name, said in re.findall(r"^  --([\w-]+)([^\n]*(?:\n   +[^\n]*)*)", text, re.M)
+        name: "(default" in output
+        for name, output in re.findall(r"^  --([\w-]+)([^\n]*(?:\n   +[^\n]*)*)", text, re.M)
     }
     assert all(defaults[name] for name in names(RoundRules) - {"seed"} | names(CheckpointSettings))
     assert not any(defaults[name] for name in names(TrainSettings) - OF_NET - {"seed"}), (
@@ -647,21 +647,21 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
 # ---- what is wrong
 
 
-def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None:
+def refused(say: Say, status: int, message: str, *words: str | os.PathLike) -> None:
     "A command that ends with a status and one line, and leaves nothing behind."
     got, out, err = say(*words)
     assert (got, out) == (status, ""), err
-    assert re.search(said, err), err
+    assert re.search(message, err), err
     assert len([line for line in err.splitlines() if not line.startswith("LeakySplitWarning: ")]) == 1, err
     assert err.splitlines()[-1].startswith(f"leakmel {words[0]}: ")
     got, out, err = say(*words, "--json")
     body = json.loads(out, parse_constant=no_constant)
     assert (got, body["ok"], body["exit_status"]) == (status, False, status)
-    assert re.search(said, body["error"])
+    assert re.search(message, body["error"])
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "words"),
+    ("status", "message", "words"),
     [
         (
             2,
@@ -707,9 +707,9 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
     ],
 )
 def test_usage_errors_of_evaluate(
-    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
+    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, message: str, words: str
 ) -> None:
-    refused(say, status, said, "evaluate", *meant(words, place, small_sets, tmp_path), *QUICK)
+    refused(say, status, message, "evaluate", *meant(words, place, small_sets, tmp_path), *QUICK)
     assert (tmp_path / "mine" / "report.txt").read_text() == "mine"
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["report.txt"]
 
@@ -732,7 +732,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "words"),
+    ("status", "message", "words"),
     [
         (2, "the folder has no champion yet", ""),
         (
@@ -754,7 +754,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "the metric is unknown; found 'best'; expected accuracy", "--champion RUN --metric best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),
@@ -780,13 +780,13 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
     ],
 )
 def test_usage_errors_of_retrain(
-    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
+    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, message: str, words: str
 ) -> None:
     given = ["--replay", "SETS", "--testing", "SETS", "--out", str(tmp_path / "rounds"), *ROUND]
     refused(
         say,
         status,
-        said,
+        message,
         "retrain",
         str(place / "new.h5"),
         *given[4:],
@@ -834,7 +834,7 @@ def test_missing_new_recordings_are_refused(place: Path, small_sets: Path, tmp_p
 def test_folder_of_rounds_continues_with_its_champion_only(
     two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
-    told(
+    run_json(
         say, "train", small_sets, "--out", tmp_path / "run", "--no-evaluation", *tiny_words(1), "--seed", "9"
     )
     refused(

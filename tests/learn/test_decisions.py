@@ -61,7 +61,7 @@ def test_conformal_coverage_of_1000_deployments_is_within_two_percent(n_groups: 
         assert np.mean(rates) > share - 0.02 - 2 * error
 
 
-def test_a_quantile_over_recordings_breaks_the_promise_that_conformal_keeps() -> None:
+def test_quantile_over_recordings_misses_the_coverage_of_conformal() -> None:
     rng, naive, kept = np.random.default_rng(1), [], []
     for _ in range(500):
         sizes = rng.choice([1, 60], 20, p=[0.8, 0.2])  # few sensors have nearly all recordings
@@ -180,7 +180,7 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
     assert names[1:] == ["score", "probability"]
 
 
-def test_a_detector_without_evaluation_says_so(trained: Path, tmp_path: Path) -> None:
+def test_detector_without_evaluation_is_reported(trained: Path, tmp_path: Path) -> None:
     plain = replace(load_detector(trained / "model" / "model.pt"), held_out=None, evaluations=())
     plain.save(tmp_path / "model.pt")
     loaded = load_detector(tmp_path / "model.pt")

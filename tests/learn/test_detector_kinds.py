@@ -92,7 +92,7 @@ def test_a_model_file_holds_no_pickled_objects(trained):
         assert all(isinstance(w, torch.Tensor) for w in values["weights"].values())
 
 
-def test_the_level_is_removed_unless_it_is_asked_for(sets):
+def test_level_is_removed_by_default(sets):
     with Segments(sets["training"], level="recording") as ds:
         for keep in (False, True):
             features = spectral_features(ds, keep_level=keep)

@@ -189,7 +189,7 @@ def test_answer_states_a_fall_only_where_it_is_shown() -> None:
     assert "not shown to be better than chance" in chance.text
 
 
-def test_answer_is_that_it_cannot_be_told() -> None:
+def test_undecidable_answer_is_stated() -> None:
     few = answer_of(3, n_sensors=4)
     assert few.hardest == "recording"
     assert few.fall is None

@@ -26,9 +26,9 @@ from leakmel.learn.model.settings import TrainSettings
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory):
+def network(tmp_path_factory):
     "Recordings of one split, and their data set by folder labels."
-    folder = tmp_path_factory.mktemp("town")
+    folder = tmp_path_factory.mktemp("network")
     write_demo(folder / "demo", n_files=60)
     recordings = folder / "demo" / "TRAINING"
     built = lm.build(recordings, out=folder / "folders.h5", progress="none")
@@ -42,9 +42,9 @@ def decide(file, row, label, by="ann", minute=0, with_digest=True):
 
 
 @pytest.fixture
-def table(town, tmp_path):
+def table(network, tmp_path):
     "Two labels changed (one by path only), one confirmed, one disagreement, one unsure, one not found."
-    files, file = town[2], tmp_path / "labels.csv"
+    files, file = network[2], tmp_path / "labels.csv"
     leaks = files[files.label == "LEAK"]
     others = files[files.label == "NOLEAK"]
     decide(file, leaks.iloc[0], "NOLEAK")
@@ -65,8 +65,8 @@ def labels_of(path, **given):
         return dict(zip(ds.files.path, ds.files.label))
 
 
-def test_build(town, table, tmp_path):
-    recordings, before, files = town
+def test_build(network, table, tmp_path):
+    recordings, before, files = network
     file, changed = table
     out = tmp_path / "set.h5"
     shutil.copy(before, out)
@@ -95,17 +95,17 @@ def test_build(town, table, tmp_path):
     assert fresh.path.read_bytes() == undone.path.read_bytes()
 
 
-def test_a_build_without_people_is_unchanged(town, tmp_path):
-    recordings, before, files = town
+def test_a_build_without_people_is_unchanged(network, tmp_path):
+    recordings, before, files = network
     empty = tmp_path / "labels.csv"
     decide(empty, files.iloc[0], "?")
     built = lm.build(recordings, out=tmp_path / "a.h5", labels=empty, progress="none")
     assert built.path.read_bytes() == before.read_bytes()
 
 
-def test_a_wrong_label_is_still_found(town, table, tmp_path):
+def test_wrong_folder_label_is_detected(network, table, tmp_path):
     "Only the rows that people labelled may differ from their folder."
-    out = lm.build(town[0], out=tmp_path / "a.h5", labels=table[0], progress="none").path
+    out = lm.build(network[0], out=tmp_path / "a.h5", labels=table[0], progress="none").path
     with h5py.File(out, "r+") as f:
         by = f["files/extra/label_by"][:]
         k = int(np.flatnonzero(by == b"")[0])
@@ -117,20 +117,20 @@ def test_a_wrong_label_is_still_found(town, table, tmp_path):
     assert not lm.verify(out).ok
 
 
-def test_a_new_class(town, tmp_path):
-    recordings, _, files = town
+def test_a_new_class(network, tmp_path):
+    recordings, _, files = network
     file = tmp_path / "labels.csv"
     decide(file, files.iloc[0], "PUMP")
     built = lm.build(recordings, out=tmp_path / "a.h5", labels=file, progress="none")
     assert built.summary["label_names"] == ["LEAK", "NOLEAK", "PUMP"]
     with pytest.raises(DataError) as e:
-        open_dataset(town[1], people=read_labels(file))
+        open_dataset(network[1], people=read_labels(file))
     assert e.value.code == "unknown-label"
 
 
-def test_existing_data_sets(town, table):
+def test_existing_data_sets(network, table):
     file, changed = table
-    _, path, files = town
+    _, path, files = network
     expected = dict(zip(files.path, files.label)) | changed
     people = read_labels(file)
     assert labels_of(path, people=people) == expected
@@ -147,17 +147,17 @@ def test_existing_data_sets(town, table):
         assert mine.mels.shape
 
 
-def test_train_and_cross_validate(town, table, tmp_path):
+def test_train_and_cross_validate(network, table, tmp_path):
     file, _ = table
     fast = TrainSettings(detector="spectral")
-    done = lm.train(town[1], out=tmp_path / "model", settings=fast, labels=file, progress=False)
+    done = lm.train(network[1], out=tmp_path / "model", settings=fast, labels=file, progress=False)
     assert done.summary["labels_by_people"] == COUNTS
     assert done.detector.record["labels_by_people"] == COUNTS
     found = lm.cross_validate(
-        town[1], settings=fast, n_folds=2, n_draws=100, jobs=1, labels=file, progress=False
+        network[1], settings=fast, n_folds=2, n_draws=100, jobs=1, labels=file, progress=False
     )
     assert found.to_dict()["labels_by_people"] == COUNTS
-    assert found.table.leak.sum() == (town[2].label == "LEAK").sum() - 2
+    assert found.table.leak.sum() == (network[2].label == "LEAK").sum() - 2
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,14 @@ def test_command_lines_of_evaluation(splits, tmp_path, capsys):
     lm.train(
         sets / "TRAINING_DATASET.H5", out=model, settings=TrainSettings(detector="spectral"), progress=False
     )
-    given = ["evaluate", os.fspath(sets / "TESTING_DATASET.H5"), "--model", os.fspath(model), "--draws", "100"]
+    given = [
+        "evaluate",
+        os.fspath(sets / "TESTING_DATASET.H5"),
+        "--model",
+        os.fspath(model),
+        "--draws",
+        "100",
+    ]
     assert main([*given, "--labels", os.fspath(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["leaks"] == n_leaks
 
@@ -234,19 +241,19 @@ def test_a_path_in_two_splits_needs_a_digest(splits, tmp_path, caplog):
     assert "1 of 2 paths in the table of labels were not found, first LEAK/mistyped.wav" in caplog.text
 
 
-def test_retraining_accepts_both_tables(town, table, tmp_path):
+def test_retraining_accepts_both_tables(network, table, tmp_path):
     file, changed = table
     task = make_task(["LEAK", "NOLEAK"])
     by_hand = tmp_path / "by_hand.csv"
     by_hand.write_text("path,label\n" + "".join(f"{p},{label}\n" for p, label in changed.items()))
-    with Segments(town[1], level="recording", preload_to_ram=False) as ds:
+    with Segments(network[1], level="recording", preload_to_ram=False) as ds:
         classes = read_human_labels(file, ds, task)
         assert (classes != UNLABELLED).sum() == 3
         assert (read_human_labels(by_hand, ds, task) != UNLABELLED).sum() == 2
 
 
-def test_command_line(town, table, tmp_path, capsys):
+def test_command_line(network, table, tmp_path, capsys):
     file, _ = table
     out = os.fspath(tmp_path / "set.h5")
-    assert main(["build", os.fspath(town[0]), "--out", out, "--labels", os.fspath(file)]) == 0
+    assert main(["build", os.fspath(network[0]), "--out", out, "--labels", os.fspath(file)]) == 0
     assert "labels: 3 labelled by people, 2 of them changed" in capsys.readouterr().out

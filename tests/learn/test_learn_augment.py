@@ -69,7 +69,7 @@ def test_masks_never_hide_everything(size, n_masks, width, seed):
     st.integers(0, 9),
     st.integers(0, 1 << 40),
 )
-def test_no_item_is_wiped(m, w, n_band, band_width, n_time, time_width, seed):
+def test_no_item_is_masked_completely(m, w, n_band, band_width, n_time, time_width, seed):
     x = pictures(32, m, w, seed)
     s = only(n_band_masks=n_band, band_mask_width=band_width, n_time_masks=n_time, time_mask_width=time_width)
     out = augment(x, torch.full((m,), 1e4), s, generator(seed))
@@ -103,7 +103,7 @@ def test_widths_of_masks_are_equally_frequent_and_everywhere():
     assert int(runs.max()) == 1  # neighbours
 
 
-def test_what_is_hidden_is_the_mean_of_its_band():
+def test_masked_values_are_band_means():
     x, fill = pictures(), torch.arange(16.0)
     out = augment(
         x,
@@ -143,7 +143,7 @@ def test_colours_are_smooth_and_keep_the_level(m):
 # Noise
 
 
-def test_powers_add():
+def test_powers_of_noise_and_signal_add():
     a, b = torch.tensor([0.0, -30.0, -200.0, 40.0]), torch.tensor([0.0, -20.0, 10.0, -90.0])
     assert torch.allclose(
         add_power(a, b),
@@ -181,7 +181,7 @@ def test_noise_has_the_level_that_was_asked_for():
     assert float(inside.mean((0, 1)).std()) < 0.1
 
 
-def test_silence_stays_a_number():
+def test_silence_stays_finite():
     x = torch.full((50, 8, 2), -200.0)
     assert torch.isfinite(augment(x, torch.zeros(8), AugmentSettings(noise_share=1.0), generator())).all()
 
@@ -200,7 +200,7 @@ def test_augmentation_depends_only_on_the_generator():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_items_differ_and_the_batch_stays_as_it_was():
+def test_items_are_augmented_differently_and_the_input_is_unchanged():
     x = pictures(1).expand(300, 16, 3).contiguous()
     kept = x.clone()
     out = augment(x, torch.zeros(16), AugmentSettings(), generator())
@@ -256,7 +256,7 @@ def test_invalid_settings_are_refused(wrong):
         TrainSettings(**wrong)
 
 
-def test_settings_are_plain_and_come_back():
+def test_settings_survive_a_round_trip():
     mine, file = (
         TrainSettings(channels=(8, 16), class_weights=None, channels_last=False, preload_to_ram=True),
         BytesIO(),

@@ -43,7 +43,7 @@ IMPORTS = "import os, torch\nfrom leakmel.learn.model.files import *\ntorch.set_
 # Saves four checkpoints and notes each that is through; the process is killed at one of its steps, of a write perhaps in the middle.
 KILLED = f"""
 import itertools, signal
-at, torn, said = {{at}}, {{torn}}, {{said!r}}
+at, torn, marker = {{at}}, {{torn}}, {{marker!r}}
 real_write, real_open = os.write, os.open
 count = itertools.count(1)
 def stepping(name, real):
@@ -53,7 +53,7 @@ def stepping(name, real):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **named)
     return step
-note = real_open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+note = real_open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 for name in ("open", "write", "fsync", "replace", "unlink"): setattr(os, name, stepping(name, getattr(os, name)))
 for step in range(1, 5):
     save_checkpoint({{folder!r}}, {{{{"step": step, "weights": torch.full(({N},), float(step)), "names": ["a", None, 2.5, True]}}}}, step, keep={{keep}})
@@ -75,17 +75,17 @@ for step in range(1, 5):
 def test_killed_at_each_step_of_writing(
     tmp_path: Path, tried: Callable, keep: int, torn: bool, first: int, every: int
 ) -> None:
-    said = tmp_path / "said"
+    marker = tmp_path / "marker"
     with server(IMPORTS) as children:
         for at in range(first, 1000, every):
             folder = tmp_path / f"{at}"
             done = children.run(
-                code=KILLED.format(at=at, torn=torn, said=str(said), folder=str(folder), keep=keep)
+                code=KILLED.format(at=at, torn=torn, marker=str(marker), folder=str(folder), keep=keep)
             )
             if done.status == 0:
                 break
             assert done.status == -signal.SIGKILL, done.err
-            through = len(said.read_bytes())
+            through = len(marker.read_bytes())
             newest = latest_checkpoint(
                 folder
             )  # a warning would be an error: nothing torn has the name of a checkpoint
@@ -103,7 +103,7 @@ def test_killed_at_each_step_of_writing(
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "longer", "zeros"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped(tmp_path: Path, tried: Callable, damage: str) -> None:
     rng = random.Random(damage)
     for k in range(5):
         folder = tmp_path / f"{k}"
@@ -134,15 +134,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
         tried("S16")
 
 
-def test_all_damaged_is_none_at_all(tmp_path: Path) -> None:
+def test_no_checkpoint_is_loaded_if_all_are_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, {"step": step}, step, sync=False).path.write_bytes(b"PK")
-    with pytest.warns(CheckpointWarning) as said:
+    with pytest.warns(CheckpointWarning) as caught:
         assert latest_checkpoint(tmp_path) is None
-    assert len(said) == 2
+    assert len(caught) == 2
 
 
-class Bomb:
+class MaliciousPickle:
     "What is called when it is read."
 
     def __init__(self, *call: Any):
@@ -158,12 +158,12 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
     import subprocess
 
     goal = tmp_path / "it went off"
-    bombs: dict[str, Bomb] = {
-        "os.mkdir": Bomb(os.mkdir, str(goal)),
-        "eval": Bomb(eval, f"open({str(goal)!r}, 'w')"),
-        "torch.load": Bomb(torch.load, "x"),
-        "subprocess.call": Bomb(subprocess.call, ["touch", str(goal)]),
-        "builtins.getattr": Bomb(getattr, "x", "upper"),
+    bombs: dict[str, MaliciousPickle] = {
+        "os.mkdir": MaliciousPickle(os.mkdir, str(goal)),
+        "eval": MaliciousPickle(eval, f"open({str(goal)!r}, 'w')"),
+        "torch.load": MaliciousPickle(torch.load, "x"),
+        "subprocess.call": MaliciousPickle(subprocess.call, ["touch", str(goal)]),
+        "builtins.getattr": MaliciousPickle(getattr, "x", "upper"),
     }
     with io.BytesIO() as out:
         torch.save({"step": 5, "weights": bombs[call]}, out, _use_new_zipfile_serialization=not legacy)
@@ -209,18 +209,18 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
         load_plain(tmp_path / "rows.h5")
 
 
-def test_files_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_loaded_as_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")
     torch.save([1, 2], tmp_path / "list")
-    for name, said in (
+    for name, message in (
         ("pipe", "not a regular file"),
         ("text", "not a torch archive"),
         ("list", "dictionary"),
         ("none", "does not exist"),
         (".", "not a regular file"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             load_plain(tmp_path / name)
 
 
@@ -239,7 +239,7 @@ def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(tmp_path: Path) 
     assert (tmp_path / "best.pt").exists()
 
 
-def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+def test_links_and_other_names_are_not_loaded_as_checkpoints(tmp_path: Path) -> None:
     one = save_checkpoint(tmp_path / "a", {"step": 1}, 1, sync=False)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / one.path.name.replace("01.", "02.")).symlink_to(one.path)
@@ -263,9 +263,9 @@ def test_disk_errors_are_reported(
 
     with monkeypatch.context() as m:
         m.setattr(files.os, name, refuse)
-        with pytest.raises(error) as said:
+        with pytest.raises(error) as caught:
             save_checkpoint(tmp_path, state(2), 2)
-    assert str(tmp_path) in str(said.value)
+    assert str(tmp_path) in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = latest_checkpoint(tmp_path)
@@ -274,7 +274,9 @@ def test_disk_errors_are_reported(
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_a_signal_waits_until_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_is_delivered_after_the_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.replace
 
     def interrupted(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"Items of data sets in loaders: every level, every process, every file form, in an order that can be taken up again."
+"Items of data sets in loaders: every level, process and file form, in an order that can be resumed."
 
 import json
 import multiprocessing
@@ -113,14 +113,14 @@ def test_items_by_number(forms, draw, depth):
         assert np.array_equal(read_rows(d, np.array(items, np.int64), depth=depth), expected)
 
 
-def test_items_that_are_not_there(forms):
+def test_missing_items_are_an_index_error(forms):
     for d in forms:
         for items in ([11], [-1], [0, 44]):
             with pytest.raises(IndexError, match="has 11"):
                 read_rows(d, np.array(items))
 
 
-def test_file_that_is_cut_off_while_it_is_open(tmp_path):
+def test_file_truncated_while_open_is_an_error(tmp_path):
     path = legacy_file(tmp_path / "x.h5")
     with lm.open_dataset(path, legacy=True) as ds:
         end = ds.mels.id.get_offset() + ds.mels.nbytes
@@ -348,7 +348,7 @@ def test_task_of_items(tmp_path):
         assert ds.labels.tolist() == [1, 0, 0]
 
 
-def test_labels_are_told_by_their_names(tmp_path):
+def test_labels_are_matched_by_name(tmp_path):
     "A data set that was built alone numbers its labels in its own way, and may lack some."
     task = make_task(["LEAK", "NOLEAK", "QUIET"])
     with Segments(
@@ -465,7 +465,7 @@ def test_nothing_stays_open_after_an_error(tmp_path):
         assert ds[8][1] == 2, "whoever opened it closes it"
 
 
-def test_other_rows_are_another_training(tmp_path):
+def test_other_rows_have_another_identity(tmp_path):
     "Files of the earlier system hold no digests: files of the same size with other rows are told apart all the same."
     found = []
     for seed, name in ((0, "a.h5"), (1, "b.h5"), (0, "c.h5")):
@@ -488,7 +488,7 @@ def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
     path = legacy_file(tmp_path / "x.h5")
     monkeypatch.setattr(data, "_PIECE_BYTES", 500)
 
-    def told(work: Any) -> list[str]:
+    def logged_lines(work: Any) -> list[str]:
         log.clear()
         work("none")
         assert log.messages == []
@@ -498,15 +498,15 @@ def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
     def segments(show: str) -> Segments:
         return Segments(path, legacy=True, level="long", preload_to_ram=True, progress=show)
 
-    assert told(segments) == ["loading: 36 of 36 segments"]
+    assert logged_lines(segments) == ["loading: 36 of 36 segments"]
     streamed = Segments(path, legacy=True, level="recording", preload_to_ram=False)
-    assert told(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == [
+    assert logged_lines(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == [
         "loading: 9 of 9 recordings"
     ]
-    assert told(lambda show: baseline_features(streamed, progress=show)) == [
+    assert logged_lines(lambda show: baseline_features(streamed, progress=show)) == [
         "baseline features: 9 of 9 recordings"
     ]
-    assert told(lambda show: recordings_table(streamed.sources, progress=show)) == [
+    assert logged_lines(lambda show: recordings_table(streamed.sources, progress=show)) == [
         "comparing: 9 of 9 recordings"
     ]
 
@@ -514,7 +514,7 @@ def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
         with open_training(path, settings=TrainSettings(preload_to_ram=False), legacy=True, progress=show):
             pass
 
-    assert told(opened) == ["digests: 9 of 9 recordings"]
+    assert logged_lines(opened) == ["digests: 9 of 9 recordings"]
     streamed.close()
 
 
@@ -553,7 +553,7 @@ def test_a_label_is_never_a_part_of_a_name(names):
         find_label("LEAK", names)
 
 
-def test_numbers_of_data_set_and_model_are_apart():
+def test_label_numbers_of_data_set_and_model_differ():
     names = ["BACKGROUND", "CRACK", "LEAK", "NORMAL"]
     task = make_task(names, leave_out=["background"])
     assert (task.leak_in_data, task.leak_in_model, task.leak_label, task.model_names) == (
@@ -645,7 +645,7 @@ def test_epochs_and_seeds_differ():
     assert first(1, 2) == first(1, 2)
 
 
-def test_blocks_stay_together():
+def test_shuffled_blocks_stay_together():
     "A buffer is read in runs: its items are those of whole blocks."
     items, ends = order_of(103, 4, block_rows=10, buffer_blocks=3).items()
     for buffer in np.split(items, ends[:-1]):
@@ -737,7 +737,7 @@ def test_loaders_resume_at_their_position(small, options):
 
 
 @pytest.mark.parametrize("size", [3, 7, 16, 36, 100])
-def test_what_is_streamed_to_a_gpu_is_locked_once(small, monkeypatch, size):
+def test_streamed_batches_are_pinned_once(small, monkeypatch, size):
     "Batches are those of the order, and slices of a buffer that was locked as it was read."
     locked: list[Batch] = []
 
@@ -785,14 +785,14 @@ def test_errors_of_readers_arrive(tmp_path):
 
 def test_which_loader(small, monkeypatch):
     need = small.n_bytes
-    for free, kind, said in (
+    for free, kind, output in (
         (2 * need, "device", "fit into 50 %"),
         (2 * need - 2, "stream", "do not fit into 50 %"),
     ):
         monkeypatch.setattr(loaders, "free_memory", lambda free=free: free)
         loader = open_loader(small, 4)
-        assert (loader.kind, said in loader.why) == (kind, True)
-        assert said in repr(loader)
+        assert (loader.kind, output in loader.why) == (kind, True)
+        assert output in repr(loader)
     with Segments(small.sources[0], preload_to_ram=True) as held:
         loader = open_loader(held, 4)
         assert "already in memory" in loader.why
@@ -801,13 +801,13 @@ def test_which_loader(small, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"kind": "disk"}, "disk"),
     ],
 )
-def test_bad_settings_of_loaders(small, options, said):
-    with raises("usage", UsageError, says=said):
+def test_bad_settings_of_loaders(small, options, message):
+    with raises("usage", UsageError, says=message):
         open_loader(small, **({"batch_size": 4} | options))
     empty = Segments(small.sources[0], rows=np.zeros(0, np.int64))
     assert len(empty) == 0

@@ -1,4 +1,4 @@
-"Devices by name; float32 that is float32; memory that runs out while recordings are judged, wherever it does."
+"Devices by name; float32 precision; out of memory at any operation while recordings are scored."
 
 import logging
 import threading
@@ -22,7 +22,7 @@ from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.model.devices import AdaptiveBatches, pick_device
-from leakmel.mel.torch_engine import exactly_float32
+from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
@@ -124,34 +124,34 @@ def all_rounded() -> None:
 @pytest.mark.parametrize(
     "turn", [as_usual, matrices_rounded, nothing_rounded, only_convolutions, all_rounded]
 )
-def test_float32_is_float32_and_what_was_allowed_is_allowed_again(own_switches, turn):
+def test_float32_precision_is_enforced_and_restored(own_switches, turn):
     turn()
     before = switches()
-    with exactly_float32():
+    with full_float32_precision():
         assert switches() == EXACT
-        with exactly_float32():
+        with full_float32_precision():
             assert switches() == EXACT
         assert switches() == EXACT
         torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))
     assert switches() == before
-    with pytest.raises(KeyError), exactly_float32():
+    with pytest.raises(KeyError), full_float32_precision():
         raise KeyError("x")
     assert switches() == before
 
 
-def test_threads_that_compute_at_once_leave_the_switches_as_they_were(own_switches):
+def test_concurrent_threads_restore_the_precision_settings(own_switches):
     "The first to come is the first to go, while the second one still computes."
     before, entered, left = switches(), threading.Event(), threading.Event()
 
     def first() -> None:
-        with exactly_float32():
+        with full_float32_precision():
             entered.set()
             left.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
     entered.wait(60)
-    with exactly_float32():
+    with full_float32_precision():
         left.set()
         thread.join()
         assert switches() == EXACT
@@ -201,10 +201,10 @@ def test_a_step_computes_in_float32(own_switches, amp):
     assert switches() == before
 
 
-def test_scores_are_of_float32(own_switches, town, wavs):
+def test_scores_are_of_float32(own_switches, network, wavs):
     matrices_rounded()
     before = switches()
-    with Segments(town, level="recording") as ds:
+    with Segments(network, level="recording") as ds:
         for work in (score_rows, class_scores):
             detector = made_detector(Watching, ds.sources[0].spec)
             work(detector, ds)
@@ -243,7 +243,7 @@ def test_portions_are_halved_with_one_warning(caplog):
 @pytest.mark.parametrize(
     ("n", "most", "fits"), [(1, 1, 1), (64, 64, 1), (65, 64, 63), (7, 64, 3), (10, 3, 2), (33, 32, 32)]
 )
-def test_portions_miss_nothing(n, most, fits, caplog):
+def test_portions_cover_all_rows(n, most, fits, caplog):
     caplog.set_level(logging.WARNING)
     tried = []
 
@@ -259,7 +259,7 @@ def test_portions_miss_nothing(n, most, fits, caplog):
     assert len(caplog.records) == portions.n_ran_out
 
 
-def test_what_failed_is_let_go_before_less_is_tried():
+def test_failed_allocation_is_released_before_a_retry():
     held: list[weakref.ref] = []
 
     def work(part: slice) -> int:
@@ -274,7 +274,7 @@ def test_what_failed_is_let_go_before_less_is_tried():
     assert len(held) == 3
 
 
-def test_a_single_row_too_many_and_other_errors():
+def test_single_row_out_of_memory_and_other_errors_are_raised():
     def too_much(_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory: 2 GB\nand much more")
 
@@ -303,11 +303,11 @@ def test_a_single_row_too_many_and_other_errors():
 
 
 @pytest.fixture(scope="module")
-def town(small_sets: Path) -> Path:
+def network(small_sets: Path) -> Path:
     return small_sets / "TRAINING_DATASET.H5"
 
 
-class Tight:
+class LimitedRoom:
     "A net with room for so many items at once; notes how many it was given."
 
     def __init__(self, detector: Detector, items: int, error: Callable[[], Exception] = full):
@@ -324,13 +324,13 @@ class Tight:
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
 @pytest.mark.parametrize("rows_that_fit", [1, 3, 7])
-def test_rows_that_do_not_fit_at_once_are_scored_in_portions(town, caplog, judge, rows_that_fit):
+def test_rows_that_do_not_fit_at_once_are_scored_in_portions(network, caplog, judge, rows_that_fit):
     caplog.set_level(logging.WARNING)
-    with Segments(town, level="recording") as ds:
+    with Segments(network, level="recording") as ds:
         n_long, detector = ds.row_shape[0], made_detector(spec=ds.sources[0].spec)
         right, tight = (
             judge(detector, ds, files_per_batch=8),
-            Tight(detector, rows_that_fit * ds.row_shape[0]),
+            LimitedRoom(detector, rows_that_fit * ds.row_shape[0]),
         )
         told: list[int] = []
         found = judge(detector, ds, files_per_batch=8, progress=told.append)
@@ -345,13 +345,13 @@ def test_rows_that_do_not_fit_at_once_are_scored_in_portions(town, caplog, judge
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
-def test_a_recording_that_does_not_fit_alone(town, judge):
-    with Segments(town, level="recording") as ds:
+def test_a_recording_that_does_not_fit_alone(network, judge):
+    with Segments(network, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)
-        Tight(detector, ds.row_shape[0] - 1)
+        LimitedRoom(detector, ds.row_shape[0] - 1)
         with raises("out-of-memory", MachineError, says="device='cpu'"):
             judge(detector, ds)
-        Tight(detector, 0, lambda: RuntimeError("an illegal address"))
+        LimitedRoom(detector, 0, lambda: RuntimeError("an illegal address"))
         with pytest.raises(RuntimeError, match="illegal"):
             judge(detector, ds)
 
@@ -377,9 +377,9 @@ class RunsOut(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_memory_may_run_out_at_any_operation(town):
+def test_memory_may_run_out_at_any_operation(network):
     "Bit for bit the scores are those of either number of recordings at once."
-    with Segments(town, level="recording", rows=np.arange(10)) as ds:
+    with Segments(network, level="recording", rows=np.arange(10)) as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         right = [score_rows(detector, ds, files_per_batch=n) for n in (4, 2)]
         with RunsOut(0) as counted:
@@ -393,10 +393,10 @@ def test_memory_may_run_out_at_any_operation(town):
             )
 
 
-def test_rows_lost_by_a_device_are_streamed(town, monkeypatch):
+def test_rows_lost_by_a_device_are_streamed(network, monkeypatch):
     from leakmel.learn.data.loaders import DeviceLoader
 
-    with Segments(town, level="recording") as ds:
+    with Segments(network, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         right, real, n = score_rows(detector, ds, files_per_batch=4), DeviceLoader.__iter__, 0
 
@@ -419,20 +419,20 @@ def test_rows_lost_by_a_device_are_streamed(town, monkeypatch):
             score_rows(detector, ds)
 
 
-def test_evaluation_continues_with_smaller_batches(town, caplog):
+def test_evaluation_continues_with_smaller_batches(network, caplog):
     caplog.set_level(logging.WARNING)
-    with lm.open_dataset(town) as ds:
+    with lm.open_dataset(network) as ds:
         spec, names = ds.spec, ds.class_names
     detector = made_detector(spec=spec)
     detector.task = make_task(names, kind="binary")
-    right = evaluate(detector, town, n_draws=100, progress="none")
-    Tight(detector, 40 * 3)
-    found = evaluate(detector, town, n_draws=100, progress="none")
+    right = evaluate(detector, network, n_draws=100, progress="none")
+    LimitedRoom(detector, 40 * 3)
+    found = evaluate(detector, network, n_draws=100, progress="none")
     assert found.table["score_mean"].tolist() == pytest.approx(right.table["score_mean"].tolist(), abs=1e-6)
     assert any("recordings at once" in r.getMessage() for r in caplog.records)
-    Tight(detector, 1)
+    LimitedRoom(detector, 1)
     with raises("out-of-memory", MachineError):
-        evaluate(detector, town, n_draws=100, progress="none")
+        evaluate(detector, network, n_draws=100, progress="none")
 
 
 # ---- predictions
@@ -467,7 +467,7 @@ class SmallDevice(FakeDevice):
         return super().empty(shape, dtype)
 
 
-def rehearsed(monkeypatch: pytest.MonkeyPatch, rows: int = 1_000_000, **faults: Any) -> list[FakeDevice]:
+def fake_devices(monkeypatch: pytest.MonkeyPatch, rows: int = 1_000_000, **faults: Any) -> list[FakeDevice]:
     "Devices that are opened for predictions from here on."
     opened: list[FakeDevice] = []
 
@@ -490,7 +490,7 @@ def right(wavs: Path) -> np.ndarray:
 def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, engine):
     caplog.set_level(logging.WARNING)
     detector = made_detector()
-    tight = Tight(detector, 4 * 3)
+    tight = LimitedRoom(detector, 4 * 3)
     found = scores_of(
         lm.predict(
             wavs, detector, files_per_batch=8, read_workers=1, **QUIET | {"device": device, "engine": engine}
@@ -499,7 +499,7 @@ def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, 
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
     assert caplog.records[-1].getMessage() == "memory ran out: continuing with 2 recordings at once"
-    Tight(detector, 1)
+    LimitedRoom(detector, 1)
     with pytest.raises(
         MachineError, match="too small to score a single recording; found out of memory: 2 GB"
     ):
@@ -507,36 +507,36 @@ def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, 
 
 
 @pytest.mark.parametrize("rows", [15, 8, 5, 2])
-def test_buffers_are_as_large_as_there_is_room_for(wavs, right, monkeypatch, rows):
+def test_buffers_fit_the_free_memory(wavs, right, monkeypatch, rows):
     "Of float32 samples, which come later, a half as many rows fit; a block goes through its buffers in parts."
-    opened = rehearsed(monkeypatch, rows, delay_s=0.001)
+    opened = fake_devices(monkeypatch, rows, delay_s=0.001)
     found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"}))
     assert np.abs(found - right).max() < 1e-4
     assert opened[0].free_bytes() == opened[0].faults.limit_bytes, "all memory was given back"
 
 
-def test_no_room_for_a_row_on_a_device(wavs, monkeypatch):
-    rehearsed(monkeypatch, largest_bytes=1000)
+def test_device_without_memory_for_one_row(wavs, monkeypatch):
+    fake_devices(monkeypatch, largest_bytes=1000)
     with pytest.raises(MachineError, match="a single recording; found out of memory.*device='cpu'"):
         lm.predict(wavs, made_detector(), **QUIET | {"device": "fake"})
 
 
-def test_an_allocation_that_fails_once_costs_nothing(wavs, right, monkeypatch):
+def test_allocation_that_fails_once_is_retried(wavs, right, monkeypatch):
     "Whichever it is; and what is no lack of memory is still a fault."
-    opened = rehearsed(monkeypatch)
+    opened = fake_devices(monkeypatch)
     lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
     n = opened[0].counts["allocations"]
     assert n > 8
     for k in range(n):
-        rehearsed(monkeypatch, fail_alloc=k)
+        fake_devices(monkeypatch, fail_alloc=k)
         found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"}))
         assert np.abs(found - right).max() < 1e-4, k
-    rehearsed(monkeypatch, fail_work=opened[0].counts["operations"] // 2)
+    fake_devices(monkeypatch, fail_work=opened[0].counts["operations"] // 2)
     with pytest.raises(EngineError, match="failed"):
         lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
 
 
-def test_an_engine_that_needs_more_than_there_is_launches_less(wavs, right, monkeypatch):
+def test_engine_out_of_memory_launches_smaller_blocks(wavs, right, monkeypatch):
     "Memory that the engine asks for while it computes, as a GPU's libraries do."
     from leakmel.mel.torch_engine import TorchChain
 

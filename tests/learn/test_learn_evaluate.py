@@ -1,4 +1,4 @@
-"A detector is judged beside baselines, with intervals that hold, and what cannot be concluded is said."
+"Evaluation of a detector against baselines, with intervals of nominal coverage, and cautions where nothing can be concluded."
 
 import json
 import os
@@ -59,7 +59,7 @@ def groups_of(code: Any, by: str = "sensor") -> Groups:
 # ---- intervals -------------------------------------------------------------------------------------------------------
 
 
-def town(
+def simulate_network(
     rng: np.random.Generator, n_sensors: int, n_each: int = 10, gap: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Truth, score and sensor of recordings whose sensors differ by more than chance."
@@ -68,12 +68,12 @@ def town(
     return truth, np.where(truth, gap + shift[0][of], shift[1][of]) + rng.normal(0, 1, len(of)), of
 
 
-def shares_held(n_sensors: int, n_sets: int) -> dict[str, float]:
-    "How often intervals of made data hold the figure of the whole town."
-    whole, held = town(np.random.default_rng(7), 20_000), {name: [] for name in FIGURES}  # type: ignore[var-annotated]
+def coverage_of(n_sensors: int, n_sets: int) -> dict[str, float]:
+    "Share of the intervals of synthetic data that contain the figure of the whole network."
+    whole, held = simulate_network(np.random.default_rng(7), 20_000), {name: [] for name in FIGURES}  # type: ignore[var-annotated]
     true = leak_metrics(whole[0], whole[1], 0.5)
     for seed in range(n_sets):
-        truth, score, of = town(np.random.default_rng(seed), n_sensors)
+        truth, score, of = simulate_network(np.random.default_rng(seed), n_sensors)
         boot = Bootstrap(truth, groups_of(of), n_draws=1000, seed=seed)
         for name, i in boot.intervals(boot.draws(score, 0.5)).items():
             if i.known:
@@ -84,22 +84,22 @@ def shares_held(n_sensors: int, n_sets: int) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_sensors", [6, 20])
-def test_intervals_hold_the_truth_as_often_as_they_say(n_sensors):
-    "200 sets of a town whose figures are known: 95 % of the intervals, as far as 200 sets can tell."
-    shares = shares_held(n_sensors, 200)
+def test_intervals_have_nominal_coverage(n_sensors):
+    "200 sets of a network whose figures are known: 95 % of the intervals, as far as 200 sets can tell."
+    shares = coverage_of(n_sensors, 200)
     assert all(0.88 <= s <= 0.99 for s in shares.values()), shares
 
 
 @pytest.mark.long
-def test_intervals_hold_the_truth_in_a_thousand_sets():
+def test_intervals_have_nominal_coverage_in_a_thousand_sets():
     for n in (5, 8, 12, 30):
-        shares = shares_held(n, 1000)
+        shares = coverage_of(n, 1000)
         assert all(0.87 <= s <= 0.98 for s in shares.values()), (n, shares)
 
 
-def test_drawing_recordings_in_place_of_sensors_is_too_narrow():
+def test_bootstrap_over_recordings_is_too_narrow():
     "Why groups are drawn: the same intervals over recordings miss the truth far more often."
-    truth, score, of = town(np.random.default_rng(1), 12, 40)
+    truth, score, of = simulate_network(np.random.default_rng(1), 12, 40)
     width = {}
     for by, code in (("sensor", of), ("recording", np.arange(len(of)))):
         boot = Bootstrap(truth, groups_of(code, by))
@@ -126,7 +126,7 @@ def test_figures_of_draws_are_those_of_the_recordings_drawn(n_groups):
 
 
 def test_draws_are_the_same_for_the_same_seed():
-    truth, score, of = town(np.random.default_rng(0), 8)
+    truth, score, of = simulate_network(np.random.default_rng(0), 8)
     a, b, c = (
         Bootstrap(truth, groups_of(of), n_draws=100, seed=s).draws(score, 0.5)["auc"] for s in (1, 1, 2)
     )
@@ -154,7 +154,7 @@ def test_a_figure_that_is_often_undefined_has_no_interval():
 
 @pytest.mark.parametrize("n", range(1, MIN_GROUPS + 1))
 def test_too_few_groups_give_a_sentence(n):
-    truth, score, of = town(np.random.default_rng(0), n, 40)
+    truth, score, of = simulate_network(np.random.default_rng(0), n, 40)
     boot = Bootstrap(truth, groups_of(of))
     for name, i in boot.intervals(boot.draws(score, 0.5)).items():
         assert i.known == (n >= MIN_GROUPS), name
@@ -205,7 +205,7 @@ def frame(**columns: list) -> pd.DataFrame:
         (frame(label=["L", "N"]), "recording", [0, 1]),
     ],
 )
-def test_what_is_drawn_together(table, by, code):
+def test_recordings_of_a_group_are_resampled_together(table, by, code):
     found = recording_groups(table)
     assert (found.by, found.code.tolist()) == (by, code)
     assert bool(found.note) == (by != "sensor")
@@ -255,7 +255,7 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
 
 
 @pytest.mark.parametrize(
-    ("gaps", "beats", "said"),
+    ("gaps", "beats", "message"),
     [
         ({"cnn": 3, "level": 1, "mels": 1.5}, True, "The detector beats all baselines in AUC"),
         ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
@@ -263,11 +263,11 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
         ({"cnn": 3}, None, "The detector was not compared with a baseline"),
     ],
 )
-def test_verdict_is_better_worse_or_undecided(gaps, beats, said):
+def test_verdict_is_better_worse_or_undecided(gaps, beats, message):
     boot, found = ways(gaps)
     verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
     assert verdict.beats is beats
-    assert said in verdict.text
+    assert message in verdict.text
     assert (beats is False) == verdict.text.startswith("The detector is not useful")
 
 
@@ -317,7 +317,7 @@ def test_one_class_gives_no_verdict():
 
 
 @pytest.mark.parametrize(
-    ("truth", "code", "said"),
+    ("truth", "code", "message"),
     [
         ([], [], "The test set is empty, so the evaluation proves nothing"),
         ([1, 0], [0, 1], "only 1 recording with a leak"),
@@ -333,13 +333,13 @@ def test_one_class_gives_no_verdict():
         ),
     ],
 )
-def test_cautions_for_insufficient_data_sets(truth, code, said):
+def test_cautions_for_insufficient_data_sets(truth, code, message):
     found = cautions(np.array(truth, bool), groups_of(np.array(code, int)))
-    assert any(said in c for c in found), found
+    assert any(message in c for c in found), found
 
 
 def test_no_cautions_for_a_sufficient_data_set():
-    truth, _, of = town(np.random.default_rng(0), 12, 20)
+    truth, _, of = simulate_network(np.random.default_rng(0), 12, 20)
     assert cautions(truth, groups_of(of)) == ()
 
 
@@ -348,7 +348,7 @@ def test_no_cautions_for_a_sufficient_data_set():
 
 @pytest.mark.parametrize("gap", [0.0, 2.0])
 def test_interval_of_permuted_labels_contains_auc_of_one_half(gap):
-    truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
+    truth, score, of = simulate_network(np.random.default_rng(2), 12, 20, gap)
     control = permutation_test(truth, score, groups_of(of))
     assert control.holds
     assert control.n_with_interval == control.n_permutations == 100
@@ -375,7 +375,7 @@ def sensors_only(
     return rng.random(len(of)) < share[of], rng.normal(0, 1, n_sensors)[of] + rng.normal(0, 0.7, len(of)), of
 
 
-def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: int) -> np.ndarray:
+def permute_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: int) -> np.ndarray:
     "AUCs with labels that are dealt out over single recordings."
     rng = np.random.default_rng(0)
     return np.array([roc(rng.permutation(truth), score).auc for _ in range(n_permutations)])
@@ -398,7 +398,7 @@ def test_permutation_test_keeps_its_error_rate_under_chance(n_sensors, labels, m
     sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, most) for seed in range(60)]
     for seed, (truth, score, of) in enumerate(sets):
         control = permutation_test(truth, score, groups_of(of), n_permutations=40, seed=seed)
-        plain = deals_over_recordings(truth, score, 40)
+        plain = permute_recordings(truth, score, 40)
         own = roc(truth, score).auc
         called += control.n_at_least <= 2
         called_by_recordings += int((plain >= own).sum()) <= 2
@@ -467,7 +467,7 @@ def test_permutation_by_recording_without_groups():
 
 
 def test_permutation_test_text_names_the_permuted_units():
-    truth, score, of = town(np.random.default_rng(2), 12, 20)
+    truth, score, of = simulate_network(np.random.default_rng(2), 12, 20)
     assert str(permutation_test(truth, score, groups_of(of))).startswith(
         "Labels permuted by whole groups (12 sensors): mean AUC"
     )
@@ -612,8 +612,8 @@ def detector(sets: list[Path], **more: Any) -> Detector:
     )
 
 
-def knowing(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
-    "Let detectors know the truth, as far as the noise lets them."
+def informed_detectors(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
+    "Replace scores by the truth with noise."
 
     def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
         rng = np.random.default_rng(5)
@@ -652,7 +652,7 @@ def test_untrained_detector_does_not_beat_the_baselines(sets, split, tmp_path):
 
 
 def test_perfect_detector_beats_all_baselines(sets, split, monkeypatch):
-    knowing(monkeypatch, 0.5)
+    informed_detectors(monkeypatch, 0.5)
     e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=500)
     assert e.beats is True
     assert "The detector beats all baselines" in e.report()
@@ -663,7 +663,7 @@ def test_perfect_detector_beats_all_baselines(sets, split, monkeypatch):
     assert all(d["auc"].is_better for own in e.differences.values() for d in own.values())
 
 
-def test_batches_do_not_matter(sets, split):
+def test_scores_do_not_depend_on_batches(sets, split):
     scores = [
         lm.evaluate(
             detector(sets), sets, split=split, progress="none", n_draws=100, files_per_batch=n, device="cpu"
@@ -675,7 +675,7 @@ def test_batches_do_not_matter(sets, split):
 
 
 def test_thresholds_are_never_chosen_on_test_recordings(sets, split, monkeypatch):
-    knowing(monkeypatch, 0.5)
+    informed_detectors(monkeypatch, 0.5)
     d, chosen = detector(sets), detector(sets, threshold_from="validation (f1)")
     chosen.thresholds["mean"] = 0.875
     alone = lm.evaluate(d, sets[2], progress="none", n_draws=100)
@@ -727,7 +727,7 @@ def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
         assert [p.read_text() for p in here.iterdir()] == [text]
 
 
-def test_one_kind_of_recordings_alone(sets, tmp_path):
+def test_test_set_of_one_label_is_matched_by_name(sets, tmp_path):
     "A test set that was built alone has numbers of its own for its labels: they are told by name."
     for split, label, name in (("TESTING", "LEAK", "leak"), ("TESTING", "NOLEAK", "NOLEAK")):
         for wav in sorted((sets[0].parent / "wavs" / split / label).glob("*.wav"))[:3]:
@@ -807,7 +807,7 @@ def test_leaky_split_stamp_is_on_all_outputs(sets, tmp_path):
     assert rows["stamp"].str.startswith("LEAKY SPLIT").all()
 
 
-def test_a_stamp_of_the_training_stays(sets, split):
+def test_leaky_split_stamp_of_the_training_is_kept(sets, split):
     d = detector(
         sets, record={"split": {"stamp": "LEAKY SPLIT: scores say more than they should. 3 sensors"}}
     )
@@ -922,7 +922,7 @@ def test_files_of_the_earlier_system(tmp_path):
     [
         (dict(votes="median"), "unknown-choice"),
         (dict(votes=("median",)), "unknown-choice"),
-        (dict(judged_by="loss"), "unknown-choice"),
+        (dict(metric="loss"), "unknown-choice"),
         (dict(part="training", training="x"), "given-twice"),
     ],
 )
@@ -932,14 +932,14 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"),
         (dict(device="tpu9x"), UsageError, "no such device"),
     ],
 )
-def test_evaluate_refuses_invalid_arguments(sets, options, error, said):
-    with pytest.raises(error, match=said):
+def test_evaluate_refuses_invalid_arguments(sets, options, error, message):
+    with pytest.raises(error, match=message):
         lm.evaluate(detector(sets), sets[2], progress="none", **options)
 
 

@@ -85,14 +85,14 @@ def test_features_keep_to_the_tolerance_of_engines(preset):
     assert compare(found, reference_features(x, spec), spec).ok
 
 
-def test_wrong_features_are_no_program(tmp_path, monkeypatch):
+def test_program_with_wrong_features_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "hann_periodic", np.hanning)  # symmetric
     with raises("program-differs", DataError):
         export_detector(made("disjoint"), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
 
-def test_another_output_is_no_program(tmp_path, monkeypatch):
+def test_program_with_other_output_is_not_written(tmp_path, monkeypatch):
     detector = made("disjoint")
     right = Detector.segment_scores
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def test_a_detector_without_a_spec_is_refused(tmp_path):
         export_detector(detector, tmp_path / "model.pt2")
 
 
-def write_thesis(path: Path) -> None:
+def write_other_archive(path: Path) -> None:
     "An archive that speaks of detectors."
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(
@@ -134,7 +134,7 @@ def write_program_of_others(path: Path) -> None:
         )
 
 
-def write_bomb(path: Path) -> None:
+def write_zip_bomb(path: Path) -> None:
     "Unfolds to a thousand times its size, and would be no mapping then."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("program/extra/detector.json", "[" * 10_000_000)
@@ -147,10 +147,10 @@ def write_link(path: Path) -> None:
 
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "recording": lambda p: write_wav(p, np.zeros(100, np.int16), 4096),
-    "thesis": write_thesis,
+    "thesis": write_other_archive,
     "model of others": write_model_of_others,
     "program of others": write_program_of_others,
-    "bomb": write_bomb,
+    "bomb": write_zip_bomb,
     "link": write_link,
     "link to nowhere": lambda p: p.symlink_to("nowhere"),
     "pipe": os.mkfifo,
@@ -175,7 +175,7 @@ def seen(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_what_is_of_another_kind_is_not_replaced(tmp_path, foreign, kind):
+def test_other_files_are_not_replaced(tmp_path, foreign, kind):
     FOREIGN[foreign](target := tmp_path / "model")
     before = seen(tmp_path)
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_what_is_of_another_kind_is_not_replaced(tmp_path, foreign, kind):
     assert seen(tmp_path) == before
 
 
-def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(tmp_path):
+def test_earlier_export_is_replaced_and_links_are_not_followed(tmp_path):
     mine, other = made("disjoint"), made("disjoint")
     other.share = 0.3
     assert load_detector(other.save(mine.save(tmp_path / "model.pt"))).share == 0.3
@@ -204,7 +204,7 @@ def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(t
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_what_comes_while_it_is_written_is_not_replaced(tmp_path, monkeypatch, kind):
+def test_file_created_during_the_export_is_not_replaced(tmp_path, monkeypatch, kind):
     real = os.write
 
     def slowly(fd: int, piece: memoryview) -> int:

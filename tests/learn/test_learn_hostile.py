@@ -1,4 +1,4 @@
-"A detector's file may come from a stranger: whatever it claims, it costs no memory that it does not hold, runs nothing and says nothing to a terminal."
+"Hostile model files: they allocate no memory beyond their size, run no code and print no control characters."
 
 import json
 import resource
@@ -123,7 +123,7 @@ def test_errors_without_message_are_distinguished(honest, monkeypatch, error, ki
         load_detector(honest)
 
 
-def test_rows_of_four_days_are_not_laid_out():
+def test_spec_with_very_long_rows_is_refused():
     "A spec in a file may name rows of any length; slots for them would take all memory."
     with raises("out-of-memory", MachineError):
         block_sizes(lm.MelSpec.preset("disjoint", duration_s=2.0**31 / 4096 - 1), "cpu", 10, None, 16)

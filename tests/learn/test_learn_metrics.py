@@ -31,15 +31,15 @@ pairs = st.lists(
 
 
 def theirs(y: np.ndarray, score: np.ndarray, threshold: float) -> dict[str, float]:
-    said = score >= threshold
+    output = score >= threshold
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
-            "accuracy": sk.accuracy_score(y, said),
-            "precision": sk.precision_score(y, said, zero_division=np.nan),
-            "sensitivity": sk.recall_score(y, said, zero_division=np.nan),
-            "specificity": sk.recall_score(~y, ~said, zero_division=np.nan),
-            "f1": sk.f1_score(y, said, zero_division=np.nan),
+            "accuracy": sk.accuracy_score(y, output),
+            "precision": sk.precision_score(y, output, zero_division=np.nan),
+            "sensitivity": sk.recall_score(y, output, zero_division=np.nan),
+            "specificity": sk.recall_score(~y, ~output, zero_division=np.nan),
+            "f1": sk.f1_score(y, output, zero_division=np.nan),
         }
 
 
@@ -132,7 +132,7 @@ def test_undefined_figures_have_a_note(y, score, named):
         (["LEAK", "NO"], [0, 1], "invalid-labels"),
     ],
 )
-def test_what_is_no_score_is_refused(y, score, code):
+def test_invalid_scores_are_refused(y, score, code):
     with raises(code, DataError):
         leak_metrics(y, score)
 
@@ -142,7 +142,7 @@ def test_what_is_no_score_is_refused(y, score, code):
 
 @quick
 @given(pairs, st.booleans())
-def test_no_threshold_is_better(found, single):
+def test_chosen_threshold_is_optimal(found, single):
     y, score = (
         np.array([p[0] for p in found]),
         np.array([p[1] for p in found], np.float32 if single else np.float64),
@@ -193,7 +193,7 @@ def test_reliability_is_that_of_scikit_learn():
     assert found.error == pytest.approx(np.sum(found.n * np.abs(share - mean)) / 2000)
 
 
-def test_empty_steps_count_for_nothing():
+def test_empty_bins_have_no_weight():
     found = reliability([1, 0, 1], [1.0, 0.0, 1.0])
     assert found.n.tolist() == [1, *[0] * 8, 2]
     assert np.isnan(found.leak_share[1:9]).all()

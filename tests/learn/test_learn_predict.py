@@ -193,7 +193,7 @@ def test_batches_and_threads_change_no_score(mixed, detector, settings):
         assert np.abs(a - b).max() < 1e-5
 
 
-def test_a_rehearsed_device_gives_the_same(mixed, detector):
+def test_fake_device_gives_the_same_scores(mixed, detector):
     "Copies, features and net as a GPU does them, 16-bit and float recordings mixed."
     right = lm.predict(mixed, detector, **QUIET)
     found = lm.predict(mixed, detector, **(QUIET | {"device": "fake"}), files_per_batch=3)
@@ -205,7 +205,7 @@ def test_a_rehearsed_device_gives_the_same(mixed, detector):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same(mixed, detector):
+def test_gpu_gives_the_same_scores(mixed, detector):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     right = lm.predict(mixed, detector, **QUIET)
@@ -235,7 +235,7 @@ def test_cut_rows_hold_every_segment_once():
 # ---- which recordings
 
 
-def test_scored_and_rejected_are_what_was_found(mixed, detector):
+def test_scored_and_rejected_recordings_are_complete(mixed, detector):
     p = lm.predict(mixed, detector, **QUIET)
     assert p.found == len(list(mixed.iterdir())) == len(p) + len(p.rejections)
     assert p.rejected[["path", "code"]].values.tolist() == [
@@ -245,7 +245,7 @@ def test_scored_and_rejected_are_what_was_found(mixed, detector):
     assert [s.path for s in p.scored] == sorted(s.path for s in p.scored)
 
 
-def test_everything_that_goes_wrong_in_practice(tmp_path, detector):
+def test_predict_and_build_reject_the_same_files(tmp_path, detector):
     "In a messy tree the builds and the detector reject the same files, but for those that only lack a label."
     from messy import (
         write_messy,
@@ -303,7 +303,7 @@ def test_a_table_names_the_recordings(tmp_path, detector, mixed):
     assert p.rejected[["path", "code"]].values.tolist() == [["not there.wav", "unreadable"]]
 
 
-def test_names_that_are_no_text(tmp_path, detector):
+def test_names_that_are_not_unicode(tmp_path, detector):
     folder = tmp_path / "wav"
     folder.mkdir()
     for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"):
@@ -405,7 +405,7 @@ def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_share_belongs_to_its_vote():
+def test_share_is_refused_without_its_vote():
     "A share that no vote asks for would change nothing; where the model's own vote asks for it, it may be given alone."
     with raises("unused-option", UsageError, found="frac 0.3 with mean"):
         rule_of(made_detector(), frac=0.3, threshold=0.4)
@@ -431,7 +431,7 @@ def test_a_model_that_cannot_be_used(mixed, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device):
+def test_failing_model_ends_the_prediction_cleanly(mixed, monkeypatch, tmp_path, device):
     calls = []
 
     def fail(*args: Any) -> torch.Tensor:
@@ -448,7 +448,7 @@ def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device
     assert os.listdir(tmp_path) == []
 
 
-def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
+def test_failing_reader_ends_the_prediction_cleanly(mixed, detector, monkeypatch):
     def fail(self: RowBlock, *args: Any) -> bool:
         raise OSError(5, "Input/output error")
 
@@ -457,7 +457,7 @@ def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
         lm.predict(mixed, detector, **QUIET)
 
 
-def test_ctrl_c_ends_it_cleanly(mixed, detector, monkeypatch, tmp_path):
+def test_ctrl_c_ends_the_prediction_cleanly(mixed, detector, monkeypatch, tmp_path):
     def interrupt(self: Progress, *args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -468,7 +468,7 @@ def test_ctrl_c_ends_it_cleanly(mixed, detector, monkeypatch, tmp_path):
     assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
 
-def test_other_rates_where_the_model_wants_none(mixed):
+def test_other_rates_are_rejected_without_resampling(mixed):
     p = lm.predict(
         mixed, made_detector(lm.MelSpec.preset("disjoint", duration_s=1.0, rate="reject")), **QUIET
     )
@@ -495,7 +495,7 @@ def test_the_same_recordings_give_the_same_bytes(mixed, detector, tmp_path):
         assert tuple(next(csv.reader(f))) == COLUMNS
 
 
-def test_a_file_is_whole_or_not_there(mixed, detector, tmp_path, monkeypatch):
+def test_output_file_is_complete_or_missing(mixed, detector, tmp_path, monkeypatch):
     out = tmp_path / "scores.csv"
     lm.predict(mixed, detector, out=out, **QUIET)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -537,8 +537,8 @@ def test_command(mixed, model, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "13 scored + 2 rejected = 15 files found" in text
     assert "vote any_long, threshold 0.6 (given)" in text
-    for said in ("most suspicious", "1 x not_wav", "1 x too_short", str(out), str(rejected_path(out))):
-        assert said in text
+    for output in ("most suspicious", "1 x not_wav", "1 x too_short", str(out), str(rejected_path(out))):
+        assert output in text
     assert max(map(len, text.replace(str(tmp_path), "").replace(str(mixed.parent), "").splitlines())) <= 100
     assert main([*words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -584,7 +584,7 @@ def test_exit_status(mixed, model, tmp_path, capsys):
     assert "did you mean threshold" in capsys.readouterr().err
 
 
-def test_the_command_line_stays_light():
+def test_help_imports_no_torch():
     "Nobody waits for torch who asks for help."
     code = "import sys, leakmel.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -621,7 +621,7 @@ print(len(p), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
 @pytest.mark.slow
-def test_memory_stays_flat(tmp_path, model):
+def test_memory_does_not_grow_with_recordings(tmp_path, model):
     "Thirty times the recordings, and one of an hour, in the same memory but for what is kept of them."
     few, many = tmp_path / "few", tmp_path / "many"
     put(few, "0.wav", noise(0))

@@ -44,7 +44,7 @@ def write_noise(folder: Path, n_files: int, n_samples: int = RATE) -> Path:
 
 
 @pytest.mark.parametrize("n_samples", [RATE, RATE + 1], ids=["as a row", "other"])
-def test_a_disk_that_goes_away_ends_it(tmp_path, detector, monkeypatch, n_samples):
+def test_lost_disk_stops_the_prediction(tmp_path, detector, monkeypatch, n_samples):
     "And is no list of good recordings called bad; a few that went are."
     folder, right, gone = write_noise(tmp_path / "wav", 200, n_samples), prediction.find_recordings, 9
 
@@ -64,13 +64,13 @@ def test_a_disk_that_goes_away_ends_it(tmp_path, detector, monkeypatch, n_sample
 
 
 @pytest.mark.parametrize("width", [40, 44, 45, 60, 100])
-def test_a_narrow_terminal_gets_its_lines(tmp_path, detector, width):
+def test_narrow_terminal_shows_all_lines(tmp_path, detector, width):
     "A terminal may have 40 columns: the scores were written, and then came a traceback."
     found = lm.predict(write_noise(tmp_path / "a folder", 2), detector, **QUIET)
     assert "000.wav" in found.text(width)
 
 
-def test_as_many_pictures_as_can_be_looked_at(tmp_path, detector):
+def test_number_of_figures_is_limited(tmp_path, detector):
     found = lm.predict(write_noise(tmp_path / "wav", 3), detector, **QUIET)
     assert len(suspicious_mels(found, MOST_RECORDINGS).data) == 6
     assert "No recording is to be shown" in suspicious_mels(found, 0).layout.title.text
@@ -81,7 +81,7 @@ def test_as_many_pictures_as_can_be_looked_at(tmp_path, detector):
             plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
 
 
-def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch):
+def test_model_too_large_for_the_device_is_an_error(tmp_path, detector, monkeypatch):
     def refuse(*args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory: 2 MB")
 

@@ -60,7 +60,7 @@ def test_notebook(tmp_path, mixed, model):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"treshold": 0.5}, "did you mean threshold"),
         ({"threshold": "high"}, "threshold must be a number or None"),
@@ -69,9 +69,9 @@ def test_notebook(tmp_path, mixed, model):
         ({"length": "all"}, "the length is unknown"),
     ],
 )
-def test_a_parameter_that_cannot_be_stops_the_notebook(tmp_path, monkeypatch, mixed, model, given, said):
+def test_invalid_parameter_stops_the_notebook(tmp_path, monkeypatch, mixed, model, given, message):
     monkeypatch.chdir(tmp_path)
-    assert said in error_of(
+    assert message in error_of(
         "predict.ipynb", **({"data_root": str(mixed), "model": str(model), "device": "cpu"} | given)
     )
     assert os.listdir(tmp_path) == []

@@ -99,9 +99,9 @@ def test_provenance_takes_eight_bytes_per_recording(trained):
 
 
 def test_unknown_recordings_give_no_warning(small_sets, trained):
-    found, said = warned(trained / "model.pt", small_sets / NAMES[2])
+    found, output = warned(trained / "model.pt", small_sets / NAMES[2])
     assert not found.leaky
-    assert not said
+    assert not output
     assert not any("Leakage was not checked" in c for c in found.cautions), "the model knows"
 
 
@@ -181,16 +181,16 @@ def test_the_test_part_of_the_same_split_gives_no_warning(small_sets, tmp_path):
     files = [small_sets / n for n in NAMES]
     split = group_split(files, "sensor", allow_leaky_split=True)
     done = lm.train(files, split=split, out=tmp_path / "run", **HOW)
-    found, said = warned(done.detector, *files, split=split)
-    assert not [s for s in (*found.stamps, *said) if "trained on" in s]
+    found, output = warned(done.detector, *files, split=split)
+    assert not [s for s in (*found.stamps, *output) if "trained on" in s]
 
 
 def test_validation_recordings_are_reported(small_sets, trained):
-    found, said = warned(trained / "model.pt", small_sets / NAMES[1], small_sets / NAMES[2])
+    found, output = warned(trained / "model.pt", small_sets / NAMES[1], small_sets / NAMES[2])
     with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other:
         n, n_all = len(one.rows), len(one.rows) + len(other.rows)
-    assert found.stamps == tuple(said)
-    assert f"{n} of {n_all} test recordings" in said[0]
+    assert found.stamps == tuple(output)
+    assert f"{n} of {n_all} test recordings" in output[0]
     assert "LEAKY SPLIT" in found.report()
     assert "LEAKY SPLIT" in found._repr_html_()
 
@@ -200,9 +200,9 @@ def test_copies_under_other_names_are_known(small_sets, trained, tmp_path):
     for k, wav in enumerate(sorted((small_sets.parent / "demo" / "TRAINING" / "LEAK").glob("*.wav"))[:3]):
         os.link(wav, tmp_path / "wavs" / "LEAK" / f"copy{k}.wav")
     lm.build(tmp_path / "wavs", out=tmp_path / "copies.h5", progress="none", check=0)
-    found, said = warned(trained / "model.pt", tmp_path / "copies.h5")
+    found, output = warned(trained / "model.pt", tmp_path / "copies.h5")
     assert "3 of 3 test recordings" in found.stamps[0]
-    assert said
+    assert output
 
 
 def test_predictions_of_known_recordings_are_marked(small_sets, trained, tmp_path, capsys):
@@ -302,9 +302,9 @@ def test_silent_recordings_are_not_matched(tmp_path):
     )
     done = lm.train(first, out=tmp_path / "run", **HOW)
     assert len(done.detector.provenance.recordings) == 2
-    found, said = warned(done.detector, second)
+    found, output = warned(done.detector, second)
     assert not found.leaky
-    assert not said
+    assert not output
     assert (
         lm.predict(tmp_path / "second", done.detector, device="cpu", progress="none").summary["in_training"]
         == 0
@@ -318,7 +318,7 @@ def test_silent_recordings_are_not_matched(tmp_path):
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_foreign_training_set_is_reported(small_sets, trained, tmp_path):
     "What lies beside the recordings that judge need not be what the detector learned from."
-    theirs = town(tmp_path, 7)
+    theirs = build_network(tmp_path, 7)
     found = judged(trained, theirs[2], training=[theirs[0]])
     with recordings(theirs[0]) as ds:
         n = len(ds.rows)
@@ -372,7 +372,7 @@ def test_a_model_that_also_has_names_of_recordings_is_read(trained, tmp_path):
     assert np.array_equal(seen.recordings, load_detector(trained / "model.pt").provenance.recordings)
 
 
-def town(folder: Path, seed: int) -> list[Path]:
+def build_network(folder: Path, seed: int) -> list[Path]:
     lm.write_demo(folder / f"{seed}", n_files=60, seed=seed)
     return [
         r.path
@@ -383,7 +383,7 @@ def town(folder: Path, seed: int) -> list[Path]:
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
-    new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
+    new, test = (build_network(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
     given: dict[str, Any] = dict(
         replay=small_sets / NAMES[0],
         out=tmp_path / "rounds",
@@ -424,7 +424,7 @@ def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_interrupted_round_keeps_its_provenance(small_sets, trained, tmp_path, monkeypatch):
     "Its model and its best one so far were begun from the champion."
-    new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
+    new, test = (build_network(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
 
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
@@ -451,11 +451,11 @@ def test_interrupted_round_keeps_its_provenance(small_sets, trained, tmp_path, m
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
-    for champion, how, said in (
+    for champion, how, output in (
         (tmp_path / "nowhere.pt", {}, "does not exist"),
         (trained, {"device": "cuda:99"}, "no such"),
     ):
-        with pytest.raises(LeakmelError, match=said):
+        with pytest.raises(LeakmelError, match=output):
             lm.retrain(
                 champion,
                 small_sets / NAMES[0],
@@ -469,7 +469,7 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
 
 
 def test_files_of_the_earlier_system_have_no_provenance(tmp_path):
-    from test_learn_incremental import earlier_system
+    from test_learn_retraining import earlier_system
 
     ds = earlier_system(tmp_path / "old.h5", 4, 0)
     assert find_overlap(Provenance(is_complete=True), ds) is None
@@ -478,7 +478,7 @@ def test_files_of_the_earlier_system_have_no_provenance(tmp_path):
 
 
 def test_detector_in_memory_reports_known_recordings(small_sets, trained):
-    found, said = warned(load_detector(trained / "model.pt"), small_sets / NAMES[0])
+    found, output = warned(load_detector(trained / "model.pt"), small_sets / NAMES[0])
     assert found.leaky
-    assert len(said) == 1
+    assert len(output) == 1
     assert isinstance(load_detector(trained / "model.pt"), Detector)

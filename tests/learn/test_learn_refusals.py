@@ -1,4 +1,4 @@
-"What cannot go well is said before a training begins, and nothing that belongs to somebody else is replaced."
+"Errors are reported before a training begins, and files of other programs are not replaced."
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-from leakmel.learn.train.inputs import open_training, silence_behind
+from leakmel.learn.train.inputs import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.state import TrainingState
 from leakmel.learn.train.step import Stepper
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("town")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("network")
     lm.write_demo(root / "demo", n_files=40)
     lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
     lm.build_all(
@@ -48,7 +48,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def trained(town: Path, out: Path, **options: Any) -> TrainResult:
+def trained(network: Path, out: Path, **options: Any) -> TrainResult:
     given: dict[str, Any] = {
         "out": out,
         "settings": TINY,
@@ -56,38 +56,39 @@ def trained(town: Path, out: Path, **options: Any) -> TrainResult:
         "progress": False,
         "checkpoints": CheckpointSettings(fsync=False),
     }
-    return train(*(town / "sets" / n for n in NAMES[:2]), **given | options)
+    return train(*(network / "sets" / n for n in NAMES[:2]), **given | options)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
-def test_a_device_that_is_not_there_is_named(
-    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
+def test_missing_device_is_named(
+    network: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
 ) -> None:
     with pytest.raises(UsageError, match="no such"):
         pick_device(device)
     with pytest.raises(UsageError, match="no such"):
-        trained(town, tmp_path / "run", device=device)
+        trained(network, tmp_path / "run", device=device)
     assert (
-        main(["train", str(town / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS]) == 2
+        main(["train", str(network / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS])
+        == 2
     )
     assert "no such" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_missing_gpu_is_refused(town: Path, tmp_path: Path) -> None:
+def test_missing_gpu_is_refused(network: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such GPU"):
-        trained(town, tmp_path / "run", device="cuda")
+        trained(network, tmp_path / "run", device="cuda")
 
 
 def test_testing_recordings_of_other_features_are_refused_before_the_training(
-    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    network: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     words = [
         "train",
-        str(town / "sets"),
+        str(network / "sets"),
         "--testing",
-        str(town / "others" / NAMES[2]),
+        str(network / "others" / NAMES[2]),
         "--out",
         str(tmp_path / "run"),
         "--device",
@@ -102,14 +103,14 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_recordings_for_testing_may_have_been_built_alone(
-    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    network: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for label in ("LEAK", "HISS"):
         (tmp_path / label / label).mkdir(parents=True)
-        for wav in sorted((town / "demo" / "TESTING" / "LEAK").glob("*.wav"))[:2]:
+        for wav in sorted((network / "demo" / "TESTING" / "LEAK").glob("*.wav"))[:2]:
             (tmp_path / label / label / wav.name).hardlink_to(wav)
         lm.build(tmp_path / label, out=tmp_path / f"{label}.h5", progress="none", check=0)
-    words = ["train", str(town / "sets"), "--device", "cpu", *WORDS]
+    words = ["train", str(network / "sets"), "--device", "cpu", *WORDS]
     assert main([*words, "--testing", str(tmp_path / "HISS.h5"), "--out", str(tmp_path / "none")]) == 1
     assert "has a label that the task does not include" in capsys.readouterr().err
     assert not (tmp_path / "none").exists(), "before the training, not after it"
@@ -147,7 +148,7 @@ def test_recordings_for_testing_may_have_been_built_alone(
     ],
 )
 def test_files_of_other_programs_are_not_replaced(
-    town: Path, tmp_path: Path, name: str, content: bytes | None
+    network: Path, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     "Such a folder may be one of a build, or of another program."
     if content is None:
@@ -156,27 +157,29 @@ def test_files_of_other_programs_are_not_replaced(
         (tmp_path / name).write_bytes(content)
     before = (tmp_path / name).read_bytes()
     with raises("other-file-in-the-way", OutputError, path=tmp_path / name):
-        trained(town, tmp_path)
+        trained(network, tmp_path)
     assert (tmp_path / name).read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_what_a_training_wrote_is_replaced_and_a_file_is_no_folder(town: Path, tmp_path: Path) -> None:
-    trained(town, tmp_path / "run")
+def test_output_of_an_earlier_training_is_replaced_and_a_file_is_refused(
+    network: Path, tmp_path: Path
+) -> None:
+    trained(network, tmp_path / "run")
     assert (
-        trained(town, tmp_path / "run", settings=replace(TINY, seed=1), resume="never")
+        trained(network, tmp_path / "run", settings=replace(TINY, seed=1), resume="never")
         .summary["begin"]
         .startswith("Starts with epoch 1")
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["seed"] == 1
     with raises("not-a-folder", OutputError):
-        trained(town, tmp_path / "run" / "history.csv")
+        trained(network, tmp_path / "run" / "history.csv")
 
 
 # ---- free memory is not the same when a training goes on
 
 
-def interrupted(town: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+def interrupted(network: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     real = Stepper.step
 
     def dying(self: Stepper, batch: Any) -> Any:
@@ -189,33 +192,33 @@ def interrupted(town: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: in
         m.setattr(loaders, "free_memory", lambda: free)
         settings = replace(TINY, preload_to_ram=False)
         with pytest.raises(ZeroDivisionError):
-            trained(town, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
+            trained(network, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
 
 
 @pytest.mark.parametrize(("then", "now"), [(1 << 40, 1), (1, 1 << 40)])
 def test_resumed_training_keeps_its_loader(
-    town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
 ) -> None:
     "Which one suits depends on free memory, and the order of the items on which one it is."
     settings = replace(TINY, preload_to_ram=False)
-    interrupted(town, tmp_path / "run", monkeypatch, then)
+    interrupted(network, tmp_path / "run", monkeypatch, then)
     with monkeypatch.context() as m:
         m.setattr(loaders, "free_memory", lambda: now)
         assert (
-            trained(town, tmp_path / "run", settings=settings, resume="always")
+            trained(network, tmp_path / "run", settings=settings, resume="always")
             .summary["begin"]
             .startswith("Resumes after step 4")
         )
     with monkeypatch.context() as m:
         m.setattr(loaders, "free_memory", lambda: then)
-        trained(town, tmp_path / "whole", settings=settings)
+        trained(network, tmp_path / "whole", settings=settings)
     assert (tmp_path / "run" / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
 
 
 def test_items_that_no_longer_fit_into_memory_are_reported(
-    town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(town, tmp_path / "run", monkeypatch, 1 << 40)
+    interrupted(network, tmp_path / "run", monkeypatch, 1 << 40)
 
     def full(state: TrainingState, kind: str, real: Any = TrainingState._opened) -> Any:
         if kind == "device":
@@ -225,10 +228,10 @@ def test_items_that_no_longer_fit_into_memory_are_reported(
     monkeypatch.setattr(loaders, "free_memory", lambda: 1)
     monkeypatch.setattr(TrainingState, "_opened", full)
     with pytest.raises(MachineError, match="do not fit now"):
-        trained(town, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
+        trained(network, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
 
 
-def test_a_difference_of_what_is_undefined_is_undefined() -> None:
+def test_difference_of_undefined_figures_is_undefined() -> None:
     nan = float("nan")
     assert (
         str(Difference("precision", nan, interval_from_draws(torch.full((100,), nan).numpy(), 9)))
@@ -239,22 +242,24 @@ def test_a_difference_of_what_is_undefined_is_undefined() -> None:
 # ---- silence behind recordings
 
 
-def test_trailing_silence_is_excluded_and_reported(town: Path, tmp_path: Path) -> None:
+def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path) -> None:
     "Rows of 40 s that hold 10 s of sound: it stands beside the numbers, and nowhere where rows are as long as recordings."
     spec = lm.MelSpec.preset("disjoint", duration_s=40.0)
     built = [
         r.path
-        for r in lm.build_all(town / "demo", out_dir=tmp_path / "sets", progress="none", check=2, spec=spec)
+        for r in lm.build_all(
+            network / "demo", out_dir=tmp_path / "sets", progress="none", check=2, spec=spec
+        )
     ]
     files = {p.name: p for p in built}
     done = train(
         files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False
     )
-    said = "75.0% of the long segments are silence behind them and left out"
+    output = "75.0% of the long segments are silence behind them and left out"
     with open_training(files[NAMES[0]], settings=TINY) as data:
-        assert said in silence_behind(data.training)
+        assert output in trailing_silence(data.training)
     found = evaluate(done.detector, files[NAMES[2]], device="cpu", progress="none")
-    assert said in " ".join(found.report().split())
+    assert output in " ".join(found.report().split())
     assert not any("silence" in c for c in found.cautions)
-    own = trained(town, tmp_path / "own").detector
-    assert "silence" not in evaluate(own, town / "sets" / NAMES[2], device="cpu", progress="none").report()
+    own = trained(network, tmp_path / "own").detector
+    assert "silence" not in evaluate(own, network / "sets" / NAMES[2], device="cpu", progress="none").report()

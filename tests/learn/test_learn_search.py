@@ -1,4 +1,4 @@
-"A search of settings: repeatable, killed and taken up again, pruned, refused by name, and blind to recordings for testing."
+"Search of settings: repeatable, resumed after kills, pruned, with named errors, and without access to test recordings."
 
 import csv
 import inspect
@@ -66,7 +66,7 @@ def with_optuna() -> None:
 
 @pytest.fixture(scope="module")
 def sets(small_sets: Path) -> Path:
-    "Data sets of a small made town."
+    "Data sets of a small synthetic network."
     return small_sets
 
 
@@ -112,7 +112,7 @@ def assert_same(out: Path, right: SearchResult) -> None:
 
 
 class Staged:
-    "Trainings that come to what was staged: no net learns."
+    "Simulated trainings with given results."
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, figures: Callable[[TrainSettings, int], float]):
         from leakmel.learn.train import state as training_state
@@ -219,7 +219,7 @@ def test_result_shows_base_and_best_settings(right: SearchResult) -> None:
 
 def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
     if right.best.number == 0:
-        pytest.fail("the staged town finds nothing better: choose another seed of TINY")
+        pytest.fail("the staged network finds nothing better: choose another seed of TINY")
     assert [(a.trial, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
     assert right.summary["other_seeds"]["seeds"] == 1
     assert right.summary["verdict"] in repr(right)
@@ -320,7 +320,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     result = searched(sets, tmp_path / "run", **given, trials=8)
     failed = [t for t in result.trials if t.state == "failed"]
     assert failed
-    assert all(t.changes["dropout"] > 0.5 and "astray" in t.said for t in failed)
+    assert all(t.changes["dropout"] > 0.5 and "astray" in t.error for t in failed)
     limit = -1.0
     with pytest.raises(DataError, match="astray"):
         searched(sets, tmp_path / "all", **given)
@@ -332,7 +332,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
 
 
-def test_a_limit_of_time_leaves_the_trial_under_way(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_time_limit_keeps_the_running_trial(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     short = searched(sets, tmp_path / "run", hours=1e-9)
     assert len(short.trials) == 1, "the first one always comes to its end"
     assert f"1 of {LAST}" in repr(short)
@@ -341,9 +341,7 @@ def test_a_limit_of_time_leaves_the_trial_under_way(sets: Path, right: SearchRes
     assert_same(tmp_path / "run", right)
 
 
-def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
     Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
     given: dict[str, Any] = dict(space={"dropout": [0.3, 0.9]}, again=2, settings=STAGED)
@@ -391,7 +389,7 @@ MOMENTS = (
 )
 
 
-def at_that_moment(number: int, at: int) -> str:
+def at_call(number: int, at: int) -> str:
     return at_a_moment(*MOMENTS, number, at)
 
 
@@ -405,17 +403,17 @@ def children() -> Iterator[Server]:
         yield s
 
 
-def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
+def run_with_signal(children: Server, sets: Path, out: Path, code: str = "") -> Any:
     return children.run("search", str(sets), "--out", str(out), *WORDS, "--trials", str(LAST), code=code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(12, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_makes_the_same_trials(
+def test_search_killed_at_any_moment_gives_the_same_trials(
     sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int
 ) -> None:
     "Real kills, spread over the search: in the short run one in the middle, in the long run every so many from one chosen at random."
-    done = going(children, sets, tmp_path / "whole", at_that_moment(0, 0))
+    done = run_with_signal(children, sets, tmp_path / "whole", at_call(0, 0))
     assert done.status == 0, done.err
     assert_same(tmp_path / "whole", right)
     last = n_moments(done.out)
@@ -423,17 +421,17 @@ def test_killed_at_any_moment_it_makes_the_same_trials(
     for at in sorted({first + k * (last - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
         print("killed at moment", at, "of", last)
-        done = going(children, sets, out, at_that_moment(signal.SIGKILL, at))
+        done = run_with_signal(children, sets, out, at_call(signal.SIGKILL, at))
         if done.status == 0:
             continue  # fewer moments this time
         assert done.status == -signal.SIGKILL, done.err
-        done = going(children, sets, out)
+        done = run_with_signal(children, sets, out)
         assert done.status == 0, (at, done.err)
         assert_same(out, right)
 
 
 @pytest.mark.long
-def test_whatever_a_kill_leaves_it_makes_the_same_trials(
+def test_search_resumes_from_any_state_after_a_kill(
     sets: Path, right: SearchResult, tmp_path: Path, children: Server
 ) -> None:
     """States of the folder that a kill at a moment of the search could leave, taken up again: every second one, from the first or the second at random.
@@ -443,7 +441,7 @@ def test_whatever_a_kill_leaves_it_makes_the_same_trials(
     """
     out, place = tmp_path / "run", tmp_path / "left"
     place.mkdir()
-    done = going(children, sets, out, at_every_moment(*MOMENTS, out, place))
+    done = run_with_signal(children, sets, out, at_every_moment(*MOMENTS, out, place))
     assert done.status == 0, done.err
     assert_same(out, right)
     left = sorted(place.iterdir(), key=lambda p: int(p.name))
@@ -453,7 +451,7 @@ def test_whatever_a_kill_leaves_it_makes_the_same_trials(
     for folder in left[begin::2]:
         shutil.rmtree(out)
         folder.rename(out)  # where it was
-        done = going(children, sets, out)
+        done = run_with_signal(children, sets, out)
         assert done.status == 0, (folder.name, done.err)
         assert_same(out, right)
 
@@ -463,11 +461,11 @@ def test_ctrl_c_reports_how_to_resume(
     sets: Path, right: SearchResult, tmp_path: Path, children: Server
 ) -> None:
     out = tmp_path / "run"
-    done = going(children, sets, out, at_that_moment(signal.SIGINT, 40))
+    done = run_with_signal(children, sets, out, at_call(signal.SIGINT, 40))
     assert done.status == 128 + signal.SIGINT, done.err
     assert re.search(r"The search was interrupted after \d trials: run the same command", done.err)
     assert "Traceback" not in done.err
-    assert going(children, sets, out).status == 0
+    assert run_with_signal(children, sets, out).status == 0
     assert_same(out, right)
 
 
@@ -633,7 +631,7 @@ def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResul
     for text in (
         "{}",
         "no JSON",
-        '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
+        '{"format": "leakmel search 2", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
     ):
         (tmp_path / "spoilt" / "search.json").write_text(text)
         for resume in ("auto", "never"):
@@ -699,7 +697,7 @@ def test_recordings_for_testing_cannot_be_given_and_are_not_opened(
     assert plain(tmp_path / "run") == plain(right.folder)[:2]
 
 
-def test_a_split_with_a_part_for_testing_does_not_show_it(
+def test_search_does_not_use_the_testing_part_of_a_split(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]
@@ -737,7 +735,7 @@ def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_leaky_split_is_reported_before_the_search(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
-    with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT") as said:
+    with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT") as caught:
         result = search(
             path,
             path,
@@ -749,7 +747,7 @@ def test_leaky_split_is_reported_before_the_search(sets: Path, tmp_path: Path) -
             device="cpu",
             progress=False,
         )
-    assert len(said) == 1, "once, and not for each trial"
+    assert len(caught) == 1, "once, and not for each trial"
     assert repr(result).lstrip().startswith("BEWARE  LEAKY SPLIT")
 
 
@@ -759,7 +757,7 @@ ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0
 
 
 @pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
-def test_without_a_space_the_usual_one_is_searched(base: TrainSettings) -> None:
+def test_default_search_space(base: TrainSettings) -> None:
     assert set(DEFAULT_SPACE) - set(read_space(None, base)) == (
         set() if base.n_band_masks else {"band_mask_width"}
     )
@@ -775,7 +773,7 @@ def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
         read_space(tmp_path / "nowhere.json", TINY)
 
 
-def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> None:
+def test_ties_prefer_lower_loss_then_earlier_trial() -> None:
     def trial(k: int, f1: float, loss: float, state: Any = "complete") -> Trial:
         return Trial(k, state, {}, (f1,), (loss,), 1.0)
 
@@ -819,9 +817,9 @@ def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest
         str(LAST),
     ]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "lm.evaluate" in said
-    assert max(map(len, said.splitlines())) <= 100
+    output = capsys.readouterr().out
+    assert "lm.evaluate" in output
+    assert max(map(len, output.splitlines())) <= 100
     assert_same(tmp_path / "run", right)
     assert main([*words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)

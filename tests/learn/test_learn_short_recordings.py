@@ -29,7 +29,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.inputs import TooShortWarning, open_training, silence_behind
+from leakmel.learn.train.inputs import TooShortWarning, open_training, trailing_silence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -349,9 +349,9 @@ def test_checkpoints_of_equal_rows_are_resumed(change, check, n_batches):
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory) -> dict[float, list[Path]]:
+def network(tmp_path_factory) -> dict[float, list[Path]]:
     "The same recordings of ten seconds in rows of ten and of twenty."
-    root = tmp_path_factory.mktemp("town")
+    root = tmp_path_factory.mktemp("network")
     lm.write_demo(root / "demo", n_files=90)
 
     def sets(duration_s: float) -> list[Path]:
@@ -367,11 +367,11 @@ def town(tmp_path_factory) -> dict[float, list[Path]]:
 
 
 @pytest.mark.parametrize("loader", ["device", "stream"])
-def test_rows_of_twice_the_length_train_the_same_weights(town, tmp_path, loader):
+def test_rows_of_twice_the_length_train_the_same_weights(network, tmp_path, loader):
     "Classes, bands and every weight; epochs and thresholds too."
     learned = TrainSettings(detector="cnn", epochs=2, batch_size=64, channels=(4, 8), loader=loader, seed=2)
     found = []
-    for duration_s, sets in town.items():
+    for duration_s, sets in network.items():
         training, validation = sets[:2]
         with open_training(training, validation, settings=learned) as data:
             found.append((data.class_counts, *(bands.tolist() for bands in band_statistics(data.training))))
@@ -392,10 +392,10 @@ def test_rows_of_twice_the_length_train_the_same_weights(town, tmp_path, loader)
     assert found[0] == found[1]
 
 
-def test_rows_of_twice_the_length_have_the_same_evaluation(town):
+def test_rows_of_twice_the_length_have_the_same_evaluation(network):
     "Figures, thresholds, baselines and the pictures of errors."
     judged = []
-    for sets in town.values():
+    for sets in network.values():
         with lm.open_dataset(sets[0]) as ds:
             detector = made_detector(ds.spec, names=tuple(ds.class_names))
         e = lm.evaluate(
@@ -426,10 +426,10 @@ def test_rows_of_twice_the_length_have_the_same_evaluation(town):
         assert len(a.x) == len(b.x)
 
 
-def test_error_plot_covers_rows_longer_than_training_rows(town):
-    with lm.open_dataset(town[10.0][0]) as ds:
+def test_error_plot_covers_rows_longer_than_training_rows(network):
+    with lm.open_dataset(network[10.0][0]) as ds:
         detector = made_detector(replace(ds.spec, duration_s=5.0), names=tuple(ds.class_names))
-    drawn = lm.evaluate(detector, town[20.0][2], n_draws=100, **QUIET).plots()["errors"].data
+    drawn = lm.evaluate(detector, network[20.0][2], n_draws=100, **QUIET).plots()["errors"].data
     assert len(drawn) > 0
     for trace in drawn:
         assert max(trace.x) == pytest.approx(10.0, abs=0.5)
@@ -477,7 +477,7 @@ def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
         warnings.simplefilter("ignore", TooShortWarning)
         with open_training(rows, settings=given) as data:
             assert sum(data.class_counts) == len(data.training) == data.training.segment_counts.sum()
-            assert "end before their rows do" in silence_behind(data.training)
+            assert "end before their rows do" in trailing_silence(data.training)
 
 
 def test_a_data_set_of_too_short_recordings_is_refused(tmp_path):
@@ -517,25 +517,25 @@ def test_nan_scores_are_refused(rows):
         score_rows(detector, ds)
 
 
-class OnGpu:
-    "Scores on a GPU that is played: each step of theirs is written down."
+class FakeGpuScores:
+    "Scores on a simulated GPU, which logs each operation."
 
     device, dtype = torch.device("cuda", 0), torch.float32
 
-    def __init__(self, said: list[str], k: int, values: torch.Tensor):
-        self.said, self.k, self.values, self.shape = said, k, values, values.shape
+    def __init__(self, log: list[str], k: int, values: torch.Tensor):
+        self.log, self.k, self.values, self.shape = log, k, values, values.shape
 
     def cpu(self) -> torch.Tensor:
-        self.said.append(f"waited for all until {self.k}")
+        self.log.append(f"waited for all until {self.k}")
         return self.values
 
 
-class Pinned:
-    "Page-locked memory, likewise."
+class FakePinnedBuffer:
+    "Simulated page-locked memory, which logs each copy."
 
-    def copy_(self, scores: OnGpu, *, non_blocking: bool) -> None:
+    def copy_(self, scores: FakeGpuScores, *, non_blocking: bool) -> None:
         assert non_blocking
-        scores.said.append(f"copy {scores.k}")
+        scores.log.append(f"copy {scores.k}")
         self.got = scores
 
     def numpy(self) -> np.ndarray:
@@ -544,27 +544,27 @@ class Pinned:
 
 def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     "A copy is queued right behind what it copies, and its own event is waited for when the next batch is queued."
-    said: list[str] = []
+    output: list[str] = []
     real, empty = detector_module.Detector.class_scores, torch.empty
 
-    def scored(*args: Any) -> OnGpu:
-        said.append(f"compute {(k := sum(s.startswith('compute') for s in said))}")
-        return OnGpu(said, k, real(*args))
+    def scored(*args: Any) -> FakeGpuScores:
+        output.append(f"compute {(k := sum(s.startswith('compute') for s in output))}")
+        return FakeGpuScores(output, k, real(*args))
 
     class Event:
         def record(self, stream: str) -> None:
-            self.k = said[-1].removeprefix("copy ")
-            said.append(f"record {self.k} on {stream}")
+            self.k = output[-1].removeprefix("copy ")
+            output.append(f"record {self.k} on {stream}")
 
         def synchronize(self) -> None:
-            said.append(f"wait {self.k}")
+            output.append(f"wait {self.k}")
 
     with Segments(rows, level="recording", rows=np.arange(8)) as ds:
         right = score_rows(made_detector(), ds, files_per_batch=3)
         n = -(-len(ds) // 3)
         monkeypatch.setattr(detector_module.Detector, "class_scores", scored)
         monkeypatch.setattr(
-            torch, "empty", lambda *a, **k: Pinned() if k.get("pin_memory") else empty(*a, **k)
+            torch, "empty", lambda *a, **k: FakePinnedBuffer() if k.get("pin_memory") else empty(*a, **k)
         )
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: str(device))
@@ -574,7 +574,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
         [f"compute {k}", f"copy {k}", f"record {k} on cuda:0", *([f"wait {k - 1}"] if k else [])]
         for k in range(n)
     ]
-    assert said == [*sum(steps, []), f"wait {n - 1}"]
+    assert output == [*sum(steps, []), f"wait {n - 1}"]
 
 
 def test_batches_of_zero_files_are_refused(rows):
@@ -597,9 +597,9 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
 
 
 @pytest.mark.parametrize("part", ["training", "validation", "testing"])
-def test_the_level_baseline_has_one_scale_in_all_splits(town, tmp_path, part):
-    "A part of which no level is known is judged by what was learned of the mels, not of decibels of samples."
-    sets = dict(zip(("training", "validation", "testing"), town[10.0]))
+def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
+    "A part without known levels is scored with the level of the mels."
+    sets = dict(zip(("training", "validation", "testing"), network[10.0]))
     path = tmp_path / "x.h5"
     path.write_bytes(sets[part].read_bytes())
     with h5py.File(path, "r+") as f:

@@ -63,7 +63,7 @@ def made_detector() -> Detector:
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory) -> dict[float, dict[str, Path]]:
+def network(tmp_path_factory) -> dict[float, dict[str, Path]]:
     "The same recordings of one second at most, in rows of one second and of two."
     root = tmp_path_factory.mktemp("heard")
     for p, part in enumerate(PARTS):
@@ -95,8 +95,8 @@ def town(tmp_path_factory) -> dict[float, dict[str, Path]]:
     return {s: sets(s) for s in (1.0, 2.0)}
 
 
-def opened(town: dict[float, dict[str, Path]], part: str = "new", task: Any = None) -> list[Segments]:
-    return [Segments(sets[part], level="recording", task=task) for sets in town.values()]
+def opened(network: dict[float, dict[str, Path]], part: str = "new", task: Any = None) -> list[Segments]:
+    return [Segments(sets[part], level="recording", task=task) for sets in network.values()]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
@@ -114,17 +114,17 @@ def test_half_of_the_existing_segments_are_selected(share):
         assert not mask[n:].any()
 
 
-def test_longer_rows_give_the_same_selection(town):
+def test_longer_rows_give_the_same_selection(network):
     detector, found = made_detector(), []
-    for ds in opened(town):
+    for ds in opened(network):
         assert ds.n_too_short == 2
         scores = class_scores(detector, ds, files_per_batch=5)
         assert np.array_equal(~np.isnan(scores), np.repeat(ds.segment_mask[..., None], 2, axis=2))
         assert np.array_equal(
             scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True
         )
-        said = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNLABELLED] * (len(ds) - 3), UNLABELLED)
-        chosen = select_segments(detector, ds, scores, said)
+        output = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNLABELLED] * (len(ds) - 3), UNLABELLED)
+        chosen = select_segments(detector, ds, scores, output)
         assert not (chosen.choice.kept & ~ds.segment_mask).any()
         assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.segment_counts[3:] // 2)).tolist(), (
             "half of what was recorded, rounded up"
@@ -150,9 +150,9 @@ def test_longer_rows_give_the_same_selection(town):
     assert 0 < found[0][2].mean() < 1, "both classes"
 
 
-def test_longer_rows_are_replayed_the_same(town):
+def test_longer_rows_are_replayed_the_same(network):
     found = []
-    for ds in opened(town, "old", TASK):
+    for ds in opened(network, "old", TASK):
         again = draw_replay(ds, 0.5, seed=3)
         drawn = again.kept.any(1)
         assert np.array_equal(again.kept[drawn], ds.segment_mask[drawn]), "whole recordings, and no silence"
@@ -161,9 +161,9 @@ def test_longer_rows_are_replayed_the_same(town):
     assert np.array_equal(found[0], found[1])
 
 
-def test_label_of_a_too_short_recording_is_reported(town, tmp_path):
+def test_label_of_a_too_short_recording_is_reported(network, tmp_path):
     table = tmp_path / "heard.csv"
-    _, ds = opened(town)
+    _, ds = opened(network)
     every = [os.fsdecode(p) for p in ds.sources[0].files["path"]]
     kept = {os.fsdecode(p) for p in recording_paths(ds)}
     short = [p for p in every if p not in kept]
@@ -196,20 +196,20 @@ def a_round(sets: dict[str, Any], out: Path) -> Any:
     )
 
 
-def test_longer_rows_give_the_same_round(town, tmp_path):
+def test_longer_rows_give_the_same_round(network, tmp_path):
     done = []
-    for duration_s, sets in town.items():
-        with pytest.warns(TooShortWarning) as said:
+    for duration_s, sets in network.items():
+        with pytest.warns(TooShortWarning) as caught:
             done.append(a_round(sets, tmp_path / f"{duration_s:g}"))
-        assert [str(w.message).split(" are ")[0] for w in said] == [
+        assert [str(w.message).split(" are ")[0] for w in caught] == [
             f"{n}: 2 of 16 recordings" for n in ("new recordings", "replay", "testing")
         ]
-        assert all(w.filename.endswith("test_learn_short_recordings_rounds.py") for w in said)
+        assert all(w.filename.endswith("test_learn_short_recordings_rounds.py") for w in caught)
     one, other = (r.record for r in done)
     assert weights_digest(done[0].challenger) == weights_digest(done[1].challenger)
     for same in ("kept", "kept_digest", "replay", "metrics", "reason"):
         assert one[same] == other[same]
-    assert [said["too_short"] for said in (other["new"], other["old"], other["testing"]["testing"])] == [
+    assert [caught["too_short"] for caught in (other["new"], other["old"], other["testing"]["testing"])] == [
         2,
         2,
         2,
@@ -220,29 +220,29 @@ def test_longer_rows_give_the_same_round(town, tmp_path):
     again.recordings.close()
 
 
-def test_selected_rows_report_the_number_of_too_short_recordings(town, tmp_path):
+def test_selected_rows_report_the_number_of_too_short_recordings(network, tmp_path):
     "A part that is given as Segments holds the others only."
-    new = Segments(town[2.0]["new"], level="recording", preload_to_ram=False)
-    with pytest.warns(TooShortWarning) as said:
-        done = a_round(town[2.0] | {"new": new}, tmp_path / "rounds")
-    assert str(said[0].message).startswith("new recordings: 2 of 16 recordings are shorter")
+    new = Segments(network[2.0]["new"], level="recording", preload_to_ram=False)
+    with pytest.warns(TooShortWarning) as caught:
+        done = a_round(network[2.0] | {"new": new}, tmp_path / "rounds")
+    assert str(caught[0].message).startswith("new recordings: 2 of 16 recordings are shorter")
     assert (done.record["new"]["recordings"], done.record["new"]["too_short"]) == (14, 2)
     new.close()
 
 
-def test_padding_in_an_earlier_round_is_not_replayed(town, tmp_path):
+def test_padding_in_an_earlier_round_is_not_replayed(network, tmp_path):
     here = round_folder(tmp_path, 1)
     here.mkdir()
-    with lm.open_dataset(town[2.0]["new"]) as ds:
-        said = (
+    with lm.open_dataset(network[2.0]["new"]) as ds:
+        output = (
             pd.DataFrame({"path": "x", "class": "LEAK", "segments": "0 3 7", "row": np.arange(len(ds))})
             .to_csv(index=False)
             .encode()
         )
         sources = [{"path": str(ds.path), "digest": source_digest(ds)}]
-    write_whole(here / "kept.csv", said)
+    write_whole(here / "kept.csv", output)
     write_whole(
-        here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(said)}).encode()
+        here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(output)}).encode()
     )
     again = open_round_segments(tmp_path, 1, TASK)
     assert len(again.kept) == 14

@@ -1,4 +1,4 @@
-"Splits: what is on both sides is found and said, and groups stay together."
+"Splits: recordings and groups on both sides are reported, and groups stay together."
 
 import os
 import re
@@ -42,7 +42,7 @@ quick = settings(
 N, HALVES = 4096, {"training": 0.5, "testing": 0.5}
 
 
-def sound(seed: int, n: int = N, gain: float = 0.2) -> np.ndarray:
+def make_sound(seed: int, n: int = N, gain: float = 0.2) -> np.ndarray:
     return (np.random.default_rng(seed).normal(0, gain, n).clip(-1, 1) * 32_000).astype(np.int16)
 
 
@@ -52,7 +52,7 @@ def make_set(out: Path, files: dict[str, int], *, rate: int = 4096, **samples: n
     for name, seed in files.items():
         path = root / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_wav(path, samples.get(path.stem, sound(seed)), rate)
+        write_wav(path, samples.get(path.stem, make_sound(seed)), rate)
     return lm.build(root, out=out, progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)).path
 
 
@@ -73,7 +73,7 @@ def plain(tmp_path_factory) -> Iterator[MelDataset]:
         yield ds
 
 
-def sides(split: Split, values: np.ndarray) -> list[set]:
+def two_sides(split: Split, values: np.ndarray) -> list[set]:
     return [set(values[rows].tolist()) for rows in split.parts.values()]
 
 
@@ -108,7 +108,7 @@ def test_a_clean_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "a", "b", "said"),
+    ("kind", "a", "b", "message"),
     [
         (
             "sensor",
@@ -130,15 +130,15 @@ def test_a_clean_split(tmp_path):
         ),
     ],
 )
-def test_what_is_on_both_sides_is_said_loudly(tmp_path, kind, a, b, said):
-    made, said = pair(tmp_path, a, b), said.format("training, testing")
-    with pytest.warns(LeakySplitWarning, match=re.escape(said)) as seen:
+def test_recordings_on_both_sides_are_reported(tmp_path, kind, a, b, message):
+    made, message = pair(tmp_path, a, b), message.format("training, testing")
+    with pytest.warns(LeakySplitWarning, match=re.escape(message)) as seen:
         split = existing_split(made)
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert split.leaky
     assert [s.kind for s in split.shared] == [kind]
-    assert said in split.report()
+    assert message in split.report()
     assert split.stamp.startswith("LEAKY SPLIT: ")
     assert kind in repr(split)
     with warnings.catch_warnings():
@@ -148,7 +148,7 @@ def test_what_is_on_both_sides_is_said_loudly(tmp_path, kind, a, b, said):
     assert quiet.allowed_leaky
 
 
-def test_silence_is_no_copy(tmp_path):
+def test_silent_recordings_are_no_copies(tmp_path):
     silent = np.zeros(N, np.int16)
     made = pair(
         tmp_path, {"LEAK/one": 1, "NO/two": 0}, {"LEAK/three": 2, "NO/four": 0}, two=silent, four=silent
@@ -191,33 +191,36 @@ def test_earlier_systems_files(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["rate", "level"])
-def test_a_label_that_something_else_gives_away(tmp_path, what):
+def test_property_tied_to_a_label_is_reported(tmp_path, what):
     files = {f"{label}/{label}{k}": 50 * i + k for i, label in enumerate(("LEAK", "NO")) for k in range(24)}
     loud = {
-        f"LEAK{k}": sound(k, 8000 if what == "rate" else N, 0.2 if what == "rate" else 0.6) for k in range(24)
+        f"LEAK{k}": make_sound(k, 8000 if what == "rate" else N, 0.2 if what == "rate" else 0.6)
+        for k in range(24)
     }
     root = tmp_path / "wavs"
     for name, seed in files.items():
         path = root / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_wav(
-            path, loud.get(path.stem, sound(seed)), 8000 if what == "rate" and path.stem in loud else 4096
+            path,
+            loud.get(path.stem, make_sound(seed)),
+            8000 if what == "rate" and path.stem in loud else 4096,
         )
     path = lm.build(
         root, out=tmp_path / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)
     ).path
-    said = (
+    output = (
         "sample rate: 24 of the 24 recordings with 8000 Hz"
         if what == "rate"
         else "level: in 100.0 % of the pairs"
     )
     with pytest.warns(SplitWarning) as seen:
         split = group_split(path, "path", shares=HALVES)
-    assert any(said in str(w.message) for w in seen)
+    assert any(output in str(w.message) for w in seen)
     assert {p.kind for p in split.problems} == {"label_tied"}
 
 
-def test_names_that_are_no_text(tmp_path):
+def test_names_that_are_not_unicode(tmp_path):
     odd = os.fsdecode(b"H\xff\n~000001~20240301_120000~8")
     made = pair(tmp_path, {f"LEAK/{odd}": 1, "NO/x1": 2}, {f"LEAK/{odd}": 3, "NO/x2": 4})
     with pytest.warns(LeakySplitWarning, match=re.escape(r"H\xff\n")):
@@ -240,7 +243,7 @@ def test_bad_existing_splits(tmp_path):
 def test_by_sensor(plain):
     split = group_split(plain, shares={"training": 0.5, "validation": 0.25, "testing": 0.25}, seed=3)
     sensors = plain.files["sensor"].to_numpy()
-    here = sides(split, sensors)
+    here = two_sides(split, sensors)
     assert sum(map(len, here)) == 6
     assert not split.leaky
     assert sorted(np.concatenate(list(split.parts.values())).tolist()) == list(range(24))
@@ -263,7 +266,7 @@ def test_groups_are_never_divided(plain, draw, seed, shares):
         except DataError:
             return  # refused; test_small_divisions_... tells when
         again = group_split(plain, groups, shares=shares, seed=seed)
-    here = sides(split, groups)
+    here = two_sides(split, groups)
     assert len(set.union(*here)) == sum(map(len, here))
     assert sorted(np.concatenate(list(split.parts.values())).tolist()) == list(range(24))
     for rows in split.parts.values():
@@ -274,7 +277,7 @@ def test_groups_are_never_divided(plain, draw, seed, shares):
 
 @quick
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=6), st.integers(2, 3))
-def test_small_divisions_are_refused_only_when_there_is_none(pairs, n_parts):
+def test_small_sets_are_refused_only_without_a_valid_split(pairs, n_parts):
     counts = np.array(pairs)
     assert n_parts ** len(counts) <= MAX_EXHAUSTIVE
     present = counts[:, counts.sum(0) > 0]
@@ -318,7 +321,7 @@ def test_one_recording_in_two_groups_joins_them(tmp_path):
     for seed in range(4):
         with lm.open_dataset(path) as ds:
             split = group_split(ds, shares=HALVES, seed=seed)
-            here = sides(split, ds.files["sensor"].to_numpy())
+            here = two_sides(split, ds.files["sensor"].to_numpy())
         assert any({"H0", "H3"} <= s for s in here)
         assert not split.leaky
 
@@ -341,7 +344,7 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     assert "were divided" in split.method
     assert all(set(split.labels[rows].tolist()) == {0, 1} for rows in split.parts.values())
     assert (
-        len([s for s in sides(split, np.array([0] * 4 + [0, 1, 2, 3, 4])) if 1 in s]) == 1
+        len([s for s in two_sides(split, np.array([0] * 4 + [0, 1, 2, 3, 4])) if 1 in s]) == 1
     )  # the other sensors stay whole
     three = {"training": 0.4, "validation": 0.3, "testing": 0.3}
     few = make_set(tmp_path / "few.h5", {"LEAK/a": 1, "LEAK/b": 2, "NO/c": 3, "NO/d": 4, "NO/e": 5})
@@ -357,7 +360,7 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     assert len(group_split(few, "path", shares=half).parts) == 2
 
 
-def test_grouping_by_something_else_tells_of_sensors(plain):
+def test_split_by_another_group_reports_shared_sensors(plain):
     with pytest.warns(LeakySplitWarning, match="sensors in more than one of training, testing"):
         split = group_split(plain, "path", shares=HALVES)
     assert [s.kind for s in split.shared] == ["sensor"]
@@ -366,7 +369,7 @@ def test_grouping_by_something_else_tells_of_sensors(plain):
     assert split.method.startswith("Grouped split by match of the pattern")
 
 
-def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
+def test_recordings_without_sensor_are_reported_as_not_compared(tmp_path):
     "As one group they are in one part; of which sensors they are is not known all the same."
     for k in range(12):
         name = f"s{k % 3}~r{k}~20260101_000000~100.wav" if k < 9 else f"x{k}.wav"
@@ -426,7 +429,7 @@ def test_group_values():
         group_values(table, [1, 2])
 
 
-def test_groups_that_are_not_known_are_told_from_those_that_are():
+def test_missing_group_values_are_distinguished():
     "However a table says it: a column of pandas' own text has a value of its own for that."
     table = pd.DataFrame({"path": ["a/S1_x.wav", None, "b/S2.wav"]})
     columns: list[Any] = [
@@ -455,7 +458,7 @@ def test_groups_that_are_not_known_are_told_from_those_that_are():
     ],
     ids=repr,
 )
-def test_what_is_no_way_to_group_is_refused(group):
+def test_invalid_grouping_is_refused(group):
     "A dict would give its keys, a set its members in any order."
     with pytest.raises(UsageError):
         group_values(pd.DataFrame({"path": ["a", "b"]}), group)
@@ -514,7 +517,7 @@ HALF = [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize("kind", ["session", "recorder", "site"])
-def test_a_group_in_two_parts_counts_where_a_split_could_keep_it_apart(kind):
+def test_group_in_two_parts_counts_if_a_split_could_separate_it(kind):
     crossing = recordings(sensor=FOUR, **{kind: ["x", "x", "x", "x", "y", "y", "y", "y"] * 2})
     assert kinds(crossing, HALF) == [kind]
     apart = recordings(sensor=FOUR, **{kind: ["x"] * 8 + ["y"] * 8})
@@ -540,7 +543,7 @@ def test_dates_are_those_of_the_start_times():
         (["x"] * 4 + ["x"] * 4 + ["x"] * 4 + ["z"] * 4, "what belongs together is larger than a part"),
     ],
 )
-def test_what_no_split_could_keep_apart_is_no_finding(values, why):
+def test_group_that_no_split_can_separate_is_not_reported(values, why):
     assert kinds(recordings(sensor=FOUR, session=values), HALF) == [], why
 
 
@@ -570,7 +573,7 @@ def test_sets_with_two_sessions_are_stamped(tmp_path):
     for name, seed in paths.items():
         path = tmp_path / "wavs" / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_wav(path, sound(seed), 4096)
+        write_wav(path, make_sound(seed), 4096)
     out = tmp_path / "x.h5"
     spec = lm.MelSpec(duration_s=1.0)
     found = lm.scan(tmp_path / "wavs", pattern="{label}/{session}/{recording}")
@@ -593,12 +596,12 @@ def six_pipes(out: Path) -> Path:
             label = "LEAK" if pipe < 2 else "NO"
             name = f"{label}/p{pipe}_s{k}_x.wav"
             (root / label).mkdir(parents=True, exist_ok=True)
-            write_wav(root / name, sound(10 * pipe + k), 4096)
+            write_wav(root / name, make_sound(10 * pipe + k), 4096)
     found = lm.scan(root, pattern="{label}/{sensor}_{session}_{*}")
     return lm.build(root, manifest=found, out=out, progress="none", check=0, spec=spec).path
 
 
-def test_the_error_proposes_what_works(tmp_path):
+def test_proposals_of_split_errors_work(tmp_path):
     path = six_pipes(tmp_path / "x.h5")
     with raises("label-in-one-part", DataError, found="LEAK is in 2 of 6 groups by sensor") as caught:
         group_split(path)
@@ -629,13 +632,13 @@ def test_the_remedies_of_the_command_line_work(tmp_path, capsys):
         "cpu",
     ]
     assert main([*words, "--out", str(tmp_path / "a"), "--group", "sensor"]) == 1
-    said = capsys.readouterr().err
-    options = re.findall(r"(--(?:group|validation) [\w ]*?) \(", said)
+    output = capsys.readouterr().err
+    options = re.findall(r"(--(?:group|validation) [\w ]*?) \(", output)
     assert options == ["--validation none", "--group session"]
     for k, option in enumerate(options):
         by = [] if "--group" in option else ["--group", "sensor"]
         assert main([*words, "--out", str(tmp_path / str(k)), *by, *option.split(), "--no-evaluation"]) == 0
-    assert "--cross-validate (" in said
+    assert "--cross-validate (" in output
     validated = ["train", str(path), "--detector", "spectral", "--cross-validate", "--group", "sensor"]
     assert main([*validated, "--out", str(tmp_path / "validated")]) == 0
 

@@ -1,4 +1,4 @@
-"One optimiser step: pieces add up to the batch, memory may run out anywhere, and a resumed training goes on bit for bit."
+"One optimiser step: micro-batches add up to the batch, memory may run out anywhere, and a resumed training continues bit for bit."
 
 import math
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def test_leak_weights_set_the_leak_against_all_the_rest():
     assert even.leak.tolist() == even.classes.tolist() == [1, 1, 1]
 
 
-def test_losses_are_the_textbooks():
+def test_losses_equal_textbook_formulas():
     logits, leak_logit, y = torch.randn(50, 3), torch.randn(50), torch.randint(3, (50,))
     s, weights = (
         TrainSettings(loss="focal", focal_gamma=1.5, aux_weight=0.7),
@@ -131,7 +131,7 @@ def test_losses_are_the_textbooks():
     assert torch.allclose(plain.double(), spread, atol=1e-5)
 
 
-def test_the_focal_loss_has_gradients_where_all_is_right():
+def test_focal_loss_has_gradients_for_perfect_predictions():
     logits = torch.tensor([[80.0, -80.0, -80.0]], requires_grad=True)
     for gamma in (0.5, 2.0):
         item_losses(
@@ -161,7 +161,7 @@ def test_learning_rate_rises_then_falls(n_steps, warmup_share, min_lr_share):
 
 @quick
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_pieces_are_even_and_whole(n, most):
+def test_micro_batches_are_even_and_complete(n, most):
     bounds = micro_batch_slices(n, most)
     sizes = [p.stop - p.start for p in bounds]
     assert [i for p in bounds for i in range(n)[p]] == list(range(n))
@@ -182,7 +182,7 @@ def test_pieces_are_even_and_whole(n, most):
     ],
     ids=["ce", "focal", "plain", "clipped"],
 )
-def test_pieces_give_the_gradients_of_the_batch(n, accumulation, changes):
+def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes):
     batch = batch_of(n)
     whole, pieces = (stepper_of(dropout=0.0, accumulation=k, **changes) for k in (1, accumulation))
     expected, found = gradients(whole, batch), gradients(pieces, batch)
@@ -268,7 +268,7 @@ class RunsOut(TorchDispatchMode):
 NO_MEMORY: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")  # noqa: E731
 
 
-class Starved:
+class RepeatedlyOutOfMemory:
     "A second step in which memory runs out, again and again from the same place."
 
     def __init__(self):
@@ -292,44 +292,44 @@ class Starved:
 
 
 @pytest.fixture(scope="module")
-def starved() -> Starved:
-    return Starved()
+def out_of_memory_step() -> RepeatedlyOutOfMemory:
+    return RepeatedlyOutOfMemory()
 
 
 @pytest.fixture(scope="module")
-def n_before_writing(starved) -> int:
+def n_before_writing(out_of_memory_step) -> int:
     "Operations of a step up to the gradients."
     stepper = stepper_of(4, accumulation=2)
-    stepper.step(starved.batch)
+    stepper.step(out_of_memory_step.batch)
     with RunsOut(set()) as counted:
-        stepper._gradients(starved.batch)
+        stepper._gradients(out_of_memory_step.batch)
     return counted.n
 
 
-def check_operations(starved: Starved, operations: range) -> None:
-    expected = weights_of(starved.step(set(), micro_batch=6)[0])
+def check_operations(out_of_memory_step: RepeatedlyOutOfMemory, operations: range) -> None:
+    expected = weights_of(out_of_memory_step.step(set(), micro_batch=6)[0])
     assert not same(
-        expected, weights_of(starved.step(set())[0])
+        expected, weights_of(out_of_memory_step.step(set())[0])
     )  # dropout draws for each piece: smaller pieces are another step
     for k in operations:
-        stepper, _ = starved.step({k})
+        stepper, _ = out_of_memory_step.step({k})
         assert (stepper.n_ran_out, stepper.micro_batch, stepper.n_done) == (1, 6, 2), k
         assert same(weights_of(stepper), expected), f"operation {k}"
 
 
-def test_memory_may_run_out_at_an_operation(starved, n_before_writing):
+def test_memory_may_run_out_at_an_operation(out_of_memory_step, n_before_writing):
     assert n_before_writing > 150
-    check_operations(starved, range(1, n_before_writing + 1, 11))
-    check_operations(starved, range(n_before_writing - 3, n_before_writing + 1))
+    check_operations(out_of_memory_step, range(1, n_before_writing + 1, 11))
+    check_operations(out_of_memory_step, range(n_before_writing - 3, n_before_writing + 1))
 
 
 @pytest.mark.long
-def test_memory_may_run_out_at_any_operation(starved, n_before_writing):
-    check_operations(starved, range(1, n_before_writing + 1))
+def test_memory_may_run_out_at_any_operation(out_of_memory_step, n_before_writing):
+    check_operations(out_of_memory_step, range(1, n_before_writing + 1))
 
 
-def test_memory_that_runs_out_again_and_again(starved):
-    stepper, _ = starved.step({5, 60, 150})
+def test_repeated_out_of_memory(out_of_memory_step):
+    stepper, _ = out_of_memory_step.step({5, 60, 150})
     assert (stepper.n_ran_out, stepper.micro_batch, stepper.n_done) == (3, 1, 2)
 
 
@@ -349,12 +349,12 @@ def test_memory_that_is_too_small_for_one_item():
     assert all(p.grad is None for p in stepper.net.parameters())
 
 
-def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writing):
-    n = starved.step(set())[1]
+def test_memory_that_runs_out_while_weights_are_written(out_of_memory_step, n_before_writing):
+    n = out_of_memory_step.step(set())[1]
     assert n - n_before_writing > 50
     for k in range(n_before_writing + 1, n + 1, 9):
         with raises("out-of-memory", MachineError, remedy="resume from the last checkpoint"):
-            starved.step({k})
+            out_of_memory_step.step({k})
 
 
 @pytest.mark.parametrize(
@@ -366,22 +366,22 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
         lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_out_of_memory_messages_are_recognised(error, starved):
+def test_out_of_memory_messages_are_recognised(error, out_of_memory_step):
     assert is_out_of_memory(error())
-    assert starved.step({30}, error)[0].n_ran_out == 1
+    assert out_of_memory_step.step({30}, error)[0].n_ran_out == 1
 
 
-def test_other_errors_are_not_treated_as_out_of_memory(starved):
+def test_other_errors_are_not_treated_as_out_of_memory(out_of_memory_step):
     with pytest.raises(RuntimeError, match="an illegal address"):
-        starved.step({30}, lambda: RuntimeError("an illegal address"))
+        out_of_memory_step.step({30}, lambda: RuntimeError("an illegal address"))
     with pytest.raises(ValueError, match="no such thing"):
-        starved.step({30}, lambda: ValueError("no such thing"))
+        out_of_memory_step.step({30}, lambda: ValueError("no such thing"))
 
 
 # Nothing waits for the device
 
 
-def test_no_number_is_read_from_the_device_on_the_way_to_the_gradients():
+def test_step_reads_no_value_from_the_device_before_gradients():
     "Each such reading would let a GPU run dry."
 
     class Notes(TorchDispatchMode):
@@ -411,7 +411,7 @@ def test_no_number_is_read_from_the_device_on_the_way_to_the_gradients():
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_half_precision_learns_nearly_the_same(amp):
+def test_half_precision_gives_nearly_the_same_weights(amp):
     batch, full, half = batch_of(24), stepper_of(dropout=0.0, amp="off"), stepper_of(dropout=0.0, amp=amp)
     a, b = gradients(full, batch), gradients(half, batch)
     assert all(p.dtype is torch.float32 for p in half.net.parameters())
@@ -425,7 +425,7 @@ def test_half_precision_learns_nearly_the_same(amp):
     assert half_type(TrainSettings(), torch.device("cpu")) is None
 
 
-def test_gradients_that_overflow_leave_the_step_out():
+def test_overflowing_gradients_skip_the_step():
     stepper, batch = stepper_of(amp="fp16"), batch_of(24)
     stepper.step(batch)
     before, scale = weights_of(stepper), stepper.scaler.get_scale()
@@ -441,7 +441,7 @@ def test_gradients_that_overflow_leave_the_step_out():
     assert not same(before, weights_of(stepper))
 
 
-def test_memory_that_runs_out_keeps_the_scale():
+def test_out_of_memory_keeps_the_gradient_scale():
     stepper, batch = stepper_of(amp="fp16"), batch_of(24)
     stepper.step(batch)
     stepper.scaler.update(512.0)
@@ -480,7 +480,7 @@ def test_use_compile_compiles_the_net(monkeypatch):
     assert stepper.net.training
 
 
-def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
+def test_compile_error_names_the_remedy(monkeypatch):
     from torch._dynamo.exc import TorchDynamoException
 
     def refuse(*args):
@@ -537,7 +537,7 @@ def test_resumed_training_repeats_dropout_and_augmentation():
     assert usual == run(stepper_of(7), range(4))
 
 
-def test_what_was_noted_stays_as_it_is():
+def test_stored_state_is_not_changed_by_later_steps():
     stepper = stepper_of(7)
     run(stepper, range(2))
     noted = stepper.state_dict()
@@ -625,24 +625,24 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def test_another_value_is_known_for_each_setting():
+def test_each_setting_has_another_test_value():
     usual = asdict(TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2))
     assert set(OTHERS) == set(usual)
     assert all(OTHERS[name] != value for name, value in usual.items())
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
-def test_only_what_never_changes_a_weight_may_differ(name):
+def test_only_performance_settings_may_differ_on_resume(name):
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
         replace(then, **{name: OTHERS[name]}),
         SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), "")),
     )
-    said = differences(training_identity(data, then), training_identity(data, now))  # type: ignore[arg-type]
-    assert [text.partition("=")[0] for text in said] == ([] if name in SPEED_ONLY else [name])
+    output = differences(training_identity(data, then), training_identity(data, now))  # type: ignore[arg-type]
+    assert [text.partition("=")[0] for text in output] == ([] if name in SPEED_ONLY else [name])
 
 
-def test_settings_of_earlier_versions_are_no_difference():
+def test_settings_of_earlier_versions_are_accepted_on_resume():
     data: Any = SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
     now = training_identity(data, TrainSettings())
     then = now | {"settings": now["settings"] | {"num_workers": 4, "start_method": "spawn"}}
@@ -652,7 +652,7 @@ def test_settings_of_earlier_versions_are_no_difference():
 # Timing
 
 
-class Loads:
+class LoadedBatches:
     "Batches that are brought over one by one."
 
     def __init__(self, n: int):
@@ -667,7 +667,7 @@ class Loads:
             yield self.transfer(batch_of(4, i))
 
 
-class Ticking:
+class TickingClock:
     "A clock on which ten milliseconds pass whenever it is read."
 
     def __init__(self):
@@ -682,8 +682,8 @@ class Ticking:
     ("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)]
 )
 def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
-    monkeypatch.setattr(timing, "time", Ticking())
-    loads, timer = Loads(n), StepTimer("cpu", every)
+    monkeypatch.setattr(timing, "time", TickingClock())
+    loads, timer = LoadedBatches(n), StepTimer("cpu", every)
     for _ in timer.batches(loads):
         with timer.step():
             pass
@@ -700,7 +700,7 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
     assert loads.n_moved == n  # the loader has its own way back
 
 
-def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch):
+def test_synchronous_copy_is_not_counted_as_loader_wait(monkeypatch):
     "From memory that is not page-locked a copy holds the host up: it is counted once, as a copy. Nothing but copies moves the clock."
     now_s = [100.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
@@ -710,7 +710,7 @@ def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch
             now_s[0] += 0.02
             return self
 
-    class Slowly(Loads):
+    class Slowly(LoadedBatches):
         def __iter__(self):
             for i in range(self.n):
                 yield self.transfer(Slow(*vars(batch_of(4, i)).values()))
@@ -727,18 +727,18 @@ def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch
 def test_timer_restarts_each_epoch():
     timer = StepTimer("cpu", 2)
     for n in (5, 3):
-        for _ in timer.batches(Loads(n)):
+        for _ in timer.batches(LoadedBatches(n)):
             with timer.step():
                 pass
         assert timer.times().n_batches == n
 
 
-def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
-    loads, closed = Loads(5), []
+def test_interrupted_loop_restores_the_loader():
+    loads, closed = LoadedBatches(5), []
 
     def batches():
         try:
-            yield from Loads(5)
+            yield from LoadedBatches(5)
         finally:
             closed.append(True)
 
@@ -757,7 +757,7 @@ def test_a_step_that_fails_is_not_timed():
     timer = StepTimer("cpu", 1)
 
     def loop() -> None:
-        for _ in timer.batches(Loads(3)):
+        for _ in timer.batches(LoadedBatches(3)):
             with timer.step():
                 raise KeyError("x")
 
@@ -767,7 +767,7 @@ def test_a_step_that_fails_is_not_timed():
     assert timer.times().compute_ms is None
 
 
-def test_advice_follows_the_waiting():
+def test_advice_follows_the_loader_wait():
     def times(wait_ms: float | None) -> StepTimes:
         return StepTimes(100, 2, 10.0, 1.0, wait_ms, wait_ms, 1.0, 20.0, None, None)
 
@@ -807,7 +807,7 @@ class FakeEvent:
         return 2.0 * (other.at - self.at)
 
 
-def test_the_clock_of_a_card_asks_for_nothing_before_the_end(monkeypatch):
+def test_gpu_timer_does_not_synchronise_before_the_end(monkeypatch):
     calls: list[str] = []
 
     def settle(device: torch.device) -> None:
@@ -826,7 +826,7 @@ def test_the_clock_of_a_card_asks_for_nothing_before_the_end(monkeypatch):
     }
     for name, fake in replaced.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    timer, loads = StepTimer("cuda:0", 2), Loads(6)
+    timer, loads = StepTimer("cuda:0", 2), LoadedBatches(6)
     monkeypatch.setattr(Batch, "to", lambda batch, device: batch)
     for _ in timer.batches(loads):
         with timer.step():
@@ -850,7 +850,7 @@ def need_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-def test_a_gpu_learns_what_a_cpu_learns(amp):
+def test_gpu_and_cpu_training_agree(amp):
     need_gpu()
     on_cpu, on_gpu = stepper_of(dropout=0.0, **OFF), stepper_of(dropout=0.0, device="cuda", amp=amp, **OFF)
     a, b = gradients(on_cpu, batch_of(24)), gradients(on_gpu, batch_of(24))
@@ -881,10 +881,10 @@ def test_training_resumes_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_events_tell_the_time_of_a_gpu():
+def test_gpu_time_is_measured_by_events():
     need_gpu()
     stepper, timer = stepper_of(20, device="cuda"), StepTimer("cuda", 2)
-    for batch in timer.batches(Loads(20)):
+    for batch in timer.batches(LoadedBatches(20)):
         with timer.step():
             stepper.step(batch)
     times = timer.times()
@@ -935,7 +935,7 @@ def test_real_memory_runs_out():
     "ignore:.*script_method.*:DeprecationWarning"
 )  # torch's own, in what it compiles with
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled_nets_learn_the_same(device):
+def test_compiled_and_plain_nets_agree(device):
     if device == "cuda":
         need_gpu()
     usual, compiled = (

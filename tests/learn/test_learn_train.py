@@ -1,4 +1,4 @@
-"Training: what was interrupted comes to the same weights, the best epoch is kept, the threshold is chosen on validation, and what is wrong is said before."
+"Training: interrupted runs give the same weights, the best epoch is kept, the threshold is chosen on validation, and errors are reported before."
 
 import csv
 import json
@@ -43,7 +43,7 @@ WORDS = [*tiny_words(3), "--no-evaluation"]
 
 @pytest.fixture(scope="module")
 def sets(small_sets: Path) -> Path:
-    "Data sets of a small made town: 18 steps of training in three epochs."
+    "Data sets of a small synthetic network: 18 steps of training in three epochs."
     return small_sets
 
 
@@ -107,12 +107,12 @@ def children() -> Iterator[Server]:
         yield s
 
 
-def going(children: Server, sets: Path, out: Path, code: str = "", *words: str) -> Ended:
+def run_with_signal(children: Server, sets: Path, out: Path, code: str = "", *words: str) -> Ended:
     return children.run("train", str(sets), "--out", str(out), *WORDS, *words, code=code)
 
 
 def count_steps(children: Server, sets: Path, out: Path, *words: str) -> int:
-    done = going(children, sets, out, at_a_step(0, 0), *words)
+    done = run_with_signal(children, sets, out, at_a_step(0, 0), *words)
     assert done.status == 0, done.err
     return n_moments(done.out)
 
@@ -125,7 +125,7 @@ def n_steps(children: Server, sets: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [3, pytest.param(10_000, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_comes_to_the_same_weights(
+def test_training_killed_at_any_moment_gives_the_same_weights(
     sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int
 ) -> None:
     words = ("--checkpoint-steps", "2", "--keep-checkpoints", "2")
@@ -133,15 +133,15 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(
     assert_same(tmp_path / "whole", right)
     for at in sorted({1 + k * (n_steps - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
-        done = going(children, sets, out, at_a_step(signal.SIGKILL, at), *words)
+        done = run_with_signal(children, sets, out, at_a_step(signal.SIGKILL, at), *words)
         if done.status == 0:
             continue  # fewer steps this time
         assert done.status == -signal.SIGKILL, done.err
         left = list_checkpoints(out / "checkpoints")
-        done = going(children, sets, out, "", *words)
+        done = run_with_signal(children, sets, out, "", *words)
         assert done.status == 0, f"killed at step {at} of {n_steps}: {done.err}"
-        said = json.loads((out / "summary.json").read_text())["begin"]
-        assert ("Resumes" in said or "nothing to do" in said) == bool(left)
+        output = json.loads((out / "summary.json").read_text())["begin"]
+        assert ("Resumes" in output or "nothing to do" in output) == bool(left)
         assert_same(out, right)
         shutil.rmtree(out)
         tried("S16")
@@ -166,7 +166,7 @@ def test_signal_is_delivered_after_a_checkpoint_with_a_resume_hint(
 ) -> None:
     out = tmp_path / "run"
     at = int(share * n_steps)
-    done = going(children, sets, out, at_a_step(number, at))
+    done = run_with_signal(children, sets, out, at_a_step(number, at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err
     assert f"by signal {number}" in done.err
@@ -175,7 +175,7 @@ def test_signal_is_delivered_after_a_checkpoint_with_a_resume_hint(
     assert newest is not None
     assert f"step {newest[0].step:,}" in done.err
     assert not (out / ".model.pt.lock").exists()
-    done = going(children, sets, out, "", "--resume", "always")
+    done = run_with_signal(children, sets, out, "", "--resume", "always")
     assert done.status == 0, done.err
     assert_same(out, right)
 
@@ -217,9 +217,9 @@ def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
 
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt) as said:
+        with pytest.raises(KeyboardInterrupt) as caught:
             trained(sets, tmp_path / "run")
-    (note,) = said.value.__notes__
+    (note,) = caught.value.__notes__
     assert "after step 8: the same command resumes" in note
     trained(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
@@ -236,13 +236,13 @@ def test_restarted_training_resumes_without_resume_never(
         return real(self, batch)
 
     monkeypatch.setattr(Stepper, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt) as said:
+    with pytest.raises(KeyboardInterrupt) as caught:
         trained(sets, tmp_path / "run", resume="never")
-    (note,) = said.value.__notes__
+    (note,) = caught.value.__notes__
     assert "after step 2: the same command without resume='never' resumes from there" in note
 
 
-def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(
+def test_damaged_checkpoint_repeats_one_epoch(
     sets: Path, tmp_path: Path, right: TrainResult, tried: Callable
 ) -> None:
     trained(sets, tmp_path / "run")
@@ -296,7 +296,7 @@ def test_other_training_is_refused_or_started_over(
         trained(sets, tmp_path / "new", resume="always")
 
 
-def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+def test_finished_training_is_not_repeated(sets: Path, tmp_path: Path, right: TrainResult) -> None:
     out = tmp_path / "run"
     shutil.copytree(right.model_path.parent, out)
     (out / "model.pt").unlink()
@@ -306,7 +306,7 @@ def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, rig
 
 
 @pytest.mark.parametrize("n_epochs", [0, 2])
-def test_a_history_that_lags_behind_the_last_checkpoint_is_whole_again(
+def test_history_behind_the_last_checkpoint_is_completed(
     sets: Path, tmp_path: Path, right: TrainResult, n_epochs: int
 ) -> None:
     "Killed between the two; the training is over."
@@ -385,7 +385,7 @@ def test_training_reports_usage_errors_before_work(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path) -> None:
+def test_parts_without_both_labels_are_refused(sets: Path, tmp_path: Path) -> None:
     with lm.open_dataset(files(sets)[0]) as ds:
         leaks, others = (
             np.flatnonzero((ds.labels == ds.class_names.index("LEAK")) == is_leak)
@@ -408,7 +408,7 @@ def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path)
         train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
 
 
-def test_a_loss_that_is_no_number_ends_the_training(
+def test_non_finite_loss_ends_the_training(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from leakmel.learn.train import state as training_state
@@ -427,7 +427,7 @@ def test_a_loss_that_is_no_number_ends_the_training(
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
-def no_room(*args: Any, **named: Any) -> None:
+def out_of_memory(*args: Any, **named: Any) -> None:
     raise torch.OutOfMemoryError("out of memory")
 
 
@@ -438,11 +438,11 @@ def test_insufficient_memory_for_items_or_evaluation_is_reported(
     from leakmel.learn.train import state as training_state
 
     with monkeypatch.context() as m:
-        m.setattr(loaders, "load_items", no_room)
+        m.setattr(loaders, "load_items", out_of_memory)
         on_device = replace(TINY, loader="device")
         with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"):
             trained(sets, tmp_path / "a", settings=on_device)
-    monkeypatch.setattr(training_state, "score_rows", no_room)
+    monkeypatch.setattr(training_state, "score_rows", out_of_memory)
     with pytest.raises(MachineError, match="too small to score the validation recordings"):
         trained(sets, tmp_path / "b")
 
@@ -452,7 +452,7 @@ def test_out_of_memory_recovery_is_reported(
 ) -> None:
     from leakmel.learn.train import step
 
-    real, batches = step.micro_batch_loss, iter([no_room])
+    real, batches = step.micro_batch_loss, iter([out_of_memory])
     monkeypatch.setattr(step, "micro_batch_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
@@ -462,7 +462,7 @@ def test_out_of_memory_recovery_is_reported(
     )
 
 
-def test_settings_that_may_change_change_no_bit(
+def test_performance_settings_do_not_change_weights(
     sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Interrupted in the middle of an epoch, and gone on with another value of every setting of SPEED_ONLY."
@@ -546,7 +546,7 @@ def test_without_fsync_only_the_model_is_synced(
 # ---- what is kept --------------------------------------------------------------------------------------------------
 
 
-def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) -> None:
+def test_model_has_the_weights_of_the_best_epoch(sets: Path, right: TrainResult) -> None:
     best = right.epochs[right.best_epoch - 1]
     loaded = load_detector(right.model_path)
     with open_training(*files(sets), settings=TINY) as data:
@@ -560,9 +560,10 @@ def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) 
         scores = score_rows(loaded, data.validation)
         p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
-    said = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
+    output = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
     tp, fp, fn = (
-        int(np.count_nonzero(c)) for c in (said & data.is_leak, said & ~data.is_leak, ~said & data.is_leak)
+        int(np.count_nonzero(c))
+        for c in (output & data.is_leak, output & ~data.is_leak, ~output & data.is_leak)
     )
     assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
     for rule in VOTES:  # no other threshold is better on validation
@@ -580,7 +581,7 @@ def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) 
     assert "validation" in loaded.threshold_from
 
 
-def test_the_record_says_what_was_done(right: TrainResult) -> None:
+def test_record_describes_the_training(right: TrainResult) -> None:
     record = load_detector(right.model_path).record
     assert record["settings"]["channels"] == [4, 8]
     assert record["best_epoch"] == right.best_epoch
@@ -649,7 +650,7 @@ def test_early_stopping_waits_for_early_stop_epochs(
     assert result.summary["stopped_early"]
 
 
-def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Path) -> None:
+def test_split_by_sensor_replaces_folder_splits(sets: Path, tmp_path: Path) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]
     split = group_split(sources, "sensor", seed=1)
     result = train(
@@ -713,9 +714,9 @@ def test_use_of_the_machine_is_that_of_each_epoch(
 def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     assert main(["train", str(sets), "--out", str(out), *WORDS]) == 0
-    said = capsys.readouterr()
-    assert "F1" in said.out
-    assert max(map(len, said.out.splitlines())) <= 100
+    output = capsys.readouterr()
+    assert "F1" in output.out
+    assert max(map(len, output.out.splitlines())) <= 100
     assert_same(out, right)
     assert main(["train", str(sets), "--out", str(out), *WORDS, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -737,7 +738,7 @@ def test_command_evaluates_on_the_test_set(sets: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["--leak-label", "EAK"], 2, "the label does not exist"),
         (["--epochs", "0"], 2, "epochs"),
@@ -749,7 +750,7 @@ def test_command_evaluates_on_the_test_set(sets: Path, tmp_path: Path, capsys: p
     ids=str,
 )
 def test_command_refuses(
-    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], status: int, said: str
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], status: int, message: str
 ) -> None:
     assert main(["train", str(sets), "--out", str(tmp_path / "run"), *WORDS, *words]) == status
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

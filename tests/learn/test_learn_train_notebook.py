@@ -1,4 +1,4 @@
-"train.ipynb through papermill, on a tiny set: it trains, judges, draws, and says for machines what came out; what is wrong stops it."
+"train.ipynb through papermill, on a tiny set: training, evaluation, figures, JSON results, and errors."
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"epoch": 3}, "did you mean epochs"),
         ({"epochs": "many"}, "epochs must be a whole number"),
@@ -91,10 +91,10 @@ def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_wrong_parameter_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Path, given: dict[str, object], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Path, given: dict[str, object], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in error_of("train.ipynb", **{"data": str(sets)} | given)
+    assert message in error_of("train.ipynb", **{"data": str(sets)} | given)
     assert list(tmp_path.iterdir()) == []
 
 

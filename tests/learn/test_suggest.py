@@ -72,13 +72,13 @@ def test_labelled_and_closed_recordings_are_never_chosen():
     assert {c.index for c in chosen} == set(np.flatnonzero(~closed & ~labelled).tolist())
 
 
-def test_a_sensor_gives_a_few_only():
+def test_suggestions_per_sensor_are_limited():
     chosen = [c for c in choose_recordings(pool_of(), 30, per_sensor=2) if c.kind != "random"]
     assert max(sum(c.index % 7 == s for c in chosen) for s in range(7)) == 2
 
 
 @pytest.mark.parametrize("text", ["uncertain=0.5", "certain=1", "uncertain=x", "uncertain=2,random=-1", ""])
-def test_a_mix_that_is_none_is_refused(text):
+def test_invalid_mix_is_refused(text):
     with pytest.raises(LeakmelError) as e:
         sample_mix(text)
     assert e.value.code in ("out-of-range", "unknown-value")
@@ -91,7 +91,7 @@ def test_numbers_out_of_range_are_refused(given):
     assert e.value.code == "out-of-range"
 
 
-def test_what_is_left_out(folder, tmp_path):
+def test_reasons_for_left_out_recordings(folder, tmp_path):
     everything = lm.suggest(folder, made_detector(), n=99, mix=SampleMix(0, 0, 1), **QUIET)
     assert len(everything) == 20
     assert everything.left_out["silent"] == 1

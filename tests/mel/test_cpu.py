@@ -60,7 +60,7 @@ def of_length(n: int, preset: str) -> MelSpec:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("n_fft", LENGTHS)
-def test_every_length_of_the_fft_equals_the_reference_and_torch(n_fft: int, preset: str) -> None:
+def test_every_fft_length_equals_reference_and_torch(n_fft: int, preset: str) -> None:
     "In the upper 90 dB of a frame the two engines differ by the rounding of float16 at the most; below, both lie within float32's limits."
     spec = of_length(n_fft, preset)
     batch = np.stack(list(signals(spec).values()))
@@ -101,7 +101,7 @@ def test_float_samples_of_any_level(level: float, n_fft: int, power: float) -> N
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_stays_none(wrong: float) -> None:
+def test_nan_samples_give_nan_frames(wrong: float) -> None:
     "A frame with such a sample has no value that looks right; the others are untouched."
     spec = MelSpec.preset("disjoint", duration_s=1)
     x = (check_recording(spec) / np.float32(32_768)).astype(np.float32)
@@ -170,7 +170,7 @@ def test_processors_without_avx512_and_without_fma(tmp_path: Path) -> None:
 # -- its arrays and no byte more ------------------------------------------------------------------------------------------------
 
 
-def before_a_wall(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def before_guard_page(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     "An array that ends where memory ends that must not be touched, and begins at most a page after such memory."
     n_bytes, page = int(np.prod(shape)) * np.dtype(dtype).itemsize, mmap.PAGESIZE
     n_pages = -(-n_bytes // page)
@@ -199,7 +199,7 @@ def before_a_wall(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 )
 @pytest.mark.parametrize("out_type", [np.float16, np.float32])
 @pytest.mark.parametrize("in_type", [np.int16, np.float32])
-def test_nothing_beyond_its_arrays_is_touched(
+def test_kernel_stays_within_its_arrays(
     in_type: type, out_type: type, geometry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "All arrays, the tables and the work space too, end at a wall: a byte too many ends the process."
@@ -208,7 +208,7 @@ def test_nothing_beyond_its_arrays_is_touched(
     )
 
     def walled(array: np.ndarray) -> np.ndarray:
-        made = before_a_wall(array.shape, array.dtype.type)
+        made = before_guard_page(array.shape, array.dtype.type)
         made[...] = array
         return made
 
@@ -223,7 +223,7 @@ def test_nothing_beyond_its_arrays_is_touched(
     with CpuEngine(spec) as engine:
         right = features(engine, np.array(batch), out_type)
         engine._tables = {kind: tuple(map(walled, tables)) for kind, tables in engine._tables.items()}
-        out = before_a_wall((3, *spec.row_shape), out_type)
+        out = before_guard_page((3, *spec.row_shape), out_type)
         engine.run(batch, out)
     assert np.array_equal(out, right)
 
@@ -258,7 +258,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         assert not out.any()
 
 
-def test_samples_that_must_not_be_written_and_samples_in_pieces() -> None:
+def test_read_only_and_non_contiguous_samples() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
     x = np.concatenate([check_recording(spec)] * 2)
     with CpuEngine(spec) as engine:
@@ -270,7 +270,7 @@ def test_samples_that_must_not_be_written_and_samples_in_pieces() -> None:
         assert features(engine, x[:0]).shape == (0, *spec.row_shape)
 
 
-def test_it_gives_its_memory_back() -> None:
+def test_kernel_releases_its_memory() -> None:
     "A thousand calls take no more memory than a hundred."
 
     def resident() -> int:
@@ -290,7 +290,7 @@ def test_it_gives_its_memory_back() -> None:
 # -- no lock ------------------------------------------------------------------------------------------------------------------
 
 
-def test_python_goes_on_while_it_computes() -> None:
+def test_kernel_releases_the_interpreter_lock() -> None:
     """One call over many recordings; meanwhile another thread counts, which it could not while the interpreter's lock is held.
 
     In one of three calls: during one of them another program may have the core of the thread that counts.
@@ -373,7 +373,7 @@ def test_a_cache_of_code_is_not_used_when_its_sources_changed(tmp_path: Path) ->
     assert changed[1] != first[1]
 
 
-def test_wrong_machine_code_is_found_out(
+def test_wrong_machine_code_fails_the_self_check(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     "One band of one frame is off by half a decibel: the engine refuses itself, and `auto` goes on with torch and says why."
@@ -394,7 +394,7 @@ def test_wrong_machine_code_is_found_out(
 # -- what it cannot do ------------------------------------------------------------------------------------------------------------
 
 
-def test_other_lengths_fall_back_and_say_so(demo: Path, tmp_path: Path) -> None:
+def test_unsupported_fft_lengths_fall_back_with_a_warning(demo: Path, tmp_path: Path) -> None:
     out = tmp_path / "D.H5"
     words = [
         "build",
@@ -426,12 +426,12 @@ def test_other_lengths_fall_back_and_say_so(demo: Path, tmp_path: Path) -> None:
     assert "does not support this FFT length" in json.loads(refused.stdout)["error"]
 
 
-def test_it_computes_on_a_cpu_only() -> None:
+def test_engine_refuses_other_devices() -> None:
     with raises("not-on-device", EngineError):
         open_engine("cpu", MelSpec.preset("disjoint"), device="fake")
 
 
-def test_a_build_with_it_imports_no_torch(demo: Path, tmp_path: Path) -> None:
+def test_build_with_the_cpu_engine_imports_no_torch(demo: Path, tmp_path: Path) -> None:
     "Memory and start-up: torch alone takes 200 MB and a second."
     code = (
         "import sys, leakmel as lm\n"

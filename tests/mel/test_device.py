@@ -1,4 +1,4 @@
-"Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Fake devices here, a card where there is one."
+"Engines on devices: the same bytes with any delays, no row of a failed batch, all memory freed. Fake devices, and a GPU if available."
 
 import inspect
 import itertools
@@ -49,7 +49,7 @@ TINY = MelSpec(
 N_VALUES = int(np.prod(TINY.row_shape))
 
 
-class Ends:
+class SumOfEndsChain:
     "A chain whose row is the sum of a recording's two ends: every late, early or misplaced byte shows."
 
     granule = 1
@@ -83,13 +83,13 @@ def no_thread_is_left() -> Iterator[None]:
     assert our_threads() <= before
 
 
-def nothing_is_held(devices: list[FakeDevice]) -> None:
+def all_memory_is_freed(devices: list[FakeDevice]) -> None:
     "Device memory and pinned memory have been given back."
     for d in devices:
         assert (d.counts["device_bytes"], d.counts["pinned_bytes"]) == (0, 0), d.name
 
 
-def in_time(work: Callable[[], Any], limit_s: float = 60) -> Any:
+def result_within_limit(work: Callable[[], Any], limit_s: float = 60) -> Any:
     "The result of work that must not hang."
     found: list[Any] = []
 
@@ -116,7 +116,7 @@ def submitted(
     return [t for lane, group in zip(itertools.cycle(lanes), groups) for t in lane.submit(group)]
 
 
-def storm(
+def submit_many(
     devices: list[FakeDevice],
     options: DeviceOptions,
     *,
@@ -125,9 +125,9 @@ def storm(
     accumulation: int = 1,
     pinned: bool = True,
     dtype: Any = np.int16,
-    chain: Callable[..., Any] = Ends,
+    chain: Callable[..., Any] = SumOfEndsChain,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Many batches at once through an engine: samples, rows and moments."
+    "Submit many batches to an engine; return samples, rows and moments."
     with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: chain(), options) as engine:
         make = engine.host_array if pinned else np.zeros
         x, out = make((n, TINY.n_samples), dtype), make((n, *TINY.row_shape), np.float16)
@@ -139,11 +139,11 @@ def storm(
         moments = np.concatenate([t.wait() for t in tickets])
         for lane in lanes:
             lane.close()
-    nothing_is_held(devices)
+    all_memory_is_freed(devices)
     return x, out, moments
 
 
-def fleet(n: int, seed: int, delay_s: float = 0.001) -> list[FakeDevice]:
+def engine_of_devices(n: int, seed: int, delay_s: float = 0.001) -> list[FakeDevice]:
     return [FakeDevice(f"fake:{i}", Faults(delay_s=delay_s, seed=seed)) for i in range(n)]
 
 
@@ -161,7 +161,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
-def test_settings_of_speed_change_no_byte(options: DeviceOptions, n_devices: int) -> None:
+def test_performance_settings_do_not_change_bytes(options: DeviceOptions, n_devices: int) -> None:
     for seed, (size, accumulation, pinned, dtype) in enumerate(
         [
             (1, 4, True, np.int16),
@@ -172,14 +172,19 @@ def test_settings_of_speed_change_no_byte(options: DeviceOptions, n_devices: int
             (7, 2, True, np.int16),
         ]
     ):
-        x, rows, moments = storm(
-            fleet(n_devices, seed), options, size=size, accumulation=accumulation, pinned=pinned, dtype=dtype
+        x, rows, moments = submit_many(
+            engine_of_devices(n_devices, seed),
+            options,
+            size=size,
+            accumulation=accumulation,
+            pinned=pinned,
+            dtype=dtype,
         )
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
 
 
-def orders() -> list[str]:
+def ordering_lines() -> list[str]:
     "The lines of `send` that keep an order: every wait, and every record that somebody waits for."
     return [
         line
@@ -188,8 +193,8 @@ def orders() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("line", orders(), ids=str.strip)
-def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", ordering_lines(), ids=str.strip)
+def test_each_stream_wait_is_necessary(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "Without it, some delay gives wrong rows; with it, the same delays give none."
 
     def shows() -> bool:
@@ -199,7 +204,7 @@ def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 DeviceOptions(max_block=3, graph=False),
             ):
                 try:
-                    x, rows, moments = storm(fleet(1, seed, 0.003), options, n=24, size=3)
+                    x, rows, moments = submit_many(engine_of_devices(1, seed, 0.003), options, n=24, size=3)
                 except EngineError:
                     return True  # an event without a time
                 if not (np.array_equal(rows, right_rows(x)) and np.array_equal(moments, moments_of(x))):
@@ -215,15 +220,15 @@ def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert shows(), "nothing notices that this line is gone"
 
 
-def test_there_are_seven_orders() -> None:
-    assert len(orders()) == 7
+def test_send_has_seven_ordering_lines() -> None:
+    assert len(ordering_lines()) == 7
 
 
 def test_mixed_batches_in_one_submit() -> None:
     "16-bit and float batches, empty ones, arrays that are pinned, are not, or do not lie in one piece."
-    devices = fleet(1, 3)
+    devices = engine_of_devices(1, 3)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, wide = engine.host_array((6, TINY.n_samples), np.int16), recordings(5, 1, np.float32)
         x[:] = recordings(6, 2)
@@ -239,15 +244,15 @@ def test_mixed_batches_in_one_submit() -> None:
             with raises("not-a-batch", UsageError):
                 lane.submit([bad])
         lane.close()
-    nothing_is_held(devices)
+    all_memory_is_freed(devices)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_both_kinds_of_samples_share_buffers(pinned: bool) -> None:
     "Blocks of 16-bit and of float samples in turn, of many sizes and by graphs; memory is taken once."
-    (device,) = devices = fleet(1, 2)
+    (device,) = devices = engine_of_devices(1, 2)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=64)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=64)
     ) as engine:
         make = engine.host_array if pinned else np.zeros
         arrays = {kind: make((64, TINY.n_samples), kind) for kind in (np.int16, np.float32)}
@@ -262,13 +267,13 @@ def test_both_kinds_of_samples_share_buffers(pinned: bool) -> None:
         assert device.counts["device_bytes"] == before
         assert device.counts["captures"] > 0
         lane.close()
-    nothing_is_held(devices)
+    all_memory_is_freed(devices)
 
 
 def test_two_threads_with_a_lane_each() -> None:
-    devices = fleet(2, 1)
+    devices = engine_of_devices(2, 1)
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = recordings(160), np.full((160, *TINY.row_shape), np.nan, np.float16)
 
@@ -295,7 +300,7 @@ def test_two_threads_with_a_lane_each() -> None:
         for t in threads:
             t.join()
         assert np.array_equal(out, right_rows(x)), "run, from four threads"
-    nothing_is_held(devices)
+    all_memory_is_freed(devices)
 
 
 # ---- nothing waits, nothing is copied twice ----------------------------------------------------------------------------
@@ -303,9 +308,9 @@ def test_two_threads_with_a_lane_each() -> None:
 
 def test_submit_does_not_wait_for_the_device() -> None:
     "Thirty batches are queued while the device stands still."
-    devices, gate = fleet(1, 0, 0.0), threading.Event()
+    devices, gate = engine_of_devices(1, 0, 0.0), threading.Event()
 
-    class Held(Ends):
+    class Held(SumOfEndsChain):
         def features(self, *tensors: Any) -> None:
             gate.wait()
             super().features(*tensors)
@@ -320,7 +325,7 @@ def test_submit_does_not_wait_for_the_device() -> None:
         x[:] = recordings(120)
         lane = engine.open_lane()
         try:
-            tickets = in_time(
+            tickets = result_within_limit(
                 lambda: submitted([lane], [(x[i : i + 4], out[i : i + 4]) for i in range(0, 120, 4)], 1)
             )
             assert not out.any()
@@ -332,11 +337,11 @@ def test_submit_does_not_wait_for_the_device() -> None:
         lane.close()
 
 
-def test_pinned_arrays_travel_without_a_detour() -> None:
+def test_pinned_arrays_are_copied_without_staging() -> None:
     for pinned in (True, False):
-        (device,) = devices = fleet(1, 0, 0.0)
+        (device,) = devices = engine_of_devices(1, 0, 0.0)
         with DeviceEngine(
-            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=8)
+            TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=8)
         ) as engine:
             make = engine.host_array if pinned else np.zeros
             x, out = make((64, TINY.n_samples), np.int16), make((64, *TINY.row_shape), np.float16)
@@ -352,14 +357,14 @@ def test_pinned_arrays_travel_without_a_detour() -> None:
         x[:], out[:] = 1, 2  # ordinary memory now
         assert (x == 1).all()
         assert engine.host_bytes == 0
-        nothing_is_held(devices)
+        all_memory_is_freed(devices)
 
 
 def test_thousands_of_batches_take_no_more_memory() -> None:
-    (device,) = devices = fleet(1, 0, 0.0)
+    (device,) = devices = engine_of_devices(1, 0, 0.0)
     timeline = Timeline()
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = (
             engine.host_array((4, TINY.n_samples), np.int16),
@@ -375,16 +380,16 @@ def test_thousands_of_batches_take_no_more_memory() -> None:
         assert held[-1] == held[1000]
         assert not engine.runners[0].pending
         assert sum(s.n_files for s in timeline.spans) == 3 * 4 * 3000
-    nothing_is_held(devices)
+    all_memory_is_freed(devices)
 
 
 # ---- telemetry -----------------------------------------------------------------------------------------------------------
 
 
 def test_spans_of_a_block_follow_each_other() -> None:
-    devices, timeline = fleet(2, 5, 0.002), Timeline()
+    devices, timeline = engine_of_devices(2, 5, 0.002), Timeline()
     with DeviceEngine(
-        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
     ) as engine:
         x, out = recordings(40), np.zeros((40, *TINY.row_shape), np.float16)
         lanes, began_s = [engine.open_lane(k, timeline) for k in range(2)], timeline.now_s()
@@ -421,19 +426,19 @@ def test_spans_of_a_block_follow_each_other() -> None:
 # ---- graphs --------------------------------------------------------------------------------------------------------------
 
 
-def test_graphs_are_made_for_what_comes_again() -> None:
-    (device,) = devices = fleet(1, 0, 0.0)
-    storm(devices, DeviceOptions(max_block=4, gpu_streams=1, buffers_per_stream=1), size=4, n=43)
+def test_graphs_are_captured_for_repeated_sizes() -> None:
+    (device,) = devices = engine_of_devices(1, 0, 0.0)
+    submit_many(devices, DeviceOptions(max_block=4, gpu_streams=1, buffers_per_stream=1), size=4, n=43)
     assert device.counts["captures"] == 1, "blocks of 4, and a tail of 3 that does not come again"
     assert device.counts["replays"] == 1 + 8, "checked once; the first two blocks went without"
     for quiet in (DeviceOptions(max_block=4, graph=False), DeviceOptions(max_block=64)):
-        (device,) = devices = fleet(1, 0, 0.0)
-        storm(devices, quiet, size=43)
+        (device,) = devices = engine_of_devices(1, 0, 0.0)
+        submit_many(devices, quiet, size=43)
         assert device.counts["captures"] == 0
 
 
 @pytest.mark.parametrize("fault", ["does nothing", "other bits", "cannot be made", "cannot be replayed"])
-def test_a_graph_that_errs_is_found_out(
+def test_wrong_graph_is_detected(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     "The build goes on with launches one by one: those are what the self-check has seen."
@@ -452,9 +457,9 @@ def test_a_graph_that_errs_is_found_out(
     monkeypatch.setattr(FakeDevice, "capture", capture)
     if fault == "cannot be replayed":  # an error on the device: nothing can be trusted any more
         with raises("device-failed", EngineError, says="no such graph"):
-            in_time(lambda: storm(fleet(1, 0), DeviceOptions(max_block=4)))
+            result_within_limit(lambda: submit_many(engine_of_devices(1, 0), DeviceOptions(max_block=4)))
         return
-    x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
+    x, rows, moments = submit_many(engine_of_devices(1, 0), DeviceOptions(max_block=4))
     assert np.array_equal(rows, right_rows(x))
     assert np.array_equal(moments, moments_of(x))
     assert "continues without a CUDA graph" in caplog.text
@@ -464,24 +469,26 @@ def test_a_graph_that_errs_is_found_out(
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
-def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
-    (counted,) = fleet(1, 0, 0.0)
-    storm([counted], DeviceOptions(max_block=8), dtype=dtype)
+def test_out_of_memory_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
+    (counted,) = engine_of_devices(1, 0, 0.0)
+    submit_many([counted], DeviceOptions(max_block=8), dtype=dtype)
     assert counted.counts["allocations"] >= 8
     for k in range(counted.counts["allocations"]):
         caplog.clear()
         device = FakeDevice(faults=Faults(fail_alloc=k, delay_s=0.0005))
-        x, rows, moments = in_time(partial(storm, [device], DeviceOptions(max_block=8), dtype=dtype))
+        x, rows, moments = result_within_limit(
+            partial(submit_many, [device], DeviceOptions(max_block=8), dtype=dtype)
+        )
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
         assert "out of memory, continuing with blocks of 4" in caplog.text
 
 
-def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixture) -> None:
     "A library that finds no memory when it is called, as cuFFT's plans may."
     calls = itertools.count()
 
-    class Tight(FakeDevice):
+    class LimitedRoom(FakeDevice):
         def capture(self, stream: Any, fn: Any) -> Any:
             raise self._full()
 
@@ -500,32 +507,32 @@ def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixtu
         def _full(self) -> Exception:
             return FakeOutOfMemory("out of memory in a library")
 
-    x, rows, _ = storm([Tight(faults=Faults(delay_s=0.001))], DeviceOptions(max_block=16), n=150)
+    x, rows, _ = submit_many([LimitedRoom(faults=Faults(delay_s=0.001))], DeviceOptions(max_block=16), n=150)
     assert np.array_equal(rows, right_rows(x))
     assert [r.message.split("blocks of ")[1] for r in caplog.records if "blocks of" in r.message] == [
         f"{n} recordings" for n in (8, 4, 2)
     ]
 
 
-def test_blocks_are_halved_down_to_the_granule(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_are_halved_down_to_the_smallest_size(caplog: pytest.LogCaptureFixture) -> None:
     row_bytes = 2 * N_VALUES
     device = FakeDevice(faults=Faults(largest_bytes=4 * 4 * TINY.n_samples))  # samples of four recordings
-    x, rows, _ = storm([device], DeviceOptions(max_block=32))
+    x, rows, _ = submit_many([device], DeviceOptions(max_block=32))
     assert np.array_equal(rows, right_rows(x))
     assert "blocks of 4 recordings" in caplog.text
     assert "blocks of 2" not in caplog.text
     small = FakeDevice(faults=Faults(largest_bytes=5 * row_bytes))
     with raises("device-memory", EngineError, says=" 6 recordings") as caught:
-        storm([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
+        submit_many([small], DeviceOptions(max_block=32), chain=lambda: SumOfEndsChain(granule=6))
     assert "out of memory" in str(caught.value)
-    nothing_is_held([small])
+    all_memory_is_freed([small])
 
 
-def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
+def test_out_of_memory_at_the_smallest_block_fails_the_batch() -> None:
     "A library that finds no memory for a recording: its batch says so, and its lane that it is closed."
     full = threading.Event()
 
-    class Tight(FakeDevice):
+    class LimitedRoom(FakeDevice):
         def stream(self) -> Any:
             made = super().stream()
             queue = made.do
@@ -538,8 +545,10 @@ def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
             made.do = do  # type: ignore[method-assign]
             return made
 
-    device = Tight()
-    with DeviceEngine(TINY, [device], lambda device, n_block: Ends(), DeviceOptions(max_block=8)) as engine:
+    device = LimitedRoom()
+    with DeviceEngine(
+        TINY, [device], lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=8)
+    ) as engine:
         x, out = recordings(5), np.zeros((5, *TINY.row_shape), np.float16)
         lane = engine.open_lane()
         (first,) = lane.submit([(x, out)])
@@ -553,16 +562,16 @@ def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
         with raises("device-closed", EngineError):
             lane.submit([(x, out)])[0].wait()
         lane.close()
-    nothing_is_held([device])
+    all_memory_is_freed([device])
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------
 
 
-def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
-    "What became of each of nine batches: right rows, or an error; and of one more afterwards."
+def results_after_fault(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
+    "Results of nine batches and of one more afterwards: correct rows or an error."
     try:
-        engine = DeviceEngine(TINY, [device], lambda device, n_block: Ends(), options)
+        engine = DeviceEngine(TINY, [device], lambda device, n_block: SumOfEndsChain(), options)
     except EngineError:
         return ["not opened"]
     with engine:
@@ -573,7 +582,7 @@ def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> li
             lane = engine.open_lane(0, Timeline())
         except EngineError:
             return ["no lane"]
-        said = []
+        output = []
         groups = [
             [(x[i : i + 3], out[i : i + 3]) for i in range(start, start + 9, 3)] for start in (0, 9, 18)
         ]
@@ -583,13 +592,13 @@ def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> li
                 try:
                     moments = ticket.wait()
                 except EngineError:
-                    said.append("error")
+                    output.append("error")
                 else:
                     assert np.array_equal(out[rows], right_rows(x[rows])), "success with wrong rows"
                     assert np.array_equal(moments, moments_of(x[rows]))
-                    said.append("right")
+                    output.append("right")
         lane.close()
-        return said
+        return output
 
 
 @pytest.mark.parametrize(
@@ -601,25 +610,25 @@ def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> li
 def test_failure_of_every_operation(how: str, options: DeviceOptions) -> None:
     "Refused when it is queued, or failed on the device: an error and never a wrong row, no hang, nothing kept."
     counted = FakeDevice()
-    assert survivors(counted, options, pinned=True) == ["right"] * 10
+    assert results_after_fault(counted, options, pinned=True) == ["right"] * 10
     errors = 0
     for k in range(counted.counts["operations"]):
         device = FakeDevice(faults=Faults(seed=k, delay_s=0.0003 * (k % 5 == 0), **{how: k}))
-        said = in_time(partial(survivors, device, options, pinned=k % 3 > 0))
-        nothing_is_held([device])
-        errors += "error" in said
-        if how == "fail_call" and "error" in said[:-1]:
-            assert said[-1] == "right", "the lane is as good as new"
-        if how == "fail_work" and "error" in said:
-            assert said[-1] == "error", "the device is past help"
+        output = result_within_limit(partial(results_after_fault, device, options, pinned=k % 3 > 0))
+        all_memory_is_freed([device])
+        errors += "error" in output
+        if how == "fail_call" and "error" in output[:-1]:
+            assert output[-1] == "right", "the lane is as good as new"
+        if how == "fail_work" and "error" in output:
+            assert output[-1] == "error", "the device is past help"
     assert errors > counted.counts["operations"] / 2
 
 
 def test_closing_with_tickets_outstanding() -> None:
     for pinned in (True, False):
-        devices = fleet(2, 4)
+        devices = engine_of_devices(2, 4)
         engine = DeviceEngine(
-            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+            TINY, list[Device](devices), lambda device, n_block: SumOfEndsChain(), DeviceOptions(max_block=4)
         )
         make = engine.host_array if pinned else np.zeros
         x, out = make((60, TINY.n_samples), np.int16), make((60, *TINY.row_shape), np.float16)
@@ -629,19 +638,19 @@ def test_closing_with_tickets_outstanding() -> None:
             [(x[i : i + 6], out[i : i + 6]) for i in range(0, 60, 6)],
             2,
         )
-        in_time(engine.close)
+        result_within_limit(engine.close)
         assert np.array_equal(out, right_rows(x)), "what was queued has been done"
         assert np.array_equal(np.concatenate([t.wait() for t in tickets])[:6], moments_of(x[:6]))
         with raises("device-closed", EngineError):
             engine.run(x[:6], out[:6])
-        in_time(engine.close)
-        nothing_is_held(devices)
+        result_within_limit(engine.close)
+        all_memory_is_freed(devices)
 
 
-def test_a_row_that_is_no_number_fails_its_batch() -> None:
+def test_nan_row_fails_its_batch() -> None:
     calls = itertools.count()
 
-    class Broken(Ends):
+    class Broken(SumOfEndsChain):
         def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
             super().features(x, mels, moments)
             if next(calls) == 1:
@@ -673,11 +682,11 @@ def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
         FakeDevice("fake:2"),
     ]
     with raises("device-memory", EngineError, says="fake:1"):
-        DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
-    nothing_is_held(devices)
+        DeviceEngine(TINY, list[Device](devices), lambda d, n: SumOfEndsChain())
+    all_memory_is_freed(devices)
 
 
-def test_devices_have_to_agree() -> None:
+def test_devices_must_give_equal_rows() -> None:
     class ByReference:
         "The reference on a device; one of its values may be a least bit off."
 
@@ -751,7 +760,7 @@ def check_batches(
     [{}, {"n_fft": 256, "hop_length": 100, "long_hop": 700, "short_hop": 300, "n_mels": 24, "power": 1}],
     ids=["overlap", "uneven"],
 )
-def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any]) -> None:
+def test_torch_rows_do_not_depend_on_batches(device: str, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset("overlap", duration_s=0.5, **changes)
     rng = np.random.default_rng(2)
     x = np.concatenate(
@@ -767,12 +776,12 @@ def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any])
         with TorchEngine(spec, device=devices, options=options) as engine:
             check_batches(engine, x, alone, size, accumulation)
             check_batches(engine, (x / np.float32(32_768)).astype(np.float32), alone, size, accumulation)
-        nothing_is_held([d for d in devices if isinstance(d, FakeDevice)])
+        all_memory_is_freed([d for d in devices if isinstance(d, FakeDevice)])
 
 
 @on_each
 @pytest.mark.parametrize("long_hop", [512, 700], ids=["even", "uneven"])
-def test_stock_rows_depend_on_nothing_else(device: str, long_hop: int) -> None:
+def test_torchaudio_rows_do_not_depend_on_batches(device: str, long_hop: int) -> None:
     "The transform of torchaudio in blocks, batches of several sizes, int16 and float32."
     if find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
@@ -792,7 +801,7 @@ def test_stock_rows_depend_on_nothing_else(device: str, long_hop: int) -> None:
         check_batches(engine, (x / np.float32(32_768)).astype(np.float32), alone, 20, 1)
 
 
-def test_stock_rows_need_whole_float32_products() -> None:
+def test_torchaudio_rows_need_full_float32_products() -> None:
     "The transform multiplies float32 matrices, which a setting of the process may make less precise."
     if find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
@@ -806,7 +815,7 @@ def test_stock_rows_need_whole_float32_products() -> None:
     open_engine("torchaudio", SHORT, device="fake").close()
 
 
-def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_engine_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     "At each allocation of a chain and its flights: the chain needs all its buffers whatever the block, so it is opened at the second try."
     counted = FakeDevice()
     with TorchEngine(SHORT, device=[counted], options=DeviceOptions(max_block=4096)) as engine:
@@ -815,7 +824,7 @@ def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
         device = FakeDevice(faults=Faults(fail_alloc=k))
         with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
             self_check(engine)
-        nothing_is_held([device])
+        all_memory_is_freed([device])
     assert "out of memory" in caplog.text
 
 
@@ -935,7 +944,9 @@ def test_pinned_memory_is_private_in_huge_pages_and_stays_with_its_process(cudar
     assert (large.sum(), small.sum()) == (1, 2)
 
 
-def test_a_card_past_help_is_closed_quietly(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_gpu_is_closed_without_a_further_error(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "What went wrong before is what has to be told."
     device = Device(0)
     device.pinned((4,), torch.int16)
@@ -950,7 +961,7 @@ def test_a_card_past_help_is_closed_quietly(cudart: Cudart, monkeypatch: pytest.
     device.close()
 
 
-def test_a_card_that_is_not_used_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_gpu_is_not_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     "To select a card sets it up: half a second, and hundreds of megabytes of its memory."
 
     def touched(*_: Any) -> Any:
@@ -962,7 +973,7 @@ def test_a_card_that_is_not_used_is_not_touched(monkeypatch: pytest.MonkeyPatch)
     Device(1).close()
 
 
-def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_device_synchronisation_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     "That would break it, whichever thread does it; and a capture begins outside of inference mode."
     seen: list[tuple[str, bool]] = []
 
@@ -998,7 +1009,7 @@ def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-def test_tf32_changes_no_bit_on_a_card() -> None:
+def test_tf32_changes_no_bit_on_a_gpu() -> None:
     (device,) = on_device("cuda")
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -1014,7 +1025,7 @@ def test_tf32_changes_no_bit_on_a_card() -> None:
 
 
 @pytest.mark.gpu
-def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     "Refused at some allocations; whatever was taken is given back."
     (device,) = on_device("cuda")
     before, calls, whole = taken(), itertools.count(), device.empty
@@ -1034,7 +1045,7 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.gpu
-def test_a_card_keeps_its_orders() -> None:
+def test_gpu_keeps_the_order_of_streams() -> None:
     "Long and short batches in turn for a while, pinned and staged, against rows computed alone; graphs are used."
     on_device("cuda")[0].close()
     with open_engine(

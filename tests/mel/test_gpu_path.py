@@ -97,7 +97,7 @@ def test_settings_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes]
 
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_devices_that_come_late_change_no_byte(
+def test_delayed_devices_do_not_change_bytes(
     mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, n_devices: int, seed: int
 ) -> None:
     "Every operation up to 4 ms late, on each device in another order."
@@ -127,7 +127,7 @@ def test_modes_change_no_byte(
 # ---- nobody waits
 
 
-def test_slots_lie_where_the_device_copies_from(
+def test_slots_are_in_pinned_memory(
     demo: Path, tmp_path: Path, devices: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     "Allocated once, used again by every split, and said."
@@ -182,7 +182,7 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
 
 
 @pytest.mark.parametrize(("n_devices", "together"), [(2, 1), (1, 5)])
-def test_the_timeline_tells_copies_from_computing(
+def test_timeline_separates_copies_and_computing(
     demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
 ) -> None:
     used = devices(*(Faults() for _ in range(n_devices)))
@@ -232,7 +232,7 @@ def test_accumulated_batches_are_launched_together(
 
 
 @pytest.mark.parametrize("warmup", [1, 4])
-def test_a_device_begins_when_enough_is_read(
+def test_device_starts_when_a_group_of_batches_is_read(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int
 ) -> None:
     seen = submissions(monkeypatch)
@@ -284,7 +284,7 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(
     assert "out of memory, continuing with blocks of" in caplog.text
 
 
-def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
+def test_out_of_device_memory_is_reported(demo: Path, tmp_path: Path, devices: Callable) -> None:
     devices(Faults(limit_bytes=1000))
     with raises("device-memory", EngineError):
         build(demo, tmp_path)
@@ -292,7 +292,7 @@ def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.float32])
-def test_host_memory_that_runs_out_is_said(
+def test_out_of_host_memory_is_reported(
     mixed: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
     "When slots are made, and when one of them meets its first wide recording."

@@ -161,7 +161,7 @@ def test_random_bytes_behind_a_riff_name(body: bytes) -> None:
 @given(
     rate=st.integers(1, 10_000_000), n=st.integers(1, 500), channels=st.integers(1, MAX_CHANNELS), claim=sizes
 )
-def test_a_canonical_header_says_what_it_was_made_of(rate: int, n: int, channels: int, claim: int) -> None:
+def test_canonical_header_survives_a_round_trip(rate: int, n: int, channels: int, claim: int) -> None:
     header, body = canonical_header(rate, n, channels), bytes(2 * n * channels)
     found = check_header(header + body)
     assert found == WavHeader("RIFF", "pcm16", rate, channels, 16, 2 * channels, 44, 2 * n * channels, 20)

@@ -1,4 +1,4 @@
-"Log-mel features: every engine against the float64 reference, the reference against other people's code, and a tolerance that can fail."
+"Log-mel features: every engine against the float64 reference, the reference against other libraries, and a tolerance that can fail."
 
 import json, logging, threading
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from leakmel.mel.engines import (
     CPU_ENGINES,
     DEVICE_ENGINES,
     ENGINES,
-    YARDSTICK_ENGINES,
+    COMPARISON_ENGINES,
     Engine,
     EngineUnavailable,
     UnsupportedSpec,
@@ -35,10 +35,10 @@ from leakmel.mel.reference import compare, hann_periodic, reference_features, re
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
-ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *YARDSTICK_ENGINES)]
+ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *COMPARISON_ENGINES)]
 ON_GPU = [
     pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-    for name in (*DEVICE_ENGINES, *YARDSTICK_ENGINES)
+    for name in (*DEVICE_ENGINES, *COMPARISON_ENGINES)
 ]
 every_engine = pytest.mark.parametrize(("name", "device"), ON_CPU + ON_GPU)
 
@@ -142,7 +142,7 @@ def test_parity_of_the_presets(name: str, device: str, preset: str) -> None:
 @every_engine
 @pytest.mark.parametrize("n_mels", [32, 64, 128])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_hard_case(name: str, device: str, preset: str, n_mels: int) -> None:
+def test_loud_tone_over_quiet_noise(name: str, device: str, preset: str, n_mels: int) -> None:
     "A tone at full scale over noise of 1 LSB: a frame of 130 dB, where float32 itself shows."
     spec = MelSpec.preset(preset, duration_s=2.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
     x = signals(spec)["tone at full scale over noise of 1 LSB"]
@@ -247,7 +247,7 @@ def test_parity_of_other_geometries(name: str, device: str, geometry: str) -> No
     check_parity(name, device, MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry])))
 
 
-def test_the_geometries_are_what_they_are_called() -> None:
+def test_geometries_match_their_names() -> None:
     def made(name: str) -> MelSpec:
         return MelSpec(**({"duration_s": 2.5} | GEOMETRIES[name]))
 
@@ -299,7 +299,7 @@ FRINGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     ],
 )
 @pytest.mark.parametrize("signal", FRINGE)
-def test_energy_where_no_band_is(name: str, device: str, geometry: str, signal: str) -> None:
+def test_energy_outside_all_bands(name: str, device: str, geometry: str, signal: str) -> None:
     spec = MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry]))
     x = to_int16(FRINGE[signal](np.arange(spec.n_samples)))[None]
     with opened(name, device, spec) as engine:
@@ -316,7 +316,9 @@ def test_energy_where_no_band_is(name: str, device: str, geometry: str, signal: 
     [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts"]],
     ids=["preset", "400", "uneven"],
 )
-def test_neighbours_size_and_place_change_no_bit(name: str, device: str, changes: dict[str, Any]) -> None:
+def test_rows_do_not_depend_on_batch_size_and_position(
+    name: str, device: str, changes: dict[str, Any]
+) -> None:
     spec = MelSpec.preset("overlap", duration_s=1.5, **changes)
     if is_refused(name, device, spec):
         return
@@ -332,7 +334,7 @@ def test_neighbours_size_and_place_change_no_bit(name: str, device: str, changes
 
 
 @every_engine
-def test_loud_neighbours_and_nan_neighbours(name: str, device: str) -> None:
+def test_loud_and_nan_recordings_do_not_change_other_rows(name: str, device: str) -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
     me = (check_recording(spec) / np.float32(32_768)).astype(np.float32)
     with opened(name, device, spec) as engine:
@@ -416,7 +418,7 @@ def test_frames_one_at_a_time(name: str, device: str, changes: dict[str, Any]) -
 
 
 @every_engine
-def test_no_engine_reads_what_it_did_not_write(
+def test_engines_read_no_uninitialised_memory(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "New arrays hold NaN instead of whatever the memory held."
@@ -450,7 +452,7 @@ def test_no_engine_reads_what_it_did_not_write(
 @pytest.mark.parametrize(
     ("visible", "may"), [(None, True), ("0", True), ("1,0", True), ("", False), (" ", False), ("-1", False)]
 )
-def test_where_a_gpu_may_be(
+def test_gpu_detection(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, may: bool, has_driver: bool
 ) -> None:
     "Hidden devices are none, and without a driver there is none to be seen."
@@ -468,7 +470,7 @@ def test_where_a_gpu_may_be(
     assert engines.may_have_cuda() == (may and has_driver)
 
 
-def test_auto_passes_over_what_is_not_there(
+def test_auto_skips_missing_engines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
@@ -486,7 +488,7 @@ def test_auto_passes_over_what_is_not_there(
         open_engine("cpu", spec)
 
 
-def test_auto_passes_over_what_fails_and_warns(
+def test_auto_skips_failing_engines_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(*args: Any, **options: Any) -> None:
@@ -502,7 +504,7 @@ def test_auto_passes_over_what_fails_and_warns(
         open_engine("auto", spec, device="fake")  # a device that was asked for is kept to
 
 
-def test_an_engine_that_errs_is_found_out() -> None:
+def test_wrong_engine_fails_the_self_check() -> None:
     class Swapped(engines.ReferenceEngine):
         "Swaps two long segments."
 
@@ -530,7 +532,7 @@ def test_unknown_engines_and_devices() -> None:
 # -- log_mel --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *YARDSTICK_ENGINES])
+@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *COMPARISON_ENGINES])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
 def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
@@ -543,7 +545,7 @@ def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
-def test_log_mel_of_any_array_that_means_samples(engine: str) -> None:
+def test_log_mel_accepts_all_sample_types(engine: str) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
     x = np.random.default_rng(0).integers(-9999, 9999, (2, spec.n_samples), dtype=np.int16)
     right = log_mel(x, spec, engine=engine)
@@ -671,7 +673,7 @@ def test_segments_by_librosa(power: float, scale: Any, norm: Any) -> None:
 # -- the tolerance can fail ---------------------------------------------------------------------------------------------------
 
 
-def believable(spec: MelSpec) -> np.ndarray:
+def realistic_noise(spec: MelSpec) -> np.ndarray:
     "Coloured noise with a hum and a quiet stretch, [N] float64."
     rng = np.random.default_rng(11)
     white = rng.normal(0, 0.05, spec.n_samples)
@@ -734,7 +736,7 @@ def _nudge(f: np.ndarray, by: float) -> np.ndarray:
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_the_tolerance_can_fail(preset: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MelSpec.preset(preset, duration_s=10, n_mels=32)
-    x = believable(spec)
+    x = realistic_noise(spec)
     right = reference_features(x, spec)
     assert compare(right.db.astype(np.float16), right, spec).ok, "honest rounding is right"
     with np.errstate(over="ignore"):
@@ -745,7 +747,7 @@ def test_the_tolerance_can_fail(preset: str, fault: str, monkeypatch: pytest.Mon
 
 def test_the_worst_value_is_named() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
-    right = reference_features(believable(spec), spec)
+    right = reference_features(realistic_noise(spec), spec)
     verdict = compare(_nudge(right.db, 0.5), right, spec)
     assert (verdict.n_wrong, verdict.worst) == (1, (1, 1, 7, 0))
     assert verdict.max_abs_db == pytest.approx(0.5)
@@ -794,7 +796,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_nonsense_is_refused(name: str) -> None:
+def test_invalid_values_are_refused(name: str) -> None:
     changes, code = REFUSALS[name]
     with raises(code, SpecError):
         MelSpec(**changes)
@@ -808,7 +810,7 @@ NO_PLACE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_PLACE)
-def test_segments_that_fit_nowhere_are_refused(name: str) -> None:
+def test_segments_longer_than_the_recording_are_refused(name: str) -> None:
     changes, part = NO_PLACE[name]
     with pytest.raises(SpecError, match=part):
         MelSpec(**changes)
@@ -827,7 +829,7 @@ valid_geometry = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(valid_geometry)
-def test_a_spec_works_or_its_remedy_does(values: dict[str, Any]) -> None:
+def test_spec_or_its_proposed_remedy_works(values: dict[str, Any]) -> None:
     try:
         spec = MelSpec(**values)
     except SpecError as e:
@@ -869,7 +871,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def test_every_field_has_a_change_here() -> None:
+def test_every_field_has_a_test_value() -> None:
     assert set(CHANGES) == {f.name for f in fields(MelSpec)} - {"preset_name"}
 
 

@@ -133,7 +133,7 @@ def last_programs(fields: dict[str, Any], n: int, x: np.ndarray) -> tuple[np.nda
     return mels[-1].copy(), moments[-1].copy()
 
 
-def far_apart(fields: dict[str, Any], places: dict[int, np.ndarray]) -> np.ndarray:
+def features_of_sparse_recordings(fields: dict[str, Any], places: dict[int, np.ndarray]) -> np.ndarray:
     "Features of two recordings of a spec of very long ones, silent but for pieces of the second that start at some places."
     from leakmel.mel.triton_kernel import TritonChain
 
@@ -150,7 +150,7 @@ def far_apart(fields: dict[str, Any], places: dict[int, np.ndarray]) -> np.ndarr
     return mels
 
 
-def between_walls(fields: dict[str, Any], samples: np.ndarray) -> np.ndarray:
+def between_guard_pages(fields: dict[str, Any], samples: np.ndarray) -> np.ndarray:
     "Features of samples that end where the memory ends, then of samples that begin where it begins: a read beyond them ends this process."
     page, n_bytes = mmap.PAGESIZE, -(-samples.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     block = mmap.mmap(-1, n_bytes + 2 * page)
@@ -190,7 +190,7 @@ def test_parity_of_the_presets(compute: Compute, preset: str, bins: int) -> None
 @pytest.mark.parametrize("bins", [64, 128])
 @pytest.mark.parametrize("n_mels", [32, 64, 128])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_hard_case(compute: Compute, preset: str, n_mels: int, bins: int) -> None:
+def test_loud_tone_over_quiet_noise(compute: Compute, preset: str, n_mels: int, bins: int) -> None:
     "A tone at full scale over noise of 1 LSB: one product of float16 numbers is tens of dB wrong there."
     spec = MelSpec.preset(preset, duration_s=2.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
     x = signals(spec)["tone at full scale over noise of 1 LSB"]
@@ -222,7 +222,7 @@ def test_parity_of_other_geometries(compute: Compute, geometry: str) -> None:
 @pytest.mark.parametrize(
     "geometry", ["one mel", "slaney scale", "power 2", "a band in the middle", "htk with norm", "51.2 kHz"]
 )
-def test_energy_where_no_band_is(compute: Compute, geometry: str) -> None:
+def test_energy_outside_all_bands(compute: Compute, geometry: str) -> None:
     spec = MelSpec(
         **(
             {"duration_s": 2.5}
@@ -247,7 +247,7 @@ def test_float_samples_of_any_level(compute: Compute, level: float, power: float
     assert verdict.ok, verdict
 
 
-def test_24_bits_count(compute: Compute) -> None:
+def test_24_bit_resolution_is_kept(compute: Compute) -> None:
     "A tone below the last step of 16 bits beside a loud one is seen."
     spec = MelSpec.preset("disjoint", duration_s=0.5, n_mels=32)
     t = np.arange(spec.n_samples)
@@ -290,7 +290,7 @@ def tensor_core_sums(frames: bytes, n_fft: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n_mels", [32, 64, 128])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_hard_case_with_sums_that_are_cut_off(preset: str, n_mels: int) -> None:
+def test_loud_tone_with_truncated_tensor_core_sums(preset: str, n_mels: int) -> None:
     "The arithmetic of the kernel as a card does it (Fasi, Higham, Mikaitis, Pranesh, 2021), without what a card adds in guard bits."
     spec = MelSpec.preset(preset, duration_s=0.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
     x = signals(spec)["tone at full scale over noise of 1 LSB"]
@@ -310,7 +310,7 @@ def test_the_hard_case_with_sums_that_are_cut_off(preset: str, n_mels: int) -> N
     [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts, some met twice"]],
     ids=["preset", "400", "uneven"],
 )
-def test_neighbours_size_place_and_launch_change_no_bit(compute: Compute, changes: dict[str, Any]) -> None:
+def test_rows_do_not_depend_on_batch_position_and_launch(compute: Compute, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset("overlap", duration_s=0.75, **changes)
     rng, me = np.random.default_rng(5), check_recording(spec)
     for kind in (np.int16, np.float32):
@@ -328,7 +328,7 @@ def test_neighbours_size_place_and_launch_change_no_bit(compute: Compute, change
             assert np.array_equal(compute(spec, batch, **launch)[place], alone), (size, place, launch)
 
 
-def test_neighbours_that_are_no_numbers(compute: Compute) -> None:
+def test_nan_recordings_do_not_change_other_rows(compute: Compute) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
     me = (check_recording(spec) / np.float32(32_768)).astype(np.float32)
     alone = compute(spec, me)[0]
@@ -357,7 +357,7 @@ BIG: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", BIG)
-def test_more_elements_than_31_bits_count(
+def test_arrays_of_more_than_2_to_the_31_elements(
     interpreter: ProcessPoolExecutor, compute: Compute, case: str
 ) -> None:
     changes, n = BIG[case]
@@ -378,7 +378,9 @@ def test_recordings_of_2_to_the_31_samples(interpreter: ProcessPoolExecutor, com
     x = check_recording(one)
     starts = [i * spec.long_hop for i in range(spec.row_shape[0])]
     assert starts[-1] + spec.n_samples > 2**31
-    got = interpreter.submit(far_apart, spec.to_dict(), dict.fromkeys(starts, x[0])).result()
+    got = interpreter.submit(
+        features_of_sparse_recordings, spec.to_dict(), dict.fromkeys(starts, x[0])
+    ).result()
     assert (got[0] == -200).all()
     for row in got[1]:
         assert np.array_equal(row, compute(one, x)[0, 0])
@@ -395,7 +397,7 @@ def test_nothing_beyond_the_samples_is_read(
     for dtype in (np.int16, np.float32):
         samples = np.random.default_rng(0).integers(-9999, 9999, (3, spec.n_samples)).astype(dtype)
         assert np.array_equal(
-            interpreter.submit(between_walls, spec.to_dict(), samples).result(), compute(spec, samples)
+            interpreter.submit(between_guard_pages, spec.to_dict(), samples).result(), compute(spec, samples)
         )
 
 
@@ -452,8 +454,8 @@ def cases_of(which: str) -> list[tuple[str, str]]:
     ]
 
 
-def asked_of(capability: int, which: str) -> list[dict[str, Any]]:
-    "What tests/ahead.py is asked for: the kernel of the moments, then the cases."
+def cross_compile_cases(capability: int, which: str) -> list[dict[str, Any]]:
+    "What tests/cross_compile.py is asked for: the kernel of the moments, then the cases."
     return [
         {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": samples}
         for name, samples in [("disjoint", "moments"), *cases_of(which)]
@@ -461,18 +463,20 @@ def asked_of(capability: int, which: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def presets_ahead() -> dict[int, list[dict[str, Any]]]:
+def compiled_presets() -> dict[int, list[dict[str, Any]]]:
     "What was compiled of the presets for each card, and what launches of all sizes came down to, by one process."
-    asked = {c: [*asked_of(c, "presets"), {"capability": c, "samples": "launches"}] for c in SHARED}
-    found = iter(compile_ahead([case for cases in asked.values() for case in cases]))
+    asked = {
+        c: [*cross_compile_cases(c, "presets"), {"capability": c, "samples": "launches"}] for c in SHARED
+    }
+    found = iter(cross_compiled([case for cases in asked.values() for case in cases]))
     return {c: [next(found) for _ in cases] for c, cases in asked.items()}
 
 
-def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "What tests/ahead.py found."
+def cross_compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    "What tests/cross_compile.py found."
     need(importlib.util.find_spec("triton"), "triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parents[1] / "ahead.py")]
+    command = [sys.executable, str(Path(__file__).parents[1] / "cross_compile.py")]
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -486,33 +490,33 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         *(pytest.param(capability, "all", marks=pytest.mark.long) for capability in (90, 120)),
     ],
 )
-def test_machine_code_for_cards_that_are_not_here(
-    capability: int, which: str, request: pytest.FixtureRequest
-) -> None:
+def test_machine_code_for_other_gpus(capability: int, which: str, request: pytest.FixtureRequest) -> None:
     "Fits a block's shared memory, multiplies on tensor cores, loads tables ahead, and keeps 16-bit samples' values in registers."
     cases = cases_of(which)
     assert len(cases) == (len(AHEAD) + 3 if which == "all" else 2)
     if which == "all":
-        found = compile_ahead(asked_of(capability, which))
+        found = cross_compiled(cross_compile_cases(capability, which))
     else:
-        found = request.getfixturevalue("presets_ahead")[capability]
+        found = request.getfixturevalue("compiled_presets")[capability]
     assert found[0]["shared"] < 1024
     assert found[0]["stack"] == 0
     for (name, samples), one in zip(cases, found[1:]):
-        said = f"{name}, {samples}: {one}"
-        assert one["shared"] <= SHARED[capability], said
-        assert one["wgmma" if capability == 90 else "mma"] > 0, said
-        assert one["cp_async"] > 0, said
+        output = f"{name}, {samples}: {one}"
+        assert one["shared"] <= SHARED[capability], output
+        assert one["wgmma" if capability == 90 else "mma"] > 0, output
+        assert one["cp_async"] > 0, output
         # Float samples take a few registers more, and offsets of 64 bits many more, but one build in a million needs those.
-        assert one["stack"] <= (256 if name == "long recordings" else 64 if samples == "float32" else 0), said
+        assert one["stack"] <= (256 if name == "long recordings" else 64 if samples == "float32" else 0), (
+            output
+        )
 
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_calls_of_all_sizes_launch_the_same_two_kernels(
-    capability: int, presets_ahead: dict[int, list[dict[str, Any]]]
+    capability: int, compiled_presets: dict[int, list[dict[str, Any]]]
 ) -> None:
     "Nothing is compiled again for another number of recordings or another address, which would stop a stream or break a capture."
-    found = presets_ahead[capability][-1]
+    found = compiled_presets[capability][-1]
     stages = [3, 2] if capability == 90 else [3]
     assert found == {"features": 2, "moments": 1, "options": sorted([8, s, False] for s in stages)}
 
@@ -532,7 +536,7 @@ print(*failed)
 """
 
 
-def test_only_its_own_module_needs_triton() -> None:
+def test_other_modules_do_not_import_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     failed = done.stdout.split()
     assert "leakmel.mel.triton_kernel" in failed

@@ -1,4 +1,4 @@
-"The comparison with other tools: right before fast, what is missing or broken is named, and a process tree is weighed as a whole."
+"The comparison with other tools: verified results only, missing or broken tools are named, and memory is that of the process tree."
 
 import importlib.util
 import os
@@ -146,7 +146,7 @@ def test_the_suite_end_to_end(tmp_path, hide):
 
 
 @pytest.mark.slow
-def test_only_who_is_right_gets_figures(tmp_path):
+def test_only_correct_tools_get_figures(tmp_path):
     wrong = {
         "buffer": "not right",
         "labels": "not right",
@@ -155,14 +155,14 @@ def test_only_who_is_right_gets_figures(tmp_path):
         "crash": "failed",
         "missing": "not installed",
     }
-    said: list[str] = []
+    output: list[str] = []
     figures = suite.bench_compare(
         tmp_path,
         n_files=60,
         rounds=2,
         run_s=60,
         who={"right": planted(), **{w: planted(w) for w in wrong}},
-        log=said.append,
+        log=output.append,
     )
     entries = figures["contestants"]
     assert {name: entries[name]["status"] for name in wrong} == wrong
@@ -186,10 +186,10 @@ def test_only_who_is_right_gets_figures(tmp_path):
     assert "NOT RIGHT: " in table
     assert "FAILED: " in table
     assert "missing: not installed" in table
-    assert any("round 2 of 2: B, warm: right" in line for line in said)
+    assert any("round 2 of 2: B, warm: right" in line for line in output)
 
 
-def test_a_round_that_fails_takes_all_figures_away(tmp_path, demo, monkeypatch):
+def test_failed_round_removes_all_figures_of_a_tool(tmp_path, demo, monkeypatch):
     "A figure of the rounds before would stand for a tool that breaks."
     entry = {"status": "ok", "n_files": {"A": 4, "B": 4}, "rounds": {}}
 
@@ -210,7 +210,7 @@ def test_a_round_that_fails_takes_all_figures_away(tmp_path, demo, monkeypatch):
 @pytest.mark.parametrize(
     ("per_s", "expected"), [(10_000.0, [48, 48, 900]), (20.0, [48, 48, 120]), (0.1, [48, 48])]
 )
-def test_a_first_run_that_compiles_takes_no_recordings_away(per_s, expected, demo, tmp_path, monkeypatch):
+def test_compile_time_does_not_reduce_the_number_of_recordings(per_s, expected, demo, tmp_path, monkeypatch):
     asked: list[int] = []
 
     def run(contestant: Contestant, root: Path, out: Path, geometry: str, **options: object) -> dict:
@@ -224,7 +224,7 @@ def test_a_first_run_that_compiles_takes_no_recordings_away(per_s, expected, dem
     assert asked == expected
 
 
-def test_what_cannot_be_asked_for(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     with pytest.raises(UsageError, match="dalli"):
         suite.bench_compare(tmp_path, only="dalli")
     with pytest.raises(UsageError, match="rounds"):
@@ -237,7 +237,7 @@ def test_what_cannot_be_asked_for(tmp_path):
 # -- each tool ------------------------------------------------------------------------------------------------------------
 
 
-def is_there(module: str) -> bool:
+def is_installed_here(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -246,10 +246,10 @@ def is_there(module: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TOOLS))
-def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
+def test_each_tool_is_correct_with_overlapping_segments(name, demo, tmp_path):
     "On a number of recordings that fills no whole batch; what is not installed says so."
     out = tmp_path / "T.H5"
-    if not all(map(is_there, TOOLS[name].modules)):
+    if not all(map(is_installed_here, TOOLS[name].modules)):
         with pytest.raises(EngineUnavailable, match=TOOLS[name].modules[0].split(".")[0]):
             run_once(all_contestants()[name], demo, out, "B")
         return
@@ -263,9 +263,9 @@ def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
 
 
 def test_every_engine_for_cpus_takes_part():
-    from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES
+    from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES
 
-    engines = (*CPU_ENGINES, *YARDSTICK_ENGINES)
+    engines = (*CPU_ENGINES, *COMPARISON_ENGINES)
     assert [n for n in all_contestants() if n.startswith("leakmel")] == [f"leakmel {e}" for e in engines]
     words = all_contestants()["leakmel torch"].command(Path("R"), Path("O"), "B")
     assert words[words.index("--engine") + 1] == "torch"
@@ -291,7 +291,7 @@ def test_parts_are_the_same_files_evenly_chosen(demo, tmp_path):
     assert part_of(demo, tmp_path, 10) == part
 
 
-def test_each_round_begins_with_another_contestant():
+def test_each_round_starts_with_another_tool():
     names = ["a", "b", "c"]
     assert {in_turn(names, i)[0] for i in range(3)} == set(names)
     assert all(sorted(in_turn(names, i)) == names for i in range(7))
@@ -299,7 +299,7 @@ def test_each_round_begins_with_another_contestant():
 
 
 @pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_the_cache_is_what_it_is_called(cache, demo, tmp_path, monkeypatch):
+def test_cache_state_is_prepared_before_a_run(cache, demo, tmp_path, monkeypatch):
     prepared: dict[str, list[str]] = {}
     monkeypatch.setattr(suite, "read_into_cache", lambda paths: prepared.update(warm=list(paths)))
     monkeypatch.setattr(suite, "evict", lambda paths: prepared.update(cold=list(paths)))
@@ -349,7 +349,7 @@ def peak_of(body: str, least_mb: float) -> float:
     peaks = list[float]()
     while len(peaks) < 3 and max(peaks, default=0) <= least_mb:
         took = run_command([sys.executable, "-c", HOLD + textwrap.dedent(body)], watch=True)
-        assert took.status == 0, took.said
+        assert took.status == 0, took.stderr_end
         assert took.peak_bytes is not None
         peaks.append(took.peak_bytes / 2**20)
     return max(peaks)
@@ -377,7 +377,7 @@ def test_memory_of_children_counts_and_shared_pages_count_once():
     assert 100 < shared < 100 + 3 * alone, "four processes, one set of pages"
 
 
-def test_a_run_that_is_not_watched_has_no_peak():
+def test_unmonitored_run_has_no_peak_memory():
     took = run_command(
         [sys.executable, "-c", "import os; print(os.environ['ANSWER']); raise SystemExit(7)"],
         env={"ANSWER": "42"},

@@ -79,7 +79,7 @@ store(figures, sys.argv[2])
 
 
 @pytest.mark.slow
-def test_all_of_it_on_a_bare_image(tmp_path, bare):
+def test_gpu_suite_on_an_image_without_extras(tmp_path, bare):
     done = bare("-c", WHOLE, tmp_path / "work", tmp_path / "store")
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "store").iterdir()
@@ -101,7 +101,7 @@ def test_all_of_it_on_a_bare_image(tmp_path, bare):
 
 
 @pytest.mark.slow
-def test_builds_and_checks_on_a_bare_image(tmp_path, bare):
+def test_builds_and_checks_on_an_image_without_extras(tmp_path, bare):
     write_demo(tmp_path / "set", n_files=12)
     words = ("--split", "training", "--device", "cpu", "--engine", "torch", "--quiet")
     done = bare("-m", "leakmel", "build", tmp_path / "set", "--out", tmp_path / "x.h5", *words)
@@ -111,7 +111,7 @@ def test_builds_and_checks_on_a_bare_image(tmp_path, bare):
 
 
 @pytest.mark.slow
-def test_gpu_tests_can_be_collected_on_a_bare_image(bare):
+def test_gpu_tests_are_collected_on_an_image_without_extras(bare):
     "Files that hold no such test are not imported: some of them need what is missing there."
     done = bare("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
@@ -128,8 +128,8 @@ def test_gpu_tests_can_be_collected_on_a_bare_image(bare):
 def test_missing_device_reports_a_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["bench", str(tmp_path / "work"), "--suite", "gpu", "--out", str(tmp_path / "store")]) == 2
-    said = capsys.readouterr().err
-    assert "needs a CUDA device" in said
+    output = capsys.readouterr().err
+    assert "needs a CUDA device" in output
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
@@ -182,7 +182,7 @@ def machine(monkeypatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_geometries_and_engines_take_turns(tmp_path, machine):
+def test_geometries_and_engines_alternate(tmp_path, machine):
     figures = bench_gpu(tmp_path, rounds=2)
     turn = [f"{g}-{e}" for g in "AB" for e in MEASURED_ENGINES]
     assert machine.built == turn * 3, "one round that warms, two that count"
@@ -192,7 +192,7 @@ def test_geometries_and_engines_take_turns(tmp_path, machine):
 
 
 @pytest.mark.parametrize(("status", "is_error"), [("warn", True), ("missing", False)])
-def test_an_engine_that_is_not_right_gets_no_figure(tmp_path, machine, status, is_error):
+def test_incorrect_engine_gets_no_figure(tmp_path, machine, status, is_error):
     machine.status["engine_torch_cuda"] = status
     figures = bench_gpu(tmp_path)
     assert not [name for name in machine.built if name.endswith("torch")]
@@ -207,7 +207,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_usage_error(tmp_path, machine):
         bench_gpu(tmp_path)
 
 
-def test_what_does_not_fit_into_the_time_is_left_out_and_named(tmp_path, machine):
+def test_measurements_beyond_the_time_limit_are_named(tmp_path, machine):
     machine.seconds = 50.0
     figures = bench_gpu(tmp_path, budget_s=390)
     assert len(machine.built) == 7, "after a build of 50 s no other one is begun 40 s before the end"
@@ -230,7 +230,7 @@ def test_an_error_loses_only_its_own_figure(tmp_path, machine):
     assert "ERROR in A, torch: CUDA error" in gpu_table(figures)
 
 
-def test_rows_that_are_not_right_fail_the_suite(tmp_path, machine, monkeypatch):
+def test_wrong_rows_fail_the_suite(tmp_path, machine, monkeypatch):
     def verify_all(*given: Any) -> Any:
         raise LeakmelError("the command leakmel verify failed")
 
@@ -240,7 +240,7 @@ def test_rows_that_are_not_right_fail_the_suite(tmp_path, machine, monkeypatch):
     assert "ERROR in verify: the command leakmel verify failed" in gpu_table(figures)
 
 
-def test_wrong_words_are_usage_errors(tmp_path):
+def test_invalid_arguments_are_usage_errors(tmp_path):
     with raises("invalid-effort"):
         bench_gpu(tmp_path, rounds=0)
     with raises("invalid-effort"):
@@ -259,7 +259,7 @@ def test_the_table_has_the_figures_that_matter(tmp_path, machine):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_design_answers(tmp_path):
+def test_all_parts_of_the_gpu_suite_run(tmp_path):
     "On the device of the tests in this process; builds in their own process on the CPU."
     import fake_device
 
@@ -290,7 +290,7 @@ def bench_gpu_suite_figures() -> dict[str, Any]:
     return {key: list(value) for key, value in lists.items()} | rest | {"machine": machine}
 
 
-def test_the_parts_of_the_design_end_with_the_time():
+def test_parts_of_the_gpu_suite_keep_the_time_limit():
     figures: dict[str, Any] = {"not_measured": [], "errors": []}
     parts = bench_gpu_design.device_parts(["triton", "torch"], DEVICE)
     names = [f"{group}: {name}" for group, name, _ in parts]
@@ -303,7 +303,7 @@ def test_the_parts_of_the_design_end_with_the_time():
 # -- records --------------------------------------------------------------------------------------------------------------
 
 
-def test_rehearsals_are_no_figures(tmp_path):
+def test_rehearsals_are_not_recorded_as_figures(tmp_path):
     figures = {
         "suite": "gpu",
         "made_utc": "2026-01-02T00:00:00+00:00",
@@ -334,24 +334,24 @@ def test_rehearsals_are_no_figures(tmp_path):
 
 def test_the_set_is_the_demo_set_byte_for_byte(tmp_path):
     write_demo(tmp_path / "demo", n_files=40)
-    said: list[str] = []
-    root = synthetic_set_of_size(tmp_path / "work", 40, said.append)
+    output: list[str] = []
+    root = synthetic_set_of_size(tmp_path / "work", 40, output.append)
 
     def content(root: Path) -> dict[str, bytes]:
         return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*.wav")}
 
     assert content(root) == content(tmp_path / "demo")
-    assert synthetic_set_of_size(tmp_path / "work", 40, said.append) == root
-    assert len(said) == 1, "one that exists is used again"
+    assert synthetic_set_of_size(tmp_path / "work", 40, output.append) == root
+    assert len(output) == 1, "one that exists is used again"
 
 
-def test_a_set_without_room_leaves_nothing(tmp_path):
+def test_demo_set_without_space_leaves_no_files(tmp_path):
     with pytest.raises(SpaceError):
         synthetic_set_of_size(tmp_path, 10**10)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_card_that_answers_little_is_still_described(monkeypatch):
+def test_gpu_with_few_facts_is_described(monkeypatch):
     def fails(*args: Any) -> None:
         raise RuntimeError("not supported")
 
@@ -375,7 +375,7 @@ def test_a_card_that_answers_little_is_still_described(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_suite_on_a_card(tmp_path):
+def test_suite_on_a_gpu(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     figures = bench_gpu(tmp_path, n_files=2000, rounds=1, budget_s=200)

@@ -17,8 +17,8 @@ def test_the_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     monkeypatch.setattr(suite, "usual_trials", lambda: ways)
     record = suite.bench_loaders(tmp_path / "work", n_files=12, rounds=2)
-    said = suite.loaders_table(record)
-    assert max(map(len, said.splitlines())) <= 100
+    output = suite.loaders_table(record)
+    assert max(map(len, output.splitlines())) <= 100
     assert set(record["figures"]) == {
         "contiguous, device",
         "contiguous, stream",
@@ -29,10 +29,10 @@ def test_the_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert record["verified"]["all_ok"]
     for name, f in record["figures"].items():
         assert 0 < f["slowest_round"] <= f["batches_per_s"] <= f["fastest_round"], name
-        assert name in said
+        assert name in output
 
 
-def test_the_usual_ways_are_those_that_are_in_question() -> None:
+def test_default_trials_of_the_loader_suite() -> None:
     names = [t.name for t in suite.usual_trials()]
     assert names == ["device", "stream", "8 x 4, fork", "8 x 4, spawn", "4 x 8, fork", "4 x 8, spawn"]
     with raises("usage"):

@@ -95,7 +95,7 @@ def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, in_this_process):
         assert trust["share"] == pytest.approx(sum(trust["pieces_s"].values()) / trust["build_s"])
 
 
-def test_builds_that_differ_are_no_figures(tmp_path, monkeypatch, in_this_process):
+def test_builds_with_different_bytes_give_no_figures(tmp_path, monkeypatch, in_this_process):
     "One bit more or less by --check 0 or fsync would be a defect; then nothing is all right."
     monkeypatch.setattr(bench_parts, "core_counts", lambda: [1])
     monkeypatch.setattr(bench_parts, "GEOMETRIES", {"A": bench_parts.GEOMETRIES["A"]})
@@ -137,7 +137,7 @@ def test_failed_check_is_reported(tmp_path):
     assert "digest" in one_part("pass over all rows", "A", str(root), str(tmp_path))["error"]
 
 
-def test_price_of_trust_adds_up():
+def test_overhead_of_checks_adds_up():
     made = {
         f"B, {name}, 4 cores": {"seconds": spread([0.9 * s, s, 1.1 * s]), "cpu_s": spread([c])}
         for name, s, c in (
@@ -170,7 +170,7 @@ def test_price_of_trust_adds_up():
     assert price["share_of_sample_by_difference"] == pytest.approx(0.25)
 
 
-def test_cores_are_given_back():
+def test_cpu_affinity_is_restored():
     before = usable_cores()
     assert core_counts() == sorted({1, before})
     with on_cores(1):
@@ -181,7 +181,7 @@ def test_cores_are_given_back():
     assert usable_cores() == before
 
 
-def test_threads_do_every_batch_once_and_tell_errors():
+def test_threads_process_every_batch_once_and_raise_errors():
     done: list[int] = []
     on_threads(lambda k, batch: done.append(batch), 1000, 4)
     assert sorted(done) == list(range(1000))
@@ -217,7 +217,7 @@ def test_the_suite_growth_end_to_end(tmp_path):
     )
 
 
-def test_every_name_is_a_recording_of_its_own(tmp_path, in_this_process):
+def test_each_linked_name_is_a_separate_recording(tmp_path, in_this_process):
     "Names differ, contents repeat: as many rows as names, in both labels, and copies are told."
     root = write_demo(tmp_path / "demo", n_files=40).root
     n = len(list((root / "TRAINING").glob("*/*.wav")))
@@ -261,7 +261,7 @@ def test_links_that_cannot_be_created_are_reported(tmp_path, monkeypatch, code, 
     assert os.listdir(tmp_path / "growth") == []
 
 
-def test_room_is_asked_for_before_anything_is_written(tmp_path):
+def test_space_is_checked_before_writing(tmp_path):
     with pytest.raises(SpaceError):
         bench_growth.bench_growth(tmp_path / "work", n_files=10**10)
     assert os.listdir(tmp_path / "work") == []
@@ -309,7 +309,7 @@ def record(slope: float, rounds: int = 2) -> dict[str, Any]:
     }
 
 
-def test_table_and_figure_say_what_the_record_says():
+def test_table_and_figure_agree_with_the_record():
     figures = record(400.0)
     text, fig = growth_table(figures), growth_figure(figures)
     assert (

@@ -62,7 +62,7 @@ def test_bars_are_the_medians_of_the_record():
     assert drawn(bench_figures.build_figure(record)) == pytest.approx(wanted)
 
 
-def test_a_ladder_says_what_is_fastest_even_where_the_last_rung_is_not():
+def test_title_names_the_fastest_step():
     figure = bench_figures.ladder_figure(
         {"first": [10.0], "best": [50.0, 40.0, 30.0], "last": [20.0]}, "here"
     )
@@ -71,14 +71,14 @@ def test_a_ladder_says_what_is_fastest_even_where_the_last_rung_is_not():
     assert figure.layout.title.subtitle.text == "here"
 
 
-def test_figures_of_readers_know_the_way_of_a_build():
+def test_reader_of_a_build_is_among_the_measured_ones():
     pytest.importorskip("numba")
     from bench_reader import ways_of_reading
 
     assert bench_figures.BUILD_WAY in ways_of_reading(2)
 
 
-def test_a_long_subtitle_is_folded():
+def test_long_subtitle_is_wrapped():
     parts = [f"{k} " + "word " * 8 for k in range(6)]
     figure = bench_figures.ladder_figure({"first": [10.0]}, "; ".join(parts))
     lines = figure.layout.title.subtitle.text.split("<br>")
@@ -87,7 +87,7 @@ def test_a_long_subtitle_is_folded():
     assert figure.layout.margin.t > bench_figures.ladder_figure({"first": [10.0]}, "here").layout.margin.t
 
 
-def test_a_suite_that_fails_leaves_the_ones_before_it(monkeypatch, tmp_path):
+def test_failed_suite_keeps_earlier_records(monkeypatch, tmp_path):
     "Each record is stored as it comes, and a temporary work folder is removed."
     folders: list[Path] = []
 
@@ -117,7 +117,7 @@ def test_an_unknown_suite_is_refused_before_anything_is_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_picture_keeps_its_note():
+def test_figure_keeps_its_note():
     png = (ROOT / "nbs" / "images" / "timeline.png").read_bytes()
     assert pictures.note_of(png) is None
     noted = pictures.with_note(png, "2001-02-03T04:05:06+00:00")

@@ -41,7 +41,7 @@ def figures(folder) -> dict[str, Any]:
     return bench_train(folder, n_files=6, rounds=1, rehearse=True, commit_id="abc")
 
 
-def test_a_rehearsal_goes_through_all_of_it(figures):
+def test_rehearsal_runs_all_measurements(figures):
     assert (figures["suite"], figures["rehearsal"], figures["ok"], figures["errors"], figures["commit"]) == (
         "train",
         True,
@@ -95,7 +95,7 @@ def test_table_fits_and_marks_a_rehearsal(figures):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_real_plans_can_be_held_beside_each_other():
+def test_cpu_and_gpu_plans_are_comparable():
     assert ON_CPU.batch_size == ON_GPU.batch_size, "figures that can be held beside each other"
     for plan in (ON_GPU, ON_CPU):
         for name in plan.changes:
@@ -122,7 +122,7 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     assert not found["ok"]
 
 
-def test_an_agreement_that_fails_is_no_figure(folder, monkeypatch):
+def test_failed_agreement_check_gives_no_figure(folder, monkeypatch):
     "The measurements after it go on, and the run is not said to be right."
 
     def fail(*args: Any) -> Any:
@@ -192,7 +192,7 @@ def test_prediction_and_evaluation_of_other_recordings(uneven, tmp_path, figures
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
+def test_cpu_record_is_marked_as_cpu(tmp_path, monkeypatch):
     "No record of a CPU hides that of a GPU."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(suite, "N_FILES", {"cuda": 10**9, "cpu": 6})
@@ -216,7 +216,7 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
     assert newest("train", tmp_path / "records", "cpu") == newest("train", tmp_path / "records") == found
 
 
-def test_what_is_refused(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     with raises("invalid-effort", found=0):
         bench_train(tmp_path / "x", rounds=0, rehearse=True)
     assert not (tmp_path / "x").exists()

@@ -52,7 +52,7 @@ def failing(error: Exception):
 # ---- the whole page ----------------------------------------------------------------------------------------------------
 
 
-def test_this_machine_is_ready_and_every_engine_is_right(whole):
+def test_this_machine_is_ready_and_all_engines_are_correct(whole):
     assert whole.ok, whole
     assert [c.key for c in whole.checks] == list(TITLES)
     for name in ("reference", "cpu", "torch", *(["torchaudio"] if find_spec("torchaudio") else [])):
@@ -78,7 +78,7 @@ def test_all_keys_are_documented_and_the_rest_is_json(whole):
     assert sum(body["counts"].values()) == len(TITLES)
 
 
-def test_every_requirement_belongs_to_a_line():
+def test_every_requirement_has_a_check():
     wanted = set(doctor_checks.requirements()) - {"python"}
     assert wanted == {name for names in doctor_checks.LINES.values() for name in names}
 
@@ -89,7 +89,7 @@ def test_nothing_is_left_in_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("key", TITLES)
-def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
+def test_failing_check_is_reported(key, tmp_path, monkeypatch):
     "Each in turn, the others untouched; what a build needs and nobody could look at blocks it."
 
     def good(key: str, folder: Path) -> Check:
@@ -116,9 +116,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     def version(name: str) -> str:
         if name not in versions:
             return real(name)
-        if (said := versions[name]) is None:
+        if (output := versions[name]) is None:
             raise metadata.PackageNotFoundError(name)
-        return said
+        return output
 
     monkeypatch.setattr(metadata, "version", version)
 
@@ -198,7 +198,7 @@ sys.exit(main(["doctor", sys.argv[1], "--json"]))
 """
 
 
-def test_it_works_where_nothing_is_installed(tmp_path):
+def test_doctor_runs_without_extras(tmp_path):
     "A doctor that needs what is missing could not say so."
     done = subprocess.run(
         [sys.executable, "-c", CODE, os.fspath(tmp_path)],
@@ -287,12 +287,12 @@ LOW = (
 )
 
 
-@pytest.mark.parametrize(("limit", "said"), [("100", "warn 100 Set ulimit -n 4096"), ("256", "ok 256")])
-def test_a_low_limit_of_open_files(limit, said):
+@pytest.mark.parametrize(("limit", "message"), [("100", "warn 100 Set ulimit -n 4096"), ("256", "ok 256")])
+def test_a_low_limit_of_open_files(limit, message):
     done = subprocess.run(
         [sys.executable, "-c", LOW, limit], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith(said)
+    assert done.stdout.startswith(message)
 
 
 def test_a_low_limit_of_threads(tmp_path):
@@ -358,7 +358,7 @@ def test_only_recordings_of_the_folder_are_found(tmp_path, make_wav):
     assert doctor_checks.has_recordings(tmp_path / "in")
 
 
-def test_recordings_are_not_searched_for_ever(tmp_path, make_wav, monkeypatch):
+def test_search_for_recordings_is_bounded(tmp_path, make_wav, monkeypatch):
     for k in range(9):
         (tmp_path / "A" / f"{k}").mkdir(parents=True)
     make_wav(tmp_path / "A" / "0" / "x.wav")
@@ -435,7 +435,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     assert "__pycache__" in check.found or os.environ.get("NUMBA_CACHE_DIR", "-") in check.found
 
 
-def test_what_can_be_written(tmp_path):
+def test_writable_folders(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     can_write = doctor._can_write
     assert can_write(tmp_path)
@@ -453,7 +453,7 @@ def test_a_machine_without_a_gpu(monkeypatch):
     assert doctor.examine_gpu().status == "missing"
 
 
-def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
+def test_gpu_that_torch_cannot_use_is_reported(monkeypatch):
     import torch
 
     monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
@@ -482,7 +482,7 @@ def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
     assert f"driver {NOT_MEASURED}" in doctor.examine_gpu().found
 
 
-def test_the_bus_of_a_rehearsed_device(monkeypatch):
+def test_bus_of_a_fake_device(monkeypatch):
     monkeypatch.setattr(doctor, "MIN_BUS_RATE", 0)
     check = doctor.examine_bus(DEVICE)
     assert check.status == "ok"
@@ -514,7 +514,7 @@ def test_an_engine_whose_parity_is_off_blocks(tmp_path, monkeypatch, capsys):
     assert [c["key"] for c in body["checks"] if c["blocks"]] == ["engine_cpu"]
 
 
-def test_a_wrong_fft_is_seen(monkeypatch):
+def test_wrong_fft_is_detected(monkeypatch):
     "The compiled engine has an FFT of its own, so a reference that is wrong differs from it."
     real = np.fft.rfft
     monkeypatch.setattr(np.fft, "rfft", lambda x, *a, **k: real(x, *a, **k) * 1.02)
@@ -524,18 +524,18 @@ def test_a_wrong_fft_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (ImportError("no torch"), "missing", "no torch"),
         (engines.EngineUnavailable("no card", remedy="buy one"), "missing", "no card"),
         (RuntimeError("illegal instruction"), "warn", "failed: RuntimeError: illegal instruction"),
     ],
 )
-def test_engines_that_cannot_run(error, status, said, monkeypatch):
+def test_engines_that_cannot_run(error, status, message, monkeypatch):
     monkeypatch.setattr(engines, "load_class", failing(error))
     check = doctor.examine_engine("torch")
     assert (check.status, check.blocks) == (status, False)
-    assert said in check.found
+    assert message in check.found
     assert doctor.examine_engine("reference").blocks, "there is none below it"
 
 
@@ -551,7 +551,7 @@ def test_parity_asks_every_device():
 # ---- the command ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_page(demo, whole, monkeypatch, capsys):
+def test_command_prints_the_report(demo, whole, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda folder, progress=None: whole)
     assert main(["doctor", os.fspath(demo), "--quiet"]) == 0
     out = capsys.readouterr().out
@@ -570,7 +570,7 @@ def test_no_such_folder(tmp_path, capsys):
         examine(tmp_path / "nowhere")
 
 
-def test_without_a_folder_it_is_the_current_one(tmp_path, monkeypatch):
+def test_current_folder_is_the_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "probes", lambda: {"wsl": REAL["wsl"]})
     assert examine().folder == tmp_path

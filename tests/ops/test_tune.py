@@ -140,7 +140,7 @@ def test_rounds_are_interleaved_and_never_in_the_same_order():
 
 
 @pytest.mark.parametrize("budget_s", [25.0, 60.0, 200.0])
-def test_no_trial_is_begun_that_would_end_too_late(budget_s):
+def test_no_trial_starts_that_would_exceed_the_time(budget_s):
     clock, told = Clock(), list[int]()
     trials = {
         ("x", "cold"): clock.trial(("x", "cold"), lambda: 7.0, 1.0),
@@ -151,7 +151,7 @@ def test_no_trial_is_begun_that_would_end_too_late(budget_s):
     assert told == list(range(len(told)))
 
 
-def test_the_sample_keeps_the_time():
+def test_sample_size_fits_the_time():
     for n_there in (40, 1000, 100_000):
         for per_file_s in (1e-5, 2e-4, 1e-2, 0.5):
             for seconds in (2.0, 30.0, 500.0):
@@ -172,7 +172,7 @@ def test_nothing_is_recommended_where_all_are_equal():
     assert recommended(dict.fromkeys([DEFAULT, "a", "b", "c"], 100)) == DEFAULT
 
 
-def test_a_gain_too_small_to_matter_is_none():
+def test_negligible_gain_is_not_recommended():
     assert recommended({DEFAULT: 100, "a": 102, "b": 100, "c": 100}) == DEFAULT
 
 
@@ -182,7 +182,7 @@ def test_noise_is_hardly_ever_recommended():
     assert sum(name != DEFAULT for name in seen) <= 16
 
 
-def test_what_harms_from_the_other_state_is_not_recommended():
+def test_setting_that_is_slower_with_a_cold_cache_is_not_recommended():
     states = made({DEFAULT: 100, "a": 130}, 0.02) | {"warm": made({DEFAULT: 100, "a": 90}, 0.02)["warm"]}
     assert states["cold"][0]["name"] == "a"
     assert gain(states, "a") == 0
@@ -193,7 +193,7 @@ def test_too_few_rounds_recommend_nothing():
     assert best_candidate(made({DEFAULT: 100, "a": 150}, 0.01, 4), TRIED[:2]) == DEFAULT
 
 
-def test_a_trial_that_fails_is_named_and_the_others_go_on():
+def test_failed_trial_is_named_and_others_continue():
     clock, calls = Clock(), []
 
     def fail() -> float:
@@ -212,7 +212,7 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
     assert best_candidate({"warm": scores_of(only, "warm", N_FILES)}, TRIED) == DEFAULT
 
 
-def test_a_trial_in_the_wrong_state_does_not_count_but_may_come_again():
+def test_trial_with_the_wrong_cache_state_is_repeated():
     clock, n = Clock(), iter([0.5, 0.0, 0.5, 0.5])
 
     def sometimes() -> float:
@@ -283,7 +283,7 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
 
 
 @pytest.fixture
-def played(monkeypatch) -> Clock:
+def simulated_builds(monkeypatch) -> Clock:
     "The clock by which `tune` shares out its time: it moves by a millisecond for each build that is made up, whatever the machine does meanwhile."
     clock = Clock()
     monkeypatch.setattr(tune_module, "time", SimpleNamespace(monotonic=clock))
@@ -291,11 +291,11 @@ def played(monkeypatch) -> Clock:
     return clock
 
 
-def test_what_wins_is_kept_and_picked_up(data, tmp_path, monkeypatch, played):
+def test_recommended_settings_are_stored_and_used(data, tmp_path, monkeypatch, simulated_builds):
     "With builds whose times are made up: smaller batches are faster, and no read-ahead is far slower when cold."
 
     def run(trials: BuildTrials, changes: dict[str, int], cache: str) -> float:
-        played.now_s += 0.001
+        simulated_builds.now_s += 0.001
         ahead = changes.get("read_ahead") == 0
         rate = 100.0 + 50 * ("files_per_batch" in changes) + 90 * ahead * (1 if cache == "warm" else -1)
         return len(trials.sample) / rate
@@ -317,11 +317,11 @@ def test_what_wins_is_kept_and_picked_up(data, tmp_path, monkeypatch, played):
     )
 
 
-def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, played):
+def test_uncertain_settings_are_not_stored(data, tmp_path, monkeypatch, simulated_builds):
     "The same, but with no time for enough rounds: the defaults stay, and the file that is kept changes nothing."
 
     def run(trials: BuildTrials, changes: dict[str, int], cache: str) -> float:
-        played.now_s += 0.001
+        simulated_builds.now_s += 0.001
         return len(trials.sample) / (200.0 if changes else 100.0)
 
     monkeypatch.setattr(BuildTrials, "run", run)
@@ -333,17 +333,17 @@ def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, pl
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
+    ("number", "status", "message"),
     [(errno.EROFS, 1, "Read-only file system"), (errno.ENOSPC, 3, "No space left")],
 )
 @pytest.mark.parametrize("faster", [True, False])
-def test_what_was_measured_is_shown_where_it_cannot_be_kept(
-    data, tmp_path, own_config, monkeypatch, capsys, played, number, status, said, faster
+def test_measurements_are_shown_if_they_cannot_be_stored(
+    data, tmp_path, own_config, monkeypatch, capsys, simulated_builds, number, status, message, faster
 ):
     "The user's folder of settings cannot be written: a note of the error holds the figures, and how to do without."
 
     def run(trials: BuildTrials, changes: dict[str, int], cache: str) -> float:
-        played.now_s += 0.001
+        simulated_builds.now_s += 0.001
         return len(trials.sample) / (200.0 if faster and "files_per_batch" in changes else 100.0)
 
     def refusing(path: Path) -> Any:
@@ -356,7 +356,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     out, err = capsys.readouterr()
     assert "the settings were measured, but not stored for later builds" in err
     assert str(tuned_path(data)) in err
-    assert said in err
+    assert message in err
     assert "\nstored for later builds in" not in out + err
     assert "builds, warm cache" in err, "the tables"
     assert ("leakmel build ... --files-per-batch " if faster else "builds need no options") in err
@@ -367,7 +367,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     assert sorted(p.name for p in tmp_path.iterdir() if p != own_config.parent) == ["data"], "nothing is left"
 
 
-def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys):
+def test_trials_use_the_settings_of_the_build(data, tmp_path, monkeypatch, capsys):
     "A spec file, a setting beside it and waveforms: the trials make the rows that the same words make of a build."
     write_spec(tmp_path / "spec.json", {"preset": "overlap", "n_mels": 24, "n_fft": 256})
     words = ["--spec", str(tmp_path / "spec.json"), "--n-mels", "20", "--with-waveforms", "--engine", "cpu"]
@@ -385,8 +385,8 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(BuildTrials, "build", watched)
     monkeypatch.setattr(BuildTrials, "run", lambda trials, changes, cache: len(trials.sample) / 100.0)
     assert main(["tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(
+    output = capsys.readouterr().out
+    assert output.startswith(
         f"spec of {tmp_path / 'spec.json'}: preset overlap@2, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n"
     )
     with lm.open_dataset(tmp_path / "x.h5") as ds:
@@ -398,7 +398,7 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
     assert "no such spec file" in capsys.readouterr().err
 
 
-def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
+def test_tune_accepts_settings_that_change_a_build(capsys):
     wanted = {f.name for f in fields(lm.MelSpec)} - {"preset_name"} | {
         "preset",
         "spec",
@@ -417,7 +417,7 @@ def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
         } >= wanted, command
 
 
-def test_a_sample_is_of_what_can_be_read(data):
+def test_sample_has_readable_recordings_only(data):
     sample = take_sample(scan(data), 1000)
     assert len(sample) == 41
     few = take_sample(scan(data), 5)
@@ -431,7 +431,7 @@ def test_a_sample_is_of_what_can_be_read(data):
         take_sample(scan(data), 5)
 
 
-def test_cold_is_checked(data, monkeypatch):
+def test_cold_cache_is_checked(data, monkeypatch):
     "Where evicting does nothing, a trial that was to be cold does not count, and says so."
     sample = take_sample(scan(data), 40)
     make_cache_state(paths_of(sample), "warm")
@@ -449,7 +449,7 @@ def test_cold_is_checked(data, monkeypatch):
     assert any(note.startswith("cold: not measured") for note in figures["notes"])
 
 
-def test_other_bytes_keep_nothing(data, tmp_path, monkeypatch):
+def test_setting_that_changes_bytes_is_not_stored(data, tmp_path, monkeypatch):
     "A setting that changed a row would never be kept."
     right = BuildTrials.build
 
@@ -487,7 +487,7 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
-def test_a_time_that_is_none_is_refused(data, budget_s):
+def test_invalid_time_is_refused(data, budget_s):
     with raises("invalid-effort"):
         tune(data, budget_s=budget_s)
 
@@ -495,7 +495,7 @@ def test_a_time_that_is_none_is_refused(data, budget_s):
 # ---- the file of settings
 
 
-def test_settings_go_round(data, own_config):
+def test_settings_survive_a_round_trip(data, own_config):
     assert find_tuned(data) is None
     path = write_tuned(data, body(settings=dict(files_per_batch=7, read_ahead=0)))
     assert path.parent == own_config
@@ -532,7 +532,7 @@ def test_settings_go_round(data, own_config):
         {"settings": []},
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_and_named_once(data, caplog, changes):
+def test_invalid_settings_file_is_refused_and_reported_once(data, caplog, changes):
     path = write_tuned(data, body())
     path.write_text(json.dumps(body(**changes)))
     with raises("invalid-tuned-file", DataError, path=path):
@@ -574,7 +574,7 @@ def build_json(capsys: pytest.CaptureFixture, data: Path, out: Path, *words: str
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_build_picks_them_up_says_so_and_gives_the_same_bytes(data, tmp_path, capsys):
+def test_build_uses_and_reports_tuned_settings_with_equal_bytes(data, tmp_path, capsys):
     plain = build_json(capsys, data, tmp_path / "plain.h5")
     assert "tuned_from" not in plain["pipeline"]
     path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}))
@@ -594,29 +594,29 @@ def test_a_build_picks_them_up_says_so_and_gives_the_same_bytes(data, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("given", "more", "said"),
+    ("given", "more", "message"),
     [
         ({"files_per_batch": 4}, {}, "files_per_batch 4 was asked for"),
         ({}, {"engine": "reference"}, "engine auto"),
         ({"device": "fake"}, {}, "device auto"),
     ],
 )
-def test_what_the_user_says_goes_before(data, given, more, said):
+def test_given_settings_precede_tuned_ones(data, given, more, message):
     write_tuned(data, body())
     config, line = with_tuned(data, given, **more)
     assert config == PipelineConfig(**given)
     assert "not used" in line
-    assert said in line
+    assert message in line
 
 
-def test_what_was_not_measured_does_not_contradict(data):
+def test_other_given_settings_cause_no_conflict(data):
     write_tuned(data, body())
     config, line = with_tuned(data, {"fsync": False, "files_per_batch": 3, "cache_dir": "/x"})
     assert (config.fsync, config.files_per_batch, config.cache_dir) == (False, 3, "/x")
     assert "not used" not in line
 
 
-def test_defaults_that_won_are_not_announced(data):
+def test_tuned_defaults_are_not_reported(data):
     write_tuned(data, body(settings={}))
     assert with_tuned(data, {}) == (PipelineConfig(), "")
 
@@ -649,7 +649,7 @@ def planned(data: Path, out: Path, **more: Any) -> RunPlan:
     )
 
 
-def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
+def test_build_notebook_uses_and_reports_tuned_settings(data, tmp_path):
     plain = planned(data, tmp_path / "plain")
     assert "tuned" not in dict(plain.rows())
     path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}))
@@ -666,7 +666,7 @@ def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
     assert off.config == PipelineConfig()
 
 
-def test_what_the_notebook_is_given_goes_before(data, tmp_path):
+def test_notebook_parameters_precede_tuned_settings(data, tmp_path):
     write_tuned(data, body(settings={"files_per_batch": 3}))
     assert (plan := planned(data, tmp_path / "a", slots=2)).config.slots == 2
     assert plan.config.files_per_batch == 3
@@ -676,7 +676,7 @@ def test_what_the_notebook_is_given_goes_before(data, tmp_path):
     assert "not used: files_per_batch 5 was asked for" in dict(plan.rows())["tuned"]
 
 
-def test_the_library_call_takes_them_where_it_is_told(data, tmp_path):
+def test_library_call_uses_tuned_settings_only_on_request(data, tmp_path):
     "A function does what its arguments say: no file of the user's changes it."
     write_tuned(data, body())
     assert "tuned_from" not in lm.build(data, out=tmp_path / "x.h5", progress="none").summary["pipeline"]

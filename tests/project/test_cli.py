@@ -26,7 +26,7 @@ import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
 from leakmel.dataset.run.pipeline import PipelineConfig
-from outsider import check, leftovers, walk
+from independent import check, leftovers, walk
 from prose import words_in
 
 
@@ -98,7 +98,7 @@ def only_json(text: str) -> dict:
 
 
 @pytest.mark.slow
-def test_from_nothing_to_a_verified_data_set(tmp_path):
+def test_demo_build_and_verify(tmp_path):
     done = shell("demo", tmp_path / "demo", "--files", "12", "--faults")
     assert done.returncode == 0, done.stderr
     assert "planted" in done.stdout
@@ -158,7 +158,7 @@ def test_json_is_one_object_and_nothing_else(data, tmp_path, say):
     assert [s["split"] for s in only_json(out)["splits"]] == ["TRAINING", "VALIDATION", "TESTING"]
 
 
-def test_failures_are_json_too_and_say_why_on_stderr(data, tmp_path, say):
+def test_failures_are_json_with_a_message_on_stderr(data, tmp_path, say):
     target = tmp_path / "x.h5"
     cases: list[tuple[int, tuple[str | Path, ...]]] = [
         (1, ("build", tmp_path / "nowhere", "--out", target)),
@@ -209,7 +209,7 @@ def test_usage_errors(args, say):
     assert err.count("\n") == 1, "one line that says what is wrong"
 
 
-def test_wrong_choice_is_answered_with_the_right_ones(data, tmp_path, say):
+def test_invalid_choice_lists_valid_ones(data, tmp_path, say):
     status, _, err = say("build", data, "--out", tmp_path / "x.h5", "--mel-scale", "bark")
     assert status == 2
     assert "htk" in err
@@ -219,7 +219,7 @@ def test_wrong_choice_is_answered_with_the_right_ones(data, tmp_path, say):
     assert "training" in err
 
 
-def test_no_space_is_3(data, tmp_path, say, monkeypatch):
+def test_insufficient_space_exits_with_3(data, tmp_path, say, monkeypatch):
     from types import SimpleNamespace
 
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
@@ -229,7 +229,7 @@ def test_no_space_is_3(data, tmp_path, say, monkeypatch):
     assert str(tmp_path) in err
 
 
-def test_bad_data_set_is_1(data, tmp_path, say):
+def test_bad_data_set_exits_with_1(data, tmp_path, say):
     say("build", data, "--out", tmp_path / "x.h5", "--quiet")
     with h5py.File(tmp_path / "x.h5", "r+") as f:
         f["segments_mel"][3] = 0
@@ -371,7 +371,7 @@ def test_log_level(data, level):
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
-def test_terminals_that_know_few_letters(tmp_path, make_wav, env):
+def test_terminals_with_limited_encodings(tmp_path, make_wav, env):
     make_wav(tmp_path / "Größe 水" / "Straße 水" / "ä.wav")
     done = shell("build", tmp_path / "Größe 水", "--out", tmp_path / "Größe.h5", env=env)
     assert done.returncode == 0, done.stderr
@@ -382,7 +382,7 @@ def test_terminals_that_know_few_letters(tmp_path, make_wav, env):
 
 
 @pytest.mark.slow
-def test_reader_that_goes_away(data):
+def test_closed_pipe_ends_the_command(data):
     for more in ([], ["--json"]):
         reading, writing = os.pipe()
         os.close(reading)
@@ -404,7 +404,7 @@ def test_python_m_and_the_installed_command_are_the_same(data):
     assert done.stdout == shell("scan", data).stdout
 
 
-def test_signal_handlers_are_put_back(data, say):
+def test_signal_handlers_are_restored(data, say):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     say("scan", data)
     say("scan", data / "nowhere")
@@ -497,7 +497,7 @@ def test_public_names():
 # ---- what people get wrong -------------------------------------------------------------------------------------------
 
 
-def test_scan_of_nothing_is_1(tmp_path, say):
+def test_scan_of_an_empty_folder_exits_with_1(tmp_path, say):
     (tmp_path / "empty").mkdir()
     status, out, _ = say("scan", tmp_path / "empty")
     assert status == 1
@@ -507,7 +507,7 @@ def test_scan_of_nothing_is_1(tmp_path, say):
     assert (only_json(out)["found"], only_json(out)["would_be_rejected"]) == (0, 0)
 
 
-def test_scan_with_one_split_empty_is_0(tmp_path, make_wav, say):
+def test_scan_with_one_empty_split_exits_with_0(tmp_path, make_wav, say):
     make_wav(tmp_path / "set" / "TRAINING" / "LEAK" / "a.wav")
     (tmp_path / "set" / "TESTING").mkdir()
     status, out, _ = say("scan", tmp_path / "set", "--split", "all")
@@ -527,7 +527,7 @@ def test_scan_of_a_label_folder_and_of_a_file(data, say):
     assert "1.wav: the path is a file, but a folder is needed" in err
 
 
-def test_scan_tells_sensors_in_several_splits(tmp_path, make_wav, say):
+def test_scan_reports_sensors_in_several_splits(tmp_path, make_wav, say):
     for split, sensor in (("TRAINING", "H1"), ("TRAINING", "H2"), ("TESTING", "H1")):
         make_wav(tmp_path / "set" / split / "LEAK" / f"{sensor}~1~20250101_000000~5.wav")
     status, out, _ = say("scan", tmp_path / "set")
@@ -543,7 +543,7 @@ def test_help_names_the_other_names_of_path(say):
         assert "path (or file, filename) and label" in " ".join(say(command, "--help")[1].split())
 
 
-def test_verify_with_what_does_not_belong_to_it(data, tmp_path, say):
+def test_verify_with_missing_root_or_unrelated_table(data, tmp_path, say):
     say("build", data, "--out", tmp_path / "x.h5", "--quiet")
     status, out, _ = say("verify", tmp_path / "x.h5", "--root", tmp_path / "nowhere")
     assert status == 1
@@ -565,7 +565,7 @@ WRONG_WORDS = [
 
 
 @pytest.mark.parametrize("words", WRONG_WORDS)
-def test_machines_are_told_of_wrong_words_too(words, capsys):
+def test_usage_errors_are_json(words, capsys):
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()
     body = json.loads(out)
@@ -576,7 +576,7 @@ def test_machines_are_told_of_wrong_words_too(words, capsys):
 
 
 @pytest.mark.parametrize("where", ["the folder", "the figures"])
-def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
+def test_bench_checks_folders_before_measuring(tmp_path, say, where):
     "Figures of minutes are not lost for a folder that cannot be written to."
     (tmp_path / "file").write_text("mine")
     wrong, right = tmp_path / "file" / "b", tmp_path / "b"
@@ -595,16 +595,14 @@ def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
     assert not list(tmp_path.rglob("*.wav"))
 
 
-def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_what_to_do(
-    tmp_path, make_wav, say
-):
+def test_missing_label_folder_and_missing_spec_file_have_remedies(tmp_path, make_wav, say):
     make_wav(tmp_path / "flat" / "x.wav")
     status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
     assert status == 1
     assert "expected one folder per label. Give the parent of the label folders" in err
-    said = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
-    assert "none.json" in said
-    assert "explore.ipynb" in said
+    output = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
+    assert "none.json" in output
+    assert "explore.ipynb" in output
 
 
 def test_cache_is_listed_in_columns(tmp_path, capsys):
@@ -620,23 +618,23 @@ def on_terminal(columns: int, *args: str | os.PathLike) -> tuple[int, str]:
     "Run the command on a terminal of some width; returns status and all that was written."
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command, said = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]], b""
+    command, output = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]], b""
     with subprocess.Popen(
         command, stdout=theirs, stderr=theirs, env=os.environ | {"COLUMNS": "", "LINES": ""}
     ) as process:
         os.close(theirs)
         with suppress(OSError):  # a terminal that nobody writes to any more
             while part := os.read(ours, 65536):
-                said += part
+                output += part
     os.close(ours)
-    return process.returncode, said.decode()
+    return process.returncode, output.decode()
 
 
 def test_a_terminal_of_80_columns(data, tmp_path):
-    status, said = on_terminal(80, "build", data, "--out", tmp_path / "x.h5")
-    lines = said.replace("\r\n", "\n").split("\n")
+    status, output = on_terminal(80, "build", data, "--out", tmp_path / "x.h5")
+    lines = output.replace("\r\n", "\n").split("\n")
     assert status == 0
-    assert said.count("mode stream (auto was asked for)") == 1
+    assert output.count("mode stream (auto was asked for)") == 1
     assert (
         max(
             len(part)
@@ -646,7 +644,7 @@ def test_a_terminal_of_80_columns(data, tmp_path):
         )
         <= 80
     )
-    words = " ".join(said.split())
+    words = " ".join(output.split())
     assert "one build reads each recording once" in words, "no word is cut"
     assert "9 rows + 1 rejected = 10 files found" in words
     assert "files/s" in words

@@ -265,7 +265,7 @@ def test_pages_in_a_browser(site, page):
 
 
 @pytest.mark.slow
-def test_the_search_finds_a_name_and_a_word(site, page):
+def test_site_search_finds_names_and_words(site, page):
     "Opened from the disk, where a page may not fetch another one."
     watched = Watched(page)
     for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/rejected_files.html")):
@@ -283,7 +283,7 @@ def test_the_search_finds_a_name_and_a_word(site, page):
 
 
 @pytest.mark.slow
-def test_the_front_page_goes_from_a_picture_to_links_by_task(site):
+def test_front_page_has_a_picture_and_links_by_task(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     parts = [
         "<h1>leakmel",
@@ -360,7 +360,7 @@ def test_promises_name_existing_tests():
             assert function in tests_of[file], f"{name}: there is no {test}"
 
 
-def test_formulas_need_no_renderer():
+def test_formulas_become_html():
     assert (
         prepare.formulas(r"to $2^{-24}$, `a $b$`")
         == "to <span class='formula'>2<sup>−24</sup></span>, `a $b$`"
@@ -410,7 +410,7 @@ def test_directives_become_tags():
         v4.new_markdown_cell("prose"),
     ]
     assert [prepare.is_skipped(c) for c in cells] == [False, False, False, False, True, False]
-    page = prepare.dress(v4.new_notebook(cells=cells))
+    page = prepare.render_cells(v4.new_notebook(cells=cells))
     assert [c.source for c in page.cells] == [
         "def one(): pass\nTWO: int = 2",
         "shown()",
@@ -421,7 +421,7 @@ def test_directives_become_tags():
     assert page.cells[0].metadata["mystnb"]["code_prompt_show"] == "Source of one, TWO"
 
 
-def test_lines_of_progress_are_left_out():
+def test_progress_lines_are_removed():
     v4 = nbformat.v4
     lines = "search: 1 of 4 trials in 8.4 s, 0.12 trials/s, about 25.3 s left, trial 1, epoch 1, F1 1.000\n"
     warning = "memory ran out: continuing with 4 recordings at once\n"

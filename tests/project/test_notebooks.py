@@ -92,7 +92,7 @@ def test_figures_have_titles_and_units(whole):
     assert any("(Hz)" in t for t in titles)
 
 
-def test_what_is_not_there_is_not_zero(whole):
+def test_missing_figures_are_not_zero(whole):
     "A machine without a GPU has no VRAM: that is not 0 MB."
     card = next(
         o.data["text/plain"] for o in whole.outputs if "VRAM" in o.get("data", {}).get("text/plain", "")
@@ -144,7 +144,7 @@ def test_a_wrong_parameter_stops_the_run(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             {"check": "many", "fsync": 3, "preset": 7},
@@ -158,10 +158,10 @@ def test_a_wrong_parameter_stops_the_run(tmp_path, tiny):
     ],
     ids=["ill-typed", "nonsense"],
 )
-def test_a_value_that_cannot_be_stops_the_run(tmp_path, tiny, monkeypatch, given, said):
+def test_invalid_value_stops_the_run(tmp_path, tiny, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     error = error_of("build.ipynb", data_root=str(tiny), **given)
-    for words in said:
+    for words in message:
         assert words in error
     assert os.listdir(tmp_path) == []
 
@@ -216,7 +216,7 @@ def make_build(data: Path | str, out: Path, **env: str) -> subprocess.CompletedP
     )
 
 
-def test_make_build_says_where_things_are(tmp_path, tiny):
+def test_make_build_prints_the_output_paths(tmp_path, tiny):
     data = tmp_path / "my data $HOME"
     shutil.copytree(tiny, data)
     out = tmp_path / "my results"
@@ -231,7 +231,7 @@ def test_make_build_says_where_things_are(tmp_path, tiny):
     assert "verdict: all data sets verified" in done.stdout
 
 
-def test_make_build_fails_with_the_place_of_the_notebook(tmp_path):
+def test_failed_make_build_prints_the_notebook_path(tmp_path):
     (tmp_path / "empty").mkdir()
     done = make_build(tmp_path / "empty", tmp_path / "out")
     assert done.returncode == 1
@@ -268,7 +268,7 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("preset", "not NAME=VALUE: 'preset'"),
         ("=3", "not NAME=VALUE"),
@@ -278,14 +278,14 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
         ("data_root=x", "DATA=folder"),
     ],
 )
-def test_settings_that_are_none_stop_make_build_before_the_work(tmp_path, tiny, settings, said):
+def test_make_build_checks_settings_before_work(tmp_path, tiny, settings, message):
     done = make_build(tiny, tmp_path / "out", SETTINGS=settings)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):
+def test_make_build_does_not_change_the_data_folder(tmp_path, tiny):
     before = sorted(tiny.rglob("*"))
     for out in (tiny, tiny / "TRAINING", tiny / "new"):
         done = make_build(tiny, out)
@@ -313,7 +313,7 @@ def measured(tmp_path_factory) -> Run:
     return benchmark(copy_project(tmp_path_factory.mktemp("measured")), *TINY)
 
 
-def test_benchmark_measures_keeps_and_draws(measured):
+def test_benchmark_measures_stores_and_draws(measured):
     assert measured.status == 0, measured.log
     (build,) = titles_of(measured)
     assert re.search(r"files/s, from listing to published file", build)
@@ -327,7 +327,7 @@ def test_benchmark_measures_keeps_and_draws(measured):
     assert measured.notebook.stat().st_size < 3_500_000
 
 
-def test_benchmark_shows_records_that_are_there(measured, tmp_path, monkeypatch):
+def test_benchmark_shows_existing_records(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs")
     (folder,) = (measured.project / "runs").iterdir()
     run = run_here("benchmark.ipynb", run=False, out=str(folder))
@@ -336,7 +336,7 @@ def test_benchmark_shows_records_that_are_there(measured, tmp_path, monkeypatch)
     assert not (tmp_path / "runs").exists(), "nothing is measured"
 
 
-def test_benchmark_without_records_says_so(tmp_path, monkeypatch):
+def test_benchmark_without_records_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs")
     run = run_here("benchmark.ipynb", run=False, suites="all")
     assert run.error == ""
@@ -345,7 +345,7 @@ def test_benchmark_without_records_says_so(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_path, monkeypatch):
+def test_benchmark_with_wrong_rows_fails_and_draws(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path / "project") / "nbs")
     (folder,) = (measured.project / "runs").iterdir()
     shutil.copytree(folder, tmp_path / "records")
@@ -356,7 +356,7 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
     assert "the benchmark found wrong results, so its figures are not valid; found build" in run.error
 
 
-def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
+def test_comparison_notebook_measures_stores_and_draws(tmp_path):
     project = copy_project(tmp_path)
     few = ("-p", "n_files", "8", "-p", "rounds", "1")
     run = papermill(project, *few, notebook="benchmarks/growth.ipynb")
@@ -377,7 +377,7 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"n_file": 3, "speed": "x"}, ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
         (
@@ -389,9 +389,9 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkey
     ],
     ids=["unknown", "ill-typed", "no suite", "no rounds"],
 )
-def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, monkeypatch, given, said):
+def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     error = error_of("benchmark.ipynb", **given)
-    for words in said:
+    for words in message:
         assert words in error
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"The project's structure: one source of versions, arrows between rooms, sizes, documents, and what notebooks are stored with."
+"The project's structure: one source of versions, import order of rooms, sizes, documents, and stored notebooks."
 
 import ast
 import json
@@ -121,7 +121,7 @@ def conda_lists() -> dict[str, list[str]]:
     return lists
 
 
-def test_environment_yml_says_what_settings_ini_says():
+def test_environment_yml_agrees_with_settings_ini():
     "Conda brings the base and the extras with compiled packages; pip installs leakmel and the rest with the bounds of settings.ini."
     s, lists = settings(), conda_lists()
     assert lists["channels"] == ["conda-forge", "nodefaults"]
@@ -136,7 +136,7 @@ def test_environment_yml_says_what_settings_ini_says():
     assert "leakmel[all]" in s["dev_requirements"].split()
 
 
-def test_package_metadata_come_from_settings_ini():
+def test_package_metadata_equal_settings_ini():
     s, m = settings(), metadata("leakmel")
     assert (m["Name"], m["Version"], m["Requires-Python"]) == (
         s["lib_name"],
@@ -180,7 +180,7 @@ def test_version_is_the_same_everywhere():
     )
 
 
-def test_documents_are_there():
+def test_documents_exist():
     license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in license_text
     assert "END OF TERMS AND CONDITIONS" in license_text
@@ -233,7 +233,7 @@ def room_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_imports_go_to_the_left(path):
+def test_rooms_import_only_from_rooms_on_the_left(path):
     name = module_name(path)
     against = sorted(i for i in imports_of(path) if room_of(i) > room_of(name))
     assert not against, f"{name} ({ROOMS[room_of(name)]}) imports {', '.join(against)}"
@@ -249,19 +249,19 @@ def folder_of(name: str) -> tuple[str, int]:
 @pytest.mark.parametrize(
     "path", [p for p in MODULES if module_name(p).split(".")[1] in FOLDERS], ids=module_name
 )
-def test_imports_inside_a_room_go_to_the_left(path):
+def test_imports_inside_a_room_follow_the_order_of_sub_folders(path):
     name = module_name(path)
     room, place = folder_of(name)
     against = sorted(i for i in imports_of(path) if folder_of(i)[0] == room and folder_of(i)[1] > place)
     assert not against, f"{name} imports {', '.join(against)}"
 
 
-def test_every_sub_folder_has_its_place():
+def test_every_sub_folder_is_ordered():
     found = {(p.parents[1].name, p.parent.name) for p in MODULES if p.parents[2] == PACKAGE}
     assert found == {(room, folder) for room, order in FOLDERS.items() for folder in order}
 
 
-def test_no_imports_in_a_circle():
+def test_no_circular_imports():
     edges = {module_name(p): imports_of(p) - {module_name(p)} for p in MODULES}
     while leaves := [name for name, targets in edges.items() if not targets & edges.keys()]:
         for name in leaves:
@@ -269,7 +269,7 @@ def test_no_imports_in_a_circle():
     assert not edges, f"these modules import each other in a circle, or hang on one: {sorted(edges)}"
 
 
-def test_the_shell_is_light_and_whole():
+def test_package_init_is_lazy_and_complete():
     "The top of the package imports nothing but the standard library and errors, and each of its names is where it says."
     import leakmel
 
@@ -310,19 +310,16 @@ def test_the_registry_holds_the_codes_that_are_used_and_no_others():
     assert set(ERROR_CODES) - set(RECORDING) <= words
 
 
-# what may be longer: a kernel, because it is compiled as one function, and tables of command-line options
-LONG = {
-    "leakmel/mel/triton_kernel.py: _mel_kernel",
-    *(f"leakmel/cli_learn.py: add_{command}" for command in ("search", "evaluate", "retrain")),
-}
+# what may be longer: tables of command-line options
+LONG = {f"leakmel/cli_learn.py: add_{command}" for command in ("search", "evaluate", "retrain")}
 
 
-def test_functions_and_classes_stay_readable():
+def test_only_listed_definitions_are_long():
     found = places().get("functions over 60 lines, classes over 300", [])
     assert {place.partition(" (")[0] for place in found} == LONG
 
 
-def test_the_measure_of_structure_sees_what_it_counts(tmp_path):
+def test_structure_measure_counts_examples(tmp_path):
     (tmp_path / "leakmel").mkdir()
     (tmp_path / "leakmel" / "bad.py").write_text(
         "class _A:\n    pass\n\n\nclass B(_A):\n    x, y = 1, 2; z = 3\n\n\n"
@@ -369,7 +366,7 @@ def test_notebooks_are_stored_clean(path):
     [p for p in source_notebooks() if is_library_notebook(p)],
     ids=lambda p: str(p.relative_to(NOTEBOOKS)),
 )
-def test_library_notebooks_open_as_style_says(path):
+def test_library_notebooks_start_with_the_required_cells(path):
     cells = cells_of(path)
     title, *rest = cells[0].source.splitlines()
     assert title.startswith("# ")
@@ -398,7 +395,7 @@ def test_run_notebooks_are_known_to_the_makefile():
     assert not set(at_top) & set(names)
 
 
-def test_the_skip_pattern_matches_what_it_should():
+def test_skip_pattern_of_nbdev_test():
     listing = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
     (pattern,) = re.findall(r"nbdev_test --n_workers \d+ --skip_file_re '([^']+)'", listing)
     skipped = [
@@ -471,7 +468,7 @@ FORBIDDEN = [
 ]
 
 
-def test_texts_speak_of_the_project_only():
+def test_texts_mention_only_the_project():
     bad = []
     for path in tracked():
         if path.suffix in (".png", ".wav", ".h5", ".H5"):
@@ -497,7 +494,7 @@ def test_readme_is_the_front_page():
 
 
 @pytest.mark.slow
-def test_the_front_page_shows_what_its_code_prints(tmp_path):
+def test_outputs_of_the_front_page_are_current(tmp_path):
     "Run again, on the figures that are tracked, it is the same notebook."
     for name in (
         "nbs/index.ipynb",
@@ -517,8 +514,8 @@ def test_the_chart_of_the_front_page_is_that_of_the_newest_record():
     from leakmel.ops.bench import newest
 
     record = newest("compare", ROOT / "runs" / "benchmarks")
-    said = pictures.note_of((NOTEBOOKS / "images" / "compare.png").read_bytes())
-    assert said == (record["made_utc"] if record else "not measured"), (
+    output = pictures.note_of((NOTEBOOKS / "images" / "compare.png").read_bytes())
+    assert output == (record["made_utc"] if record else "not measured"), (
         "run `python nbs/_tools/pictures.py --compare`"
     )
 
@@ -566,7 +563,7 @@ def test_make_lists_its_targets():
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("exit 127", "3.11 or newer is needed"),
         (
@@ -577,7 +574,7 @@ def test_make_lists_its_targets():
         (None, "was not found"),
     ],
 )
-def test_make_names_what_is_missing(tmp_path, script, said):
+def test_make_setup_names_a_missing_python(tmp_path, script, message):
     for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / "python"
@@ -586,11 +583,11 @@ def test_make_names_what_is_missing(tmp_path, script, said):
         python.chmod(0o755)
     done = subprocess.run(["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_make_hands_folders_and_settings_on_as_they_were_typed(tmp_path):
+def test_make_passes_arguments_unchanged(tmp_path):
     for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / ".venv" / "bin" / "python"
@@ -610,7 +607,7 @@ def test_make_hands_folders_and_settings_on_as_they_were_typed(tmp_path):
 
 
 @pytest.mark.slow
-def test_check_of_the_export_sees_a_difference(tmp_path):
+def test_export_check_detects_a_difference(tmp_path):
     "The check compares before and after, so it needs no commit; and it changes nothing."
     import sync
 

@@ -122,7 +122,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "given", "message"),
     [
         ("start", {"detecter": "cnn"}, "did you mean detector"),
         ("evaluate", {"vote": "mean"}, "did you mean votes"),
@@ -140,10 +140,10 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     ids=str,
 )
 def test_a_wrong_parameter_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, object], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, object], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in error_of(f"{name}.ipynb", **given)
+    assert message in error_of(f"{name}.ipynb", **given)
     assert list(tmp_path.iterdir()) == []
 
 

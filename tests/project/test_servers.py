@@ -60,14 +60,14 @@ def listening(pids: set[int]) -> dict[str, str]:
 def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     "What `make lab` starts, on a port that is free and without a browser."
     need(Path("/proc/net/tcp").exists(), "/proc/net/tcp")
-    said = subprocess.run(
+    output = subprocess.run(
         ["make", "-n", "-o", ".venv/.installed-all", "lab"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    (command,) = [line for line in said.splitlines() if "jupyter-lab" in line]
+    (command,) = [line for line in output.splitlines() if "jupyter-lab" in line]
     folder, started = command.split(" && ")
     words = shlex.split(started)
     assert (folder, words[0]) == ("cd nbs", "../.venv/bin/jupyter-lab")
@@ -126,7 +126,7 @@ server.serve_forever()
 """
 
 
-def test_a_port_that_another_program_was_faster_to_take_is_no_failure(tmp_path: Path) -> None:
+def test_port_taken_by_another_program_is_retried(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # nobody listens, so that no asking waits
         command = [sys.executable, "-c", FAKE.replace("TAKEN", str(s.getsockname()[1]))]
@@ -147,7 +147,7 @@ def test_a_port_that_another_program_was_faster_to_take_is_no_failure(tmp_path: 
 
 
 @pytest.mark.slow
-def test_jupyter_says_that_a_port_is_taken(tmp_path: Path) -> None:
+def test_jupyter_reports_a_taken_port(tmp_path: Path) -> None:
     "In the words by which the tests know it."
     with socket.socket() as s, (tmp_path / "lab.log").open("w") as log:
         s.bind(("127.0.0.1", 0))
@@ -169,7 +169,7 @@ def test_jupyter_says_that_a_port_is_taken(tmp_path: Path) -> None:
     assert is_taken(tmp_path / "lab.log")
 
 
-def test_an_open_door_would_be_seen() -> None:
+def test_public_listener_is_detected() -> None:
     need(Path("/proc/net/tcp").exists(), "/proc/net/tcp")
     for address, seen in (("127.0.0.1", True), ("0.0.0.0", False)):
         with socket.socket() as s:
@@ -182,7 +182,7 @@ def test_an_open_door_would_be_seen() -> None:
             assert (place in THIS_MACHINE) == seen
 
 
-def test_nothing_in_the_package_listens() -> None:
+def test_package_opens_no_server() -> None:
     "No module of leakmel imports what a server is made of."
     for path in (ROOT / "leakmel").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -66,14 +66,14 @@ def as_json(value: Any) -> Any:
 
 # name -> recordings, and arguments of `build` beside those that all have
 DATA_SETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "disjoint": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu"}),
-    "overlap": ("town", {"spec": {"preset": "overlap@1"}, "engine": "cpu"}),
-    "reference": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "reference"}),
+    "disjoint": ("network", {"spec": {"preset": "disjoint@1"}, "engine": "cpu"}),
+    "overlap": ("network", {"spec": {"preset": "overlap@1"}, "engine": "cpu"}),
+    "reference": ("network", {"spec": {"preset": "disjoint@1"}, "engine": "reference"}),
     "gzip": (
-        "town",
+        "network",
         {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}},
     ),
-    "waveforms": ("town", {"spec": SMALL, "engine": "cpu", "with_waveforms": True}),
+    "waveforms": ("network", {"spec": SMALL, "engine": "cpu", "with_waveforms": True}),
     "demo": (
         "demo",
         {"spec": {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0}, "engine": "cpu"},
@@ -101,7 +101,7 @@ def depends() -> dict[str, Any]:
     }
 
 
-def write_town(folder: Path, n: int) -> None:
+def write_network(folder: Path, n: int) -> None:
     """Write recordings of integer noise, which are the same with every CPU and every version of NumPy."""
     for k in range(n):
         split, label = (
@@ -117,9 +117,9 @@ def write_town(folder: Path, n: int) -> None:
 
 
 def write_recordings(folder: Path) -> None:
-    """Write a town, one with files of every odd kind, and one that `leakmel demo` makes, with faults."""
-    write_town(folder / "town", 16)
-    write_town(folder / "faulty", 16)
+    """Write a network, one with files of every odd kind, and one that `leakmel demo` makes, with faults."""
+    write_network(folder / "network", 16)
+    write_network(folder / "faulty", 16)
     lm.write_demo(folder / "demo", n_files=24, seed=8, faults=True)
     for label, kinds in (("LEAK", READ), ("NOLEAK", REFUSED)):
         odd = folder / "faulty" / "TRAINING" / label / "odd"
@@ -172,7 +172,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def moved_recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the same recordings again, later and in a folder with a longer name."""
     folder = tmp_path_factory.mktemp("stable") / "a folder with a longer name" / "and one more"
     folder.mkdir(parents=True)
@@ -200,10 +200,10 @@ def test_data_set_is_as_stored(name: str, recordings: Path) -> None:
 
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_data_set_does_not_depend_on_folder_time_and_workers(
-    name: str, recordings: Path, elsewhere: Path
+    name: str, recordings: Path, moved_recordings: Path
 ) -> None:
     first = build_and_look(name, recordings)
-    assert build_and_look(name, elsewhere, compute_workers=1, files_per_batch=3) == first
+    assert build_and_look(name, moved_recordings, compute_workers=1, files_per_batch=3) == first
 
 
 # ---- public names
@@ -393,7 +393,7 @@ def write_places(folder: Path) -> None:
     write_recordings(folder)
     write_notebook(folder / "run.ipynb")
     (folder / "empty").mkdir()
-    lm.build(folder / "town", split="training", out=folder / "good", progress="none", check=2)
+    lm.build(folder / "network", split="training", out=folder / "good", progress="none", check=2)
     content = (folder / "good").read_bytes()
     with h5py.File(folder / "good") as file:
         at = file["segments_mel"].id.get_offset()

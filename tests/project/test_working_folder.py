@@ -36,7 +36,7 @@ def test_init_changes_no_existing_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["file", "runs is a file"])
-def test_init_refuses_what_is_no_folder(tmp_path, capsys, kind):
+def test_init_refuses_a_path_that_is_not_a_folder(tmp_path, capsys, kind):
     target = tmp_path / "work"
     if kind == "file":
         target.write_text("mine")

@@ -96,14 +96,14 @@ def label_mismatches(
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
-_OF_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
+_LABEL_COLUMNS_BY_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
 
 
 def labelled_by_people(
     file: h5py.File,
 ) -> np.ndarray | None:  # [B] bool; None: no row has such a label
     "Return the rows whose labels people gave."
-    if not _OF_PEOPLE.issubset(file_columns(file)):
+    if not _LABEL_COLUMNS_BY_PEOPLE.issubset(file_columns(file)):
         return None
     return read_column(file[f"files/{EXTRA}/{BY_COLUMN}"]) != b""
 
@@ -145,7 +145,9 @@ def table_mismatches(
         yield f"{len(wet)} recordings were rejected as dry, but have another gain in the table, first {show_path(wet[0])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
     extra = extra_columns({n: [texts[entry[paths[k]]] for k in rows] for n, texts in table.extra.items()})
-    if (names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _OF_PEOPLE) != extra.keys():
+    if (
+        names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _LABEL_COLUMNS_BY_PEOPLE
+    ) != extra.keys():
         yield f"the other columns of the data set ({', '.join(sorted(names)) or 'none'}) differ from those of the table ({', '.join(extra) or 'none'})"
         extra = {}
     for name, values in (right | extra).items():

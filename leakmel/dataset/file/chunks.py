@@ -76,7 +76,7 @@ def compress_chunk(
 # %% ../../../nbs/dataset/file/chunks.ipynb #887d1ef5
 GZIP_LEVEL = 1
 CHUNK_BYTES = 1 << 18
-_AHEAD = 3  # chunks under way for each thread
+_CHUNKS_PER_THREAD = 3  # chunks under way for each thread
 
 
 def create_compressed(
@@ -148,7 +148,9 @@ def compress_rows(
         return compress_chunk(raw, item_bytes, level)
 
     with ThreadPoolExecutor(threads, "leakmel-gzip") as pool:
-        for k, chunk in enumerate(map_in_order(pool, pack, range(begin, end, n_bytes), _AHEAD * threads)):
+        for k, chunk in enumerate(
+            map_in_order(pool, pack, range(begin, end, n_bytes), _CHUNKS_PER_THREAD * threads)
+        ):
             if stopped():
                 raise OutputError(
                     "the compression of the rows was stopped", code="stopped", path=source.file.filename

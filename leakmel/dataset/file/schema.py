@@ -358,8 +358,8 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
 MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
-_MOST_OBJECTS = 1000  # in a file; a data set has some thirty
-_MOST_CHUNK = 64 << 20  # bytes, which the HDF5 library takes at once
+_MAX_OBJECTS = 1000  # in a file; a data set has some thirty
+_MAX_CHUNK_BYTES = 64 << 20  # bytes, which the HDF5 library takes at once
 _MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
 _MAX_OTHER_BYTES = (
     16 << 20
@@ -373,8 +373,8 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
     seen = {root}
     while todo:
         group = todo.pop()
-        if len(group) + len(seen) > _MOST_OBJECTS:
-            yield f"the file has more than {_MOST_OBJECTS} objects"
+        if len(group) + len(seen) > _MAX_OBJECTS:
+            yield f"the file has more than {_MAX_OBJECTS} objects"
             return
         for path in group:
             name = path.decode("utf-8", "surrogateescape")
@@ -403,8 +403,8 @@ def _why_unsafe(item: h5py.Dataset, size: int) -> str:
     packed = MAX_COMPRESSION if item.chunks and item.id.get_create_plist().get_nfilters() else 1
     if item.nbytes > n_stored * packed or item.nbytes > size * (packed if name in PARTS else 1):
         return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
-    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
-        return f"{item.name} has chunks larger than {_MOST_CHUNK:,} bytes"
+    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
+        return f"{item.name} has chunks larger than {_MAX_CHUNK_BYTES:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
         return f"{item.name} extends beyond the end of the file"
     if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
@@ -428,8 +428,8 @@ def unsafe_parts(
         yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
         return
     n = h5py.h5a.get_num_attrs(file.id)
-    if n > _MOST_OBJECTS:
-        yield f"the file has more than {_MOST_OBJECTS} attributes"
+    if n > _MAX_OBJECTS:
+        yield f"the file has more than {_MAX_OBJECTS} attributes"
         return
     longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
     if longest <= _MAX_ATTRIBUTE:  # those of fixed length; the others are as long as they are read

@@ -212,7 +212,7 @@ def sync_folder(folder: Path) -> None:
 
 # %% ../../../nbs/dataset/file/writer.ipynb #0b893202
 SPARE_BYTES = 4096  # space reserved for the metadata of each candidate
-_COPIED_AT_ONCE = 1 << 20  # bytes
+_COPY_BYTES = 1 << 20  # bytes
 
 
 def part_bytes(row_shape: tuple[int, ...], waveform_shape: tuple[int, ...] | None) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def part_offsets(
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
-_LEAST_META = 64 << 10  # bytes of headers and attributes, generously
+_MIN_METADATA_BYTES = 64 << 10  # bytes of headers and attributes, generously
 
 
 class RowFile:
@@ -317,8 +317,8 @@ class RowFile:
         "Move items of n_bytes each from offset `begin` to offset `goal`, which is not larger."
         for run in np.split(keep, np.flatnonzero(np.diff(keep) != 1) + 1):
             source = begin + int(run[0]) * n_bytes
-            for at in range(0, len(run) * n_bytes if source != goal else 0, _COPIED_AT_ONCE):
-                piece = np.empty(min(_COPIED_AT_ONCE, len(run) * n_bytes - at), np.uint8)
+            for at in range(0, len(run) * n_bytes if source != goal else 0, _COPY_BYTES):
+                piece = np.empty(min(_COPY_BYTES, len(run) * n_bytes - at), np.uint8)
                 read_at(self.fd, piece, source + at)
                 write_at(self.fd, piece.data, goal + at)
             goal += len(run) * n_bytes
@@ -334,6 +334,7 @@ class RowFile:
                 path=self.partial,
                 found=offsets,
                 expected=(self.offset, self.waveform_offset),
+                remedy="install another version of h5py, and report this error",
             )
         size = self.scratch.stat().st_size
         behind = self.waveform_offset + n_rows * self.waveform_bytes
@@ -342,15 +343,15 @@ class RowFile:
         with open(self.scratch, "rb") as f:  # all but the rows and the waveforms
             for start, stop in ((0, self.offset), between, (behind, size)):
                 f.seek(start)
-                for at in range(start, stop, _COPIED_AT_ONCE):
-                    write_at(self.fd, f.read(min(_COPIED_AT_ONCE, stop - at)), at)
+                for at in range(start, stop, _COPY_BYTES):
+                    write_at(self.fd, f.read(min(_COPY_BYTES, stop - at)), at)
         self.scratch.unlink()
         return digest
 
     def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
         "Write a scratch file with the metadata; return the metadata digest and the offsets of rows and waveforms."
         columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
-        n_bytes = _LEAST_META + sum(len(r.path) + len(r.message) for r in meta.rejected)
+        n_bytes = _MIN_METADATA_BYTES + sum(len(r.path) + len(r.message) for r in meta.rejected)
         for c in columns:
             n_bytes += c.nbytes if isinstance(c, np.ndarray) else len(c) * max(map(len, c), default=0)
         self.scratch.unlink(missing_ok=True)

@@ -93,7 +93,10 @@ def is_settled(
 
 
 # %% ../../../nbs/dataset/run/existing.ipynb #30f32b47
-_READ_AGAIN = ("changed", "unreadable")  # reject codes that say nothing about the content of the file
+_UNSTABLE_REJECT_CODES = (
+    "changed",
+    "unreadable",
+)  # reject codes that say nothing about the content of the file
 
 
 def stamps_at_build(
@@ -110,7 +113,7 @@ def stamps_at_build(
     both = np.append(rows, lost)
     now = stamps_of(listing, lost)
     same = (now["size"] == listing.sizes[lost]) & (now["mtime_ns"] == listing.mtimes_ns[lost])
-    same &= np.array([r.code not in _READ_AGAIN for r in rejected], bool)
+    same &= np.array([r.code not in _UNSTABLE_REJECT_CODES for r in rejected], bool)
     out = np.zeros(len(both), STAMP)
     out["size"] = listing.sizes[both]
     out["mtime_ns"] = listing.mtimes_ns[both]
@@ -123,7 +126,7 @@ def stamps_at_build(
 
 # %% ../../../nbs/dataset/run/existing.ipynb #5ab3f93e
 STATE_SCHEMA = 2
-_MOST_HEAD = 4096  # bytes
+_MAX_HEADER_BYTES = 4096  # bytes
 
 
 def state_path(
@@ -176,9 +179,9 @@ def read_state(
         fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as f:
             mine, st = os.fstat(fd), os.stat(target)
-            if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MOST_HEAD:
+            if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MAX_HEADER_BYTES:
                 return None  # a data set holds more about each recording
-            head, data = json.loads(f.readline(_MOST_HEAD)), f.read(st.st_size)
+            head, data = json.loads(f.readline(_MAX_HEADER_BYTES)), f.read(st.st_size)
         if any(head[key] != value for key, value in _state_head(data, st).items()):
             return None
         return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))

@@ -196,7 +196,7 @@ def propose_specs(
             k: v for k, v in given.items() if k in ("sample_rate", "duration_s")
         }
         with suppress(SpecError):
-            spec = _as_spec(given | proposal)
+            spec = _spec_of_settings(given | proposal)
             if all(proposal != other for other, _ in found):
                 found.append((proposal, spec))
     return found[:3]
@@ -238,19 +238,21 @@ def _similar_length(
 _SIMILAR = 0.1  # of the median length
 
 
-def _as_spec(settings: dict[str, Any]) -> MelSpec:
+def _spec_of_settings(settings: dict[str, Any]) -> MelSpec:
     changes = {k: v for k, v in settings.items() if k != "preset"}
     return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
 
 
-_KINDS_SHOWN = 6  # of rate and length, in an error
+_MAX_KINDS_SHOWN = 6  # of rate and length, in an error
 
 
-def _differ(kinds: Sequence[tuple[int, int, int]], given: dict[str, Any], folder: Path) -> DataError:
+def _no_majority_error(
+    kinds: Sequence[tuple[int, int, int]], given: dict[str, Any], folder: Path
+) -> DataError:
     "Return the error for recordings without a majority, with proposals."
-    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for rate, length, n in kinds[:_KINDS_SHOWN]]
-    if len(kinds) > _KINDS_SHOWN:
-        shown.append(f"and {len(kinds) - _KINDS_SHOWN:,} more combinations")
+    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for rate, length, n in kinds[:_MAX_KINDS_SHOWN]]
+    if len(kinds) > _MAX_KINDS_SHOWN:
+        shown.append(f"and {len(kinds) - _MAX_KINDS_SHOWN:,} more combinations")
     proposals = propose_specs(kinds, given)
     lines = []
     for proposal, spec in proposals:
@@ -346,13 +348,17 @@ def decide_spec(
             rate, duration_s, n_similar = similar
             given |= {"duration_s": duration_s} | ({"sample_rate": rate} if "sample_rate" in inferred else {})
         else:
-            raise _differ(
+            raise _no_majority_error(
                 _long_enough(kinds, given),
                 {k: v for k, v in given.items() if v is not None},
                 listings[0].folder,
             )
     return SpecDecision(
-        spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, headers, n_recordings, n_similar
+        spec if isinstance(spec, MelSpec) else _spec_of_settings(given),
+        inferred,
+        headers,
+        n_recordings,
+        n_similar,
     )
 
 

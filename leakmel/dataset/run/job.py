@@ -294,7 +294,7 @@ def _fill_figures(job: Job) -> None:
             np.copyto(facts[name], values, where=~facts["figured"])
 
 
-def _words(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
+def _status_column(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
     "Return the column of encodings (place 0) or status texts (1) of the rows."
     usual = PLAIN[place].encode()
     others = [pair[place].encode() for pair in job.unusual.values()]
@@ -328,7 +328,7 @@ def job_metadata(
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
     columns |= parsed_columns(paths, names)
     columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
-    columns |= {"encoding": _words(job, keep, 0), "status": _words(job, keep, 1)}
+    columns |= {"encoding": _status_column(job, keep, 0), "status": _status_column(job, keep, 1)}
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
     attributes = root_attributes(

@@ -156,8 +156,8 @@ def journal_path(
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #c5479c82
-_MOST_BYTES = 2048  # of the journal for each candidate, with entries made more than once
-_MOST_HEAD = 1 << 20  # of the rest
+_MAX_BYTES = 2048  # of the journal for each candidate, with entries made more than once
+_MAX_HEADER_BYTES = 1 << 20  # of the rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +180,11 @@ def read_journal(
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as f:
             st = os.fstat(fd)
-            if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1 or st.st_size > _MOST_HEAD + _MOST_BYTES * n:
+            if (
+                not stat.S_ISREG(st.st_mode)
+                or st.st_nlink > 1
+                or st.st_size > _MAX_HEADER_BYTES + _MAX_BYTES * n
+            ):
                 raise ValueError("not a journal")
             head = _body(f.readline())
             for key, value in identity.items():
@@ -202,8 +206,8 @@ def read_journal(
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43910d6e
-_ROWS_OF_A_LINE = 2048  # at the most: a line is in memory several times while it is made
-_EVERY_S = 10.0  # between two entries at the most, as long as rows are written
+_MAX_ROWS_PER_LINE = 2048  # at the most: a line is in memory several times while it is made
+_MAX_INTERVAL_S = 10.0  # between two entries at the most, as long as rows are written
 
 
 class Journal:
@@ -238,7 +242,7 @@ class Journal:
                 return False
             self._noted.append((first, n))
             self._n_bytes += n_bytes
-            due = self._n_bytes >= self.every_bytes or time.monotonic() - self._last_s >= _EVERY_S
+            due = self._n_bytes >= self.every_bytes or time.monotonic() - self._last_s >= _MAX_INTERVAL_S
             if due:
                 self._n_bytes = 0
                 self._last_s = time.monotonic()
@@ -277,8 +281,8 @@ class Journal:
             try:
                 if confirm and not self.n_entered:
                     sync_folder(self.path.parent)  # the names of both files
-                for at in range(0, len(numbers), _ROWS_OF_A_LINE):
-                    entry = make(numbers[at : at + _ROWS_OF_A_LINE])
+                for at in range(0, len(numbers), _MAX_ROWS_PER_LINE):
+                    entry = make(numbers[at : at + _MAX_ROWS_PER_LINE])
                     self._append(_entry_line(entry))
                     self.n_entered += len(entry.known)
                 if confirm:

@@ -11,7 +11,7 @@ __all__ = [
     "Preloaded",
     "pick_mode",
     "prepare",
-    "with_rules_of",
+    "with_spec_rules",
     "preload",
 ]
 
@@ -308,7 +308,7 @@ def prepare(
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #1b05be26
-def with_rules_of(
+def with_spec_rules(
     ready: Preloaded | None,
     spec: SpecLike,
 ) -> SpecLike:

@@ -29,7 +29,7 @@ from ..file.schema import data_set_name
 from .config import PipelineConfig, plan_workers
 from .inputs import SpecLike, checked_inputs, list_recordings
 from .job import BuildRequest, BuildContext, Job
-from .modes import Preloaded, prepare, with_rules_of
+from .modes import Preloaded, prepare, with_spec_rules
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
 from .ring import Ring
@@ -39,7 +39,7 @@ from ...mel.spec import MelSpec
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #9d2d0a19
-def _draw(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
+def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
     "Draw the progress bars of all splits that have started."
     for job in jobs:
         if job.split not in bars:
@@ -110,7 +110,7 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
             job.pinned = "allocated" if job is jobs[0] else "reused"
     bars, state = dict[str, Progress](), "stopped"
     try:
-        run_threads(ring.lanes, ring.finished, partial(_draw, run, jobs, bars))
+        run_threads(ring.lanes, ring.finished, partial(_update_bars, run, jobs, bars))
         state = "done"
     finally:
         for bar in bars.values():
@@ -135,7 +135,7 @@ def open_context(
         gpu_streams=config.gpu_streams, async_copies=config.async_copies, graph=config.cuda_graph
     )
     with (
-        checked_inputs(manifest, targets, with_rules_of(request.preloaded, request.spec)) as decision,
+        checked_inputs(manifest, targets, with_spec_rules(request.preloaded, request.spec)) as decision,
         open_engine(request.engine, decision.spec, device=config.device, options=options) as engine,
     ):
         workers = plan_workers(config, decision.spec, engine, max(len(listing) for listing, _ in targets))
@@ -178,7 +178,7 @@ def _build_targets(
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #e639c917
-def _list(
+def _list_recordings(
     request: BuildRequest, split: str | None, manifest: Manifest | None, labels: LabelTable | None
 ) -> tuple[Timeline, float, Manifest]:
     "Import the packages of the engine, then list the recordings; return timeline, start time of the listing, and manifest."
@@ -200,7 +200,7 @@ def _list(
     return timeline, listed_s, manifest
 
 
-def _pick_listing(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:
+def _listing_of_split(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:
     "Return the listing of a split."
     found = {x.split: x for x in manifest.listings}
     if split is None and "" not in found:
@@ -259,8 +259,8 @@ def build(
         with_waveforms=with_waveforms,
         fresh=fresh,
     )
-    timeline, listed_s, manifest = _list(request, split, manifest, labels)
-    listing = _pick_listing(manifest, split, root)
+    timeline, listed_s, manifest = _list_recordings(request, split, manifest, labels)
+    listing = _listing_of_split(manifest, split, root)
     target = Path(os.path.abspath(out if out is not None else data_set_name(listing.split)))
     return _build_targets(request, manifest, [(listing, target)], timeline, listed_s)[0]
 
@@ -298,7 +298,7 @@ def build_all(
         with_waveforms=with_waveforms,
         fresh=fresh,
     )
-    timeline, listed_s, manifest = _list(request, None, manifest, labels)
+    timeline, listed_s, manifest = _list_recordings(request, None, manifest, labels)
     out = Path(os.path.abspath(out_dir if out_dir is not None else "."))
     targets = [(x, out / data_set_name(x.split)) for x in manifest.listings]
     return _build_targets(request, manifest, targets, timeline, listed_s)

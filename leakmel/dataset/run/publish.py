@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = [
     "log",
-    "kept_sentence",
+    "reused_rows_sentence",
     "rate_text",
     "BuildResult",
     "note_columns",
@@ -50,7 +50,7 @@ log = logging.getLogger("leakmel")
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #88c8dd84
-def kept_sentence(
+def reused_rows_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
     "Describe the rows that a build reused from earlier builds."
@@ -121,7 +121,7 @@ class BuildResult:
         return pd.DataFrame(rows, columns=["kind", "path", "message"])
 
     def __repr__(self) -> str:
-        what = kept_sentence(self.summary) or rate_text(self.summary)
+        what = reused_rows_sentence(self.summary) or rate_text(self.summary)
         return (
             f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
             f"{self.seconds:.2f} s, {what}; {self.verified.verdict})"

@@ -32,7 +32,7 @@ from ...mel.engines import Engine, EngineLane
 
 # %% ../../../nbs/dataset/run/ring.ipynb #fbcee70f
 @contextmanager
-def _writing(job: Job) -> Iterator[None]:
+def _write_errors(job: Job) -> Iterator[None]:
     "Convert an OSError in the body into an OutputError with the target."
     try:
         yield
@@ -41,7 +41,7 @@ def _writing(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
+def _engine_errors(engine: Engine, slot: Slot) -> Iterator[None]:
     "Convert an error in the body into an EngineError with engine and batch."
     try:
         yield
@@ -176,7 +176,10 @@ def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
     "Write the rows of a computed slot; pass a completed job to the publisher."
     job = slot.job
-    with _writing(job), ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
+    with (
+        _write_errors(job),
+        ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved,
+    ):
         moved.n_files = slot.n
         moved.n_bytes, complete = job.take(slot)
     if job.journal is not None and job.journal.note(slot.first, slot.n, moved.n_bytes):
@@ -192,7 +195,7 @@ def _run_worker(ring: Ring, k: int, lane: str) -> None:
     while slot is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
         with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-            with _computing(ring.run.engine, slot):
+            with _engine_errors(ring.run.engine, slot):
                 _keep_moments(slot, ring.run.engine.run(slot.input, slot.mels[: slot.n]))
             moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
         _write(ring, lane, slot)
@@ -269,7 +272,7 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
     "Write the rows of computed slots and return the slots."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
-        with _computing(ring.run.engine, slot):
+        with _engine_errors(ring.run.engine, slot):
             _keep_moments(slot, slot.ticket.wait())
         _write(ring, lane, slot)
         ring.free.put(slot)
@@ -282,7 +285,7 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
 def _write_journal(ring: Ring, lane: str) -> None:
     "Write journal entries when they are due."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
-        with _writing(job), ring.run.timeline.span("sync", lane, split=job.split):
+        with _write_errors(job), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
 
 
@@ -293,7 +296,7 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
         if k == 0:
             read_ahead_for_check(ring.run, ring.jobs, lane, lambda: stopping() or not ring.complete.empty())
         while (job := ring.complete.get()) is not None and not stopping():
-            with _writing(job):
+            with _write_errors(job):
                 publish(ring.run, job, lane, stopping)
     finally:
         if ring.leave("publisher") or stopping():

@@ -178,6 +178,7 @@ class Split:
                 code="other-split",
                 found=f"{len(self.labels):,} rows",
                 expected=f"{n:,}",
+                remedy="make the split again from these data sets (leakmel.learn.data.splits.group_split)",
             )
         if part not in self.parts:
             raise UsageError(

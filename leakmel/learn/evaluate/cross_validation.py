@@ -70,7 +70,7 @@ from leakmel.learn.train.folds import (
     make_folds,
 )
 from ..train.inputs import Sources, TrainingData, open_training
-from ..train.loop import sole_writer, step_seconds
+from ..train.loop import folder_lock, step_seconds
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -545,7 +545,7 @@ def cross_validate(
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
         open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else sole_writer(folder, "cross-validation"),
+        nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
     ):
         for name, is_one in _FILES.items():
             if folder is not None:

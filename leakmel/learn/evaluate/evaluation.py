@@ -46,7 +46,7 @@ from ..model.card import TEST_SET, evaluation_record, write_card
 from ..model.devices import pick_device
 from ..model.locate import CHAMPION_FILE, model_file
 from ..model.provenance import Overlap, find_overlap
-from ..train.inputs import Sources, silence_behind, too_short
+from ..train.inputs import Sources, trailing_silence, too_short
 
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
@@ -212,7 +212,7 @@ def _score_votes(
 
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #cb32c535
-def _has_both(ds: Segments | None) -> bool:
+def _has_both_classes(ds: Segments | None) -> bool:
     "Whether both classes occur."
     return ds is not None and 0 < leak_mask(ds).sum() < len(ds.rows)
 
@@ -223,7 +223,7 @@ def _evaluation(
     part: str,  # test set
     boot: Bootstrap,  # of its recordings
     votes: Sequence[str],
-    judged_by: str,
+    metric: str,
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
     seed: int,  # of permutations
@@ -240,7 +240,7 @@ def _evaluation(
     seconds = time.perf_counter() - began
     ways = _score_votes(boot, detector, ds, segments, votes)
     simple = {}
-    if _has_both(parts.get("training")):
+    if _has_both_classes(parts.get("training")):
         simple = score_baselines(boot, ds, parts["training"], validation, progress=progress)
     own = ways[detector.vote]
     against = dict(simple)
@@ -267,7 +267,7 @@ def _evaluation(
             v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()}
             for v, j in ways.items()
         },
-        verdict=give_verdict(boot, own, list(against.values()), judged_by),
+        verdict=give_verdict(boot, own, list(against.values()), metric),
         control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
         calibrated=None
@@ -276,7 +276,7 @@ def _evaluation(
         worst=worst_errors(ds, table, own, segments),
         seconds=seconds,
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}
-        | {"too_short": ds.n_too_short, "silence": silence_behind(ds)},
+        | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
         model=name,
         stamps=stamps,
         cautions=cautions,
@@ -298,7 +298,7 @@ def evaluate(
         "long_vote",
     ),  # voting rules of `votes.VOTES`, in addition to the rule of the model
     group: Group = "sensor",  # groups that are resampled as a whole; night or recording if the sensors are unknown
-    judged_by: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
+    metric: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
     files_per_batch: int = 64,  # recordings scored at once; fewer if memory runs out
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # number of bootstrap draws of groups
@@ -312,7 +312,7 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for what, asked, choices in (("voting rule", votes, VOTES), ("figure", (judged_by,), FIGURES)):
+    for what, asked, choices in (("voting rule", votes, VOTES), ("metric", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
             raise UsageError(
                 f"the {what} is unknown",
@@ -324,7 +324,10 @@ def evaluate(
     twice = [] if split is None else [name for name, own in given.items() if own is not None]
     if twice or given.get(part) is not None:
         raise UsageError(
-            "a part of the data is given twice", code="given-twice", found=", ".join(twice) or repr(part)
+            "a part of the data is given twice",
+            code="given-twice",
+            found=", ".join(twice) or repr(part),
+            remedy="give each part once: in the split, or as data sets",
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
     on = pick_device(device)
@@ -354,7 +357,7 @@ def evaluate(
             part,
             boot,
             votes,
-            judged_by,
+            metric,
             how,
             progress,
             seed,

@@ -58,7 +58,7 @@ from leakmel.learn.metrics.bootstrap import (
     Difference,
     Groups,
     Interval,
-    _coded,
+    _encode_groups,
     differences,
 )
 from ..metrics.significance import ScoredModel, plain, score_model
@@ -68,7 +68,7 @@ from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings
 from ..train.folds import FoldTrainer, joined_groups
 from ..train.inputs import Sources, open_training
-from ..train.loop import sole_writer
+from ..train.loop import folder_lock
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -117,11 +117,11 @@ def find_grouping(
     if n == len(values):
         return Grouping(name, code="no-group", reason=f"No recording has a {group_name(name)}.")
     note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return Grouping(name, joined_groups(table, _coded(name, values, note if n else "")))
+    return Grouping(name, joined_groups(table, _encode_groups(name, values, note if n else "")))
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000008
-_SAME_PIPE = ("recording", "session", "date")  # such groups may be of one pipe
+_MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Answer:
         }
 
 
-def _word(name: str) -> str:
+def _group_noun(name: str) -> str:
     "Name a group in a sentence."
     return "group" if name.startswith("re:") else show_path(name.removeprefix("extra/"))
 
@@ -181,24 +181,29 @@ def new_group_answer(
     found = score_model(boot, hard, name=hardest, title=hardest)
     other = score_model(boot, easy, name=easiest, title=easiest)
     auc, i = found.figures["auc"], found.intervals["auc"]
-    parts = [f"On a new {_word(hardest)}, expect an AUC of {auc:.2f}{_ends(i)}."]
-    title = f"AUC {auc:.2f} by {_word(hardest)}"
+    parts = [f"On a new {_group_noun(hardest)}, expect an AUC of {auc:.2f}{_interval_text(i)}."]
+    title = f"AUC {auc:.2f} by {_group_noun(hardest)}"
     fall = None
     if easiest != hardest:
         fall = differences(boot, (other.figures, other.draws), (found.figures, found.draws))["auc"]
-        easy_auc = f"folds by {_word(easiest)} ({other.figures['auc']:.2f})"
-        title = f"AUC {other.figures['auc']:.2f} by {_word(easiest)}, {auc:.2f} by {_word(hardest)}"
+        easy_auc = f"folds by {_group_noun(easiest)} ({other.figures['auc']:.2f})"
+        title = (
+            f"AUC {other.figures['auc']:.2f} by {_group_noun(easiest)}, {auc:.2f} by {_group_noun(hardest)}"
+        )
         if fall.is_better:
-            parts[0] = parts[0][:-1] + f": {fall.value:.2f} less{_ends(fall.interval)} than with {easy_auc}."
+            parts[0] = (
+                parts[0][:-1]
+                + f": {fall.value:.2f} less{_interval_text(fall.interval)} than with {easy_auc}."
+            )
         else:
             parts.append(
-                f"A fall from {easy_auc} is not shown: it is {fall.value:.2f}{_ends(fall.interval)}."
+                f"A fall from {easy_auc} is not shown: it is {fall.value:.2f}{_interval_text(fall.interval)}."
             )
     if i.known and i.low <= 0.5:
         parts.append("That is not shown to be better than chance.")
-    if hardest in _SAME_PIPE:
+    if hardest in _MAY_SHARE_PIPES:
         parts.append(
-            f"What happens on a new pipe cannot be told: folds by {_word(hardest)} test known pipes too."
+            f"What happens on a new pipe cannot be told: folds by {_group_noun(hardest)} test known pipes too."
         )
         title += "; a new pipe is not tested"
     if few:
@@ -206,7 +211,7 @@ def new_group_answer(
     return Answer(" ".join(parts), title, hardest, easiest, auc, i, fall)
 
 
-def _ends(i: Interval) -> str:
+def _interval_text(i: Interval) -> str:
     return f" (95 % interval {i.low:.2f} to {i.high:.2f})" if i.known else ""
 
 
@@ -368,7 +373,7 @@ class Generalisation(RowTable):
         "Draw the AUC against the grouping, by name."
         tested = [g for g in self.groupings if g.result is not None]
         shown = [
-            (" = ".join(map(_word, (g.name, *g.also))), len(g.result.groups), _models(g.result))
+            (" = ".join(map(_group_noun, (g.name, *g.also))), len(g.result.groups), _models(g.result))
             for g in tested
             if g.result is not None
         ]
@@ -424,7 +429,7 @@ def write_result(
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000019
-def _planned(
+def _plan_groupings(
     groupings: Sequence[Grouping], classes: np.ndarray, n_folds: int, seeds: Sequence[int]
 ) -> list[Grouping]:
     "Sort groupings by their number of groups, and leave out those with the groups of another and those without folds."
@@ -444,20 +449,20 @@ def _planned(
             for seed in seeds:
                 outer_folds(classes, g.groups.code, n_folds, seed)
         except DataError as e:
-            left_out.append(_without_folds(g, e))
+            left_out.append(_left_out(g, e))
         else:
             planned.append((g, code))
     return [g for g, _ in planned] + left_out
 
 
-def _without_folds(g: Grouping, e: DataError) -> Grouping:
+def _left_out(g: Grouping, e: DataError) -> Grouping:
     "Leave out a grouping of which a label would be missing in training; other errors are raised."
     if e.code != "label-in-one-part":
         raise e
     return replace(g, code=e.code, reason=f"A label would be missing in training: {e.found}.")
 
 
-def _evaluated(
+def _evaluate_grouping(
     trainer: FoldTrainer,
     grouping: Grouping,
     folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
@@ -472,11 +477,11 @@ def _evaluated(
     try:
         repetitions, n_done = _repetitions(own, baselines, folds, jobs, bar)
     except DataError as e:  # no folds inside a fold, for the kind "blend"
-        return _without_folds(grouping, e)
+        return _left_out(grouping, e)
     return replace(grouping, result=_result(own, repetitions, n_done, n_draws, began, None))
 
 
-def _none_usable(groupings: Sequence[Grouping]) -> DataError:
+def _no_grouping_error(groupings: Sequence[Grouping]) -> DataError:
     return DataError(
         "no grouping allows cross-validation",
         code="no-group",
@@ -515,19 +520,19 @@ def generalisation(
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
         open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else sole_writer(folder, "cross-validation"),
+        nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
     ):
         if folder is not None:
             require_result(folder, "generalisation")
         table = recordings_table(opened.training.sources, progress="none")
         table = table.iloc[opened.training.rows].reset_index(drop=True)
         own_seeds = [settings.seed + k for k in range(seeds)]
-        planned = _planned(
+        planned = _plan_groupings(
             [find_grouping(table, name) for name in names], opened.training.labels, n_folds, own_seeds
         )
         usable = [g for g in planned if not g.code]
         if not usable:
-            raise _none_usable(planned)
+            raise _no_grouping_error(planned)
         trainer = _trainer_of(opened, settings, usable[0].groups, on, folder)
         folds = [
             [outer_folds(trainer.ds.labels, g.groups.code, n_folds, s) for s in own_seeds] for g in usable
@@ -541,7 +546,7 @@ def generalisation(
         total = len(usable) * seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
             done = [
-                _evaluated(trainer, g, own, baselines, processes, n_draws, bar)
+                _evaluate_grouping(trainer, g, own, baselines, processes, n_draws, bar)
                 for g, own in zip(usable, folds)
             ]
         groupings = [g for g in done if g.result is not None]
@@ -552,7 +557,7 @@ def generalisation(
             if g.result is not None
         ]
         if not tested:
-            raise _none_usable(groupings)
+            raise _no_grouping_error(groupings)
         answer = new_group_answer(trainer.truth, tested, n_draws=n_draws, seed=settings.seed)
         seconds = time.perf_counter() - began
         found = Generalisation(trainer.task, settings.detector, tuple(groupings), answer, seconds, folder)

@@ -53,7 +53,7 @@ from ..model.devices import pick_device
 from ..model.settings import TrainSettings
 from ..train.folds import FoldTrainer
 from ..train.inputs import Sources, open_training
-from ..train.loop import sole_writer
+from ..train.loop import folder_lock
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -362,7 +362,7 @@ def _points(
     return tuple(points), tuple(gains)
 
 
-def _checked(
+def _checked_shares(
     sizes: Sequence[float] | None, n_folds: int, seeds: int, jobs: int | None, detector: str
 ) -> list[float]:
     "Check the arguments; return the shares, ascending, with 1."
@@ -377,7 +377,7 @@ def _checked(
         )
     if detector == "blend":
         raise UsageError(
-            "a learning curve is made with one kind of detector",
+            "a learning curve needs one kind of detector",
             code="usage",
             found=detector,
             expected="spectral, cnn or auto",
@@ -416,7 +416,7 @@ def learning_curve(
     hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
     """
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    shares = _checked(sizes, n_folds, seeds, jobs, settings.detector)
+    shares = _checked_shares(sizes, n_folds, seeds, jobs, settings.detector)
     note = _AUTO if settings.detector == "auto" else ""
     settings = replace(settings, detector="spectral") if note else settings
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
@@ -424,7 +424,7 @@ def learning_curve(
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
         open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else sole_writer(folder, "learning curve"),
+        nullcontext() if folder is None else folder_lock(folder, "learning curve"),
     ):
         if folder is not None:
             require_result(folder, "learning_curve")

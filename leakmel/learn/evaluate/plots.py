@@ -36,7 +36,7 @@ from leakmel.insight.plots import (
     _TEXT,
     MAX_POINTS,
     _colour_range,
-    _dress,
+    _apply_style,
     _f32,
     _figure,
     _plain,
@@ -404,7 +404,7 @@ def spectrogram_figure(
         fig.layout.annotations[k].y = top
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    return _dress(fig, title, note, 90 + 290 * n_rows)
+    return _apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

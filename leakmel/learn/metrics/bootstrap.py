@@ -51,7 +51,7 @@ class Groups:
         return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
 
 
-def _coded(by: str, values: np.ndarray, note: str = "") -> Groups:
+def _encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
@@ -81,23 +81,23 @@ def recording_groups(
         values = group_values(table, group, missing="one")
         n, name = int(np.count_nonzero(values == "")), group_name(group)
         note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
-        return _coded(name, values, note if n else "")
+        return _encode_groups(name, values, note if n else "")
 
     def known(name: str) -> bool:
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
 
     if known("sensor"):
-        return _coded("sensor", table["sensor"].to_numpy(object))
+        return _encode_groups("sensor", table["sensor"].to_numpy(object))
     if known("start_time"):
         nights = pd.to_datetime(table["start_time"].str.slice(0, 19)) - pd.Timedelta(hours=12)
-        return _coded(
+        return _encode_groups(
             "night",
             nights.dt.strftime("%Y-%m-%d").to_numpy(object),
             "the sensor of some recordings is unknown, so recordings are grouped by night; intervals are too narrow if a sensor recorded in several nights",
         )
     paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
     if "path" in table and (cut := source_names(paths)).astype(bool).any():
-        return _coded(
+        return _encode_groups(
             "source",
             np.where(cut != "", cut, paths),
             "sensor and time of some recordings are unknown, so pieces of one recording are grouped by their file names",
@@ -164,7 +164,7 @@ def interval_from_draws(
 
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #a31ced4f
-_PIECE = 1 << 20  # numbers held at once
+_BLOCK_VALUES = 1 << 20  # numbers held at once
 
 
 class Bootstrap:
@@ -199,7 +199,7 @@ class Bootstrap:
         first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
         code, is_leak = self.groups.code[order], truth[order]
         areas = []
-        step = max(1, _PIECE // max(1, len(truth)))
+        step = max(1, _BLOCK_VALUES // max(1, len(truth)))
         for at in range(0, len(self.times), step):
             own = self.times[at : at + step, code].astype(np.float64)  # [d, B] in the order of scores
             leaks = np.add.reduceat(own * is_leak, first, axis=1)

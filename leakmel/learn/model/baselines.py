@@ -31,7 +31,7 @@ NO_TREES = (
     "The spectral detector contains trees on band statistics, so the verdict does not compare it with them."
 )
 _SILENT_DB = -120.0
-_PIECE = 256  # rows
+_BLOCK_ROWS = 256  # rows
 
 
 def _by_source(ds: Segments) -> Iterator[tuple[MelDataset, np.ndarray, np.ndarray]]:
@@ -58,9 +58,9 @@ def _band_statistics(ds: Segments, count: DelayedProgress) -> tuple[np.ndarray, 
     n, n_mels = len(ds.rows), ds.row_shape[2]
     mean, shape = np.empty((n, n_mels)), np.empty((n, 2 * n_mels), np.float32)
     for source, places, rows in _by_source(ds):
-        for at in range(0, len(rows), _PIECE):
-            some = places[at : at + _PIECE]
-            mels = read_rows(source.mels, rows[at : at + _PIECE])
+        for at in range(0, len(rows), _BLOCK_ROWS):
+            some = places[at : at + _BLOCK_ROWS]
+            mels = read_rows(source.mels, rows[at : at + _BLOCK_ROWS])
             for n in np.unique(ds.segment_counts[some]).tolist():
                 mine = ds.segment_counts[some] == n
                 mean[some[mine]] = mels[mine][:, :n].mean(axis=(1, 2, 4), dtype=np.float64)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from ...mel.spec import MelSpec
-from ...mel.torch_engine import exactly_float32
+from ...mel.torch_engine import full_float32_precision
 from ..data.loaders import open_loader
 from ..data.segments import Segments
 from ..data.task import Task
@@ -164,7 +164,7 @@ class Detector:
         self.classifier.eval()
         at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) if rows.device.type == "cpu" else n
         has = np.ones((n, n_long), bool) if counts is None else np.arange(n_long) < counts[:, None]
-        with torch.inference_mode(), exactly_float32():
+        with torch.inference_mode(), full_float32_precision():
             if has.all():
                 return torch.cat([self.classifier.class_probabilities(some) for some in rows.split(at_once)])
             if self.kind == "cnn":  # its segments are independent: only those that count are scored

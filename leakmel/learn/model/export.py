@@ -119,6 +119,7 @@ def export_detector(
             "the exported program computes other features than the detector, so it was not written",
             code="program-differs",
             found=repr(compared),
+            remedy="use the detector itself (leakmel predict), and report this error",
         )
     device = next(iter(detector.classifier.state_dict().values())).device
     for some in (samples[:1], samples):
@@ -131,6 +132,7 @@ def export_detector(
                 code="program-differs",
                 found=f"{float((scores - right).abs().max()):.2g} apart",
                 expected=f"at most {_SCORE_TOLERANCE:g} apart",
+                remedy="use the detector itself (leakmel predict), and report this error",
             )
     about = {
         "spec": spec.to_dict(),

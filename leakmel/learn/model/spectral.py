@@ -106,7 +106,7 @@ class SpectralSettings:
                 )
         if self.depth > self.n_nodes:
             raise UsageError(
-                "no way through a tree has more decisions than nodes", code="invalid-net", found=self.depth
+                "depth must be at most n_nodes", code="invalid-net", found=self.depth, expected=self.n_nodes
             )
 
     @property
@@ -199,7 +199,7 @@ class SpectralClassifier(nn.Module):
 
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000010
-_PIECE = 256  # recordings that are read at once
+_BLOCK_RECORDINGS = 256  # recordings that are read at once
 N_TREES = 200  # of each forest
 REGULARISATION = 0.1  # C of scikit-learn: inverse strength, for standardised features
 
@@ -247,8 +247,8 @@ def spectral_features(
     whole, windows, recording = [], [], []
     for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
         mine = np.flatnonzero((rows >= start) & (rows < end))
-        for at in range(0, len(mine), _PIECE):
-            some = mine[at : at + _PIECE]
+        for at in range(0, len(mine), _BLOCK_RECORDINGS):
+            some = mine[at : at + _BLOCK_RECORDINGS]
             mels = torch.from_numpy(read_rows(source.mels, rows[some] - start))
             has = torch.from_numpy(mask[some])
             mean, variance = segment_statistics(mels)

@@ -31,7 +31,7 @@ from ...core.monitor import free_memory, size_text, usable_cores
 from ...dataset.run.config import BATCH_FILES, slot_bytes
 from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
-from ...mel.engines import DEVICE_ENGINES, ENGINES, YARDSTICK_ENGINES, open_engine
+from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, open_engine
 from ...mel.spec import MelSpec
 from ..model.detector import Detector, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
@@ -114,7 +114,7 @@ class DeviceScorer:
         self.too_small: list[MachineError] = []  # of a callback of the stream, which must not raise it
         self.chain: Any = None  # of the engine
         try:
-            self._tried(partial(self._open, engine, n_files))
+            self._evaluate_kind(partial(self._open, engine, n_files))
         except BaseException:
             device.close()
             raise
@@ -144,7 +144,7 @@ class DeviceScorer:
         self.chain = None
         self.on.trim()
 
-    def _tried(self, work: Callable[[], None]) -> None:
+    def _evaluate_kind(self, work: Callable[[], None]) -> None:
         "Run work on the device; convert its errors to those of leakmel."
         try:
             work()
@@ -178,13 +178,13 @@ class DeviceScorer:
         buffers = self.buffers[self.n_started % self.depth]
         self.n_started += 1
         buffers.block = block
-        self._tried(partial(self._send, block, buffers))
+        self._evaluate_kind(partial(self._send, block, buffers))
         self.under_way.append(buffers)
 
     def finish(self) -> RowBlock:
         "Wait for the block that was started first."
         buffers = self.under_way.popleft()
-        self._tried(buffers.done.synchronize)
+        self._evaluate_kind(buffers.done.synchronize)
         block: RowBlock = buffers.block
         block.scores[: block.n] = buffers.scores_out[: block.n].numpy()
         block.moments[: block.n] = buffers.moments_out[: block.n].numpy()
@@ -269,7 +269,7 @@ def open_scorer(
         raise
     if opened is None:
         return HostScorer(detector, engine, on, n_files)
-    if engine in ("auto", *DEVICE_ENGINES, *YARDSTICK_ENGINES):
+    if engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
         return DeviceScorer(detector, engine, opened, n_files)
     opened.close()
     return HostScorer(detector, engine, on, n_files)

@@ -203,6 +203,7 @@ def require_both_classes(
         code="class-missing",
         found=f"{int(truth.sum()):,} leaks in {len(truth):,} recordings",
         expected="leaks and others",
+        remedy="use test recordings of both classes",
     )
 
 

@@ -62,7 +62,7 @@ class RoundRules:
     # number of recordings of earlier rounds that are replayed for each new one; 0: none
     earlier_share: float = 0.5
     # metric that decides on the champion: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
-    judged_by: str = "auc"
+    metric: str = "auc"
     n_draws: int = 2000  # number of bootstrap draws of groups for confidence intervals
     seed: int = 0  # seed of the random draws
 
@@ -78,11 +78,11 @@ class RoundRules:
                 raise UsageError(
                     f"{name} must be at least {least}", code="out-of-range", found=getattr(self, name)
                 )
-        if self.judged_by not in FIGURES:
+        if self.metric not in FIGURES:
             raise UsageError(
-                "the figure is unknown",
+                "the metric is unknown",
                 code="unknown-value",
-                found=repr(self.judged_by),
+                found=repr(self.metric),
                 expected=", ".join(FIGURES),
             )
 
@@ -284,7 +284,7 @@ class Round(RowTable):
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield pairs of a name and a text."
         r = self.record
-        figure = r["rules"]["judged_by"]
+        figure = r["rules"]["metric"]
         yield from (("BEWARE", stamp) for stamp in r["stamps"])
         yield "decision", self.reason
         kept = [

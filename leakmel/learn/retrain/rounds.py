@@ -102,7 +102,7 @@ from leakmel.learn.train.loop import (
     finish_training,
     resume_hint,
     train_epochs,
-    sole_writer,
+    folder_lock,
 )
 from ..train.state import TrainingState
 
@@ -260,6 +260,7 @@ class _RoundInProgress:
                 found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels"
                 if left.any()
                 else None,
+                remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
             )
         return replace(found, choice=LabelledSegments(new, kept, classes)), int(left.sum())
 
@@ -293,7 +294,7 @@ class _RoundInProgress:
         write_card(challenger, challenger.save(here / MODEL))
         found = self.compare(challenger)
         (testing, *others), since = found["champion"].values(), found["first champion"]
-        replaced, reason = decide(testing, others, self.rules.judged_by, list(since.values()))
+        replaced, reason = decide(testing, others, self.rules.metric, list(since.values()))
         n_compared = len(finished_rounds(self.folder)) + 1
         reason = f"{reason} {test_set_reuse_note(n_compared)}"
         winner = champion_entry(self.folder, self.number, challenger)
@@ -337,11 +338,11 @@ class _RoundInProgress:
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
 @contextmanager
-def _exclusive_round(folder: Path) -> Iterator[None]:
+def _round_lock(folder: Path) -> Iterator[None]:
     "Hold the exclusive right to make rounds in a folder; an empty new folder is removed at the end."
     is_new = not folder.exists()
     try:
-        with sole_writer(folder, "round"):
+        with folder_lock(folder, "round"):
             yield
     finally:
         if is_new:
@@ -435,7 +436,7 @@ def retrain(
     folder = Path(os.path.abspath(os.path.expanduser(out)))
     device = pick_device(device)
     tests = {"testing": testing, **(also or {})}
-    with _exclusive_round(folder):
+    with _round_lock(folder):
         lineage = finish_interrupted_round(folder)
         holder = _champion(folder, lineage, champion)
         first = load_first_champion(folder, lineage) if lineage and len(lineage.champions) > 1 else None

@@ -55,7 +55,7 @@ from leakmel.learn.train.history import (
 )
 from ...insight.report import Section, write_report
 from ..train.inputs import Sources, TooShortWarning, open_training, training_identity
-from ..train.loop import sole_writer, train
+from ..train.loop import folder_lock, train
 
 
 # %% ../../../nbs/learn/search/search.ipynb #59c27879
@@ -433,7 +433,7 @@ def search(
         stamp = "" if data.split is None else data.split.stamp
     how |= dict(device=pick_device(device), checkpoints=checkpoints)
     with (
-        sole_writer(folder, "search or training"),
+        folder_lock(folder, "search or training"),
         Progress(trials, unit="trials", label="search", show=show) as bar,
     ):
         s = _Search(folder, base, found, pruning, resume_state(folder, identity, resume), how, bar, show)

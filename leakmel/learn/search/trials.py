@@ -243,7 +243,7 @@ class Trial:
     f1s: tuple[float, ...]  # of validation, after each epoch
     val_losses: tuple[float, ...]
     seconds: float  # training and validation
-    said: str = ""  # why it failed
+    error: str = ""  # why it failed
 
     @property
     def objectives(self) -> list[float]:
@@ -264,7 +264,7 @@ class Trial:
         return max(self.objectives, default=-math.inf)
 
     def __repr__(self) -> str:
-        ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.said}"}
+        ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.error}"}
         return (
             f"trial {self.number}: F1 {self.f1:.4f}{ended.get(self.state, '')}; {changes_text(self.changes)}"
         )
@@ -339,7 +339,7 @@ def importances(
 
 
 # %% ../../../nbs/learn/search/trials.ipynb #e70106e9
-FORMAT = "leakmel search 1"
+FORMAT = "leakmel search 2"
 STATE = "search.json"
 TRIALS, MODEL, HISTORY = "trials", "model.pt", "history.csv"
 _RESULT_NAMES = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
@@ -467,7 +467,7 @@ def trial_table(
             "epochs": len(t.f1s),
             "seconds": round(t.seconds, 3),
             **{n: ",".join(map(str, v)) if isinstance(v := t.changes[n], list) else v for n in names},
-            "said": t.said,
+            "error": t.error,
         }
 
     table = pd.DataFrame(map(row, trials)).set_index("number")

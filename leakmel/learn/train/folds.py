@@ -13,7 +13,7 @@ __all__ = [
     "calibration_line",
     "FoldTrainer",
     "kinds_to_fit",
-    "Tried",
+    "KindEvaluation",
     "Choice",
     "blend_scores",
     "choose_kind",
@@ -104,7 +104,7 @@ def make_folds(
         code="label-in-one-part",
         found=f"{len(numbers):,} groups, {most:,} with the rarest label",
         expected="at least two groups with each label",
-        remedy="add recordings of other groups with this label: those of one group prove nothing about others",
+        remedy="add recordings of other groups with this label: with one group there is nothing left to train on or to test",
     )
 
 
@@ -259,7 +259,7 @@ def kinds_to_fit(
 
 
 @dataclass(frozen=True)
-class Tried:
+class KindEvaluation:
     "A kind of detector in cross-validation."
 
     kind: str
@@ -274,7 +274,7 @@ class Choice:
     "The kind of detector that was chosen, with the out-of-fold scores behind the choice."
 
     kind: str
-    tried: tuple[Tried, ...]
+    tried: tuple[KindEvaluation, ...]
     n_folds: int  # 1: one part was held out
     by: str  # groups that were kept together
     scored: np.ndarray  # [m] int, recordings with out-of-fold scores
@@ -344,7 +344,7 @@ def choose_kind(
     own = Groups(
         groups.by, np.unique(code[scored], return_inverse=True)[1], tuple(map(str, np.unique(code[scored])))
     )
-    tried = [_tried(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
+    tried = [_evaluate_kind(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
     kind, reason = detector, f"{detector} was asked for."
     if detector == "auto" and len(wanted) == 1:
         kind, reason = "spectral", f"Below {MIN_FOR_NETWORK} recordings only spectral is tried."
@@ -371,12 +371,14 @@ def choose_kind(
     )
 
 
-def _tried(kind: str, segment_scores: np.ndarray, truth: np.ndarray, groups: Groups, seconds: float) -> Tried:
+def _evaluate_kind(
+    kind: str, segment_scores: np.ndarray, truth: np.ndarray, groups: Groups, seconds: float
+) -> KindEvaluation:
     score = vote_scores(segment_scores)
     figures = leak_metrics(truth, score)
     draws = Bootstrap(truth, groups, n_draws=200).auc_draws(score)
     error = float(np.nanstd(draws)) if np.isfinite(draws).any() else 0.0
-    return Tried(kind, figures["auc"], error, figures["balanced_accuracy"], seconds)
+    return KindEvaluation(kind, figures["auc"], error, figures["balanced_accuracy"], seconds)
 
 
 def blend_of(

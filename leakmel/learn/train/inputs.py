@@ -8,7 +8,7 @@ __all__ = [
     "TrainingData",
     "TooShortWarning",
     "too_short",
-    "silence_behind",
+    "trailing_silence",
     "open_training",
     "row_digests",
     "differences",
@@ -97,7 +97,7 @@ def too_short(
     return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
 
 
-def silence_behind(
+def trailing_silence(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
     "Return a note on the share of padding behind the recordings."

@@ -6,7 +6,7 @@
 __all__ = [
     "SAMPLE_S",
     "TrainingRun",
-    "sole_writer",
+    "folder_lock",
     "begin_training",
     "resume_hint",
     "DeferredSignals",
@@ -124,7 +124,7 @@ class TrainingRun:
 
 # %% ../../../nbs/learn/train/loop.ipynb #3def1bb8
 @contextmanager
-def sole_writer(
+def folder_lock(
     out: Path,  # folder, made where it does not exist
     who: str = "training",  # name of the other process, for the message
 ) -> Iterator[None]:  # raises OutputError if another process trains in this folder
@@ -623,7 +623,7 @@ def train(
         labels=labels,
         progress=show,
     )
-    with opened as data, sole_writer(folder):
+    with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))

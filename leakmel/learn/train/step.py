@@ -38,7 +38,7 @@ from leakmel.learn.model.net import (
     micro_batch_loss,
 )
 from ..model.settings import TrainSettings
-from ...mel.torch_engine import exactly_float32
+from ...mel.torch_engine import full_float32_precision
 
 _LOG = logging.getLogger("leakmel")
 
@@ -170,7 +170,7 @@ class Stepper:
         start = time.perf_counter()
         rate = learning_rate(self.n_done, self.n_steps, self.settings)
         self.net.train()
-        with exactly_float32():
+        with full_float32_precision():
             while True:
                 try:
                     loss, n_correct, norm = self._gradients(batch)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from counted import Counted, figures, function_of
+from promise_counts import Counted, figures, function_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROT = "tests/dataset/test_bit_rot.py::test_flipped_bits"  # named by S14
@@ -20,7 +20,7 @@ def report(
     when: str = "call",
     *,
     nodeid: str = f"{ROT}[a::b]",
-    said: int | None = None,
+    trials: int | None = None,
     long: bool = False,
 ) -> Any:
     "What pytest says of a step."
@@ -28,7 +28,7 @@ def report(
         nodeid=nodeid,
         when=when,
         keywords={"long": 1} if long else {},
-        user_properties=[("tried", ["S14", said])] if said else [],
+        user_properties=[("tried", ["S14", trials])] if trials else [],
         passed=outcome == "passed",
         failed=outcome == "failed",
         skipped=outcome == "skipped",
@@ -47,15 +47,15 @@ def counted(tmp_path: Path) -> Counted:
     ("reports", "expected"),
     [
         ([report("passed", "setup"), report("passed"), report("passed", "teardown")], (1, 1, 0, 0)),
-        ([report("passed", said=25)], (1, 25, 0, 0)),
+        ([report("passed", trials=25)], (1, 25, 0, 0)),
         ([report("failed")], (1, 1, 1, 0)),
-        ([report("failed", said=7)], (1, 8, 1, 0)),
+        ([report("failed", trials=7)], (1, 8, 1, 0)),
         ([report("failed", "setup"), report("passed", "teardown")], (1, 1, 1, 0)),
         ([report("passed"), report("failed", "teardown")], (1, 1, 1, 0)),
         ([report("failed"), report("failed", "teardown")], (1, 1, 1, 0)),
         ([report("skipped", "setup")], (0, 0, 0, 1)),
         ([report("skipped")], (0, 0, 0, 1)),
-        ([report("passed"), report("passed", nodeid=f"{ROT}[2]", said=3)], (2, 4, 0, 0)),
+        ([report("passed"), report("passed", nodeid=f"{ROT}[2]", trials=3)], (2, 4, 0, 0)),
     ],
 )
 def test_counts(counted: Counted, reports: list[Any], expected: tuple[int, ...]) -> None:
@@ -67,10 +67,10 @@ def test_counts(counted: Counted, reports: list[Any], expected: tuple[int, ...])
     assert not any(figure["long"].values())
 
 
-def test_long_variants_stand_apart_and_others_do_not_count(counted: Counted) -> None:
+def test_long_variants_are_counted_separately(counted: Counted) -> None:
     for r in (
-        report("passed", said=25),
-        report("passed", said=250, long=True),
+        report("passed", trials=25),
+        report("passed", trials=250, long=True),
         report("failed", nodeid="tests/test_bit_rot.py::test_other"),
     ):
         counted.pytest_runtest_logreport(r)
@@ -87,9 +87,9 @@ def test_a_second_run_of_the_commit_adds_and_replaces(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for now, trials in (("a", 25), ("a", 26), ("b", 27)):
-        monkeypatch.setattr("counted.commit", lambda now=now: {"commit": now, "changed": False})
+        monkeypatch.setattr("promise_counts.commit", lambda now=now: {"commit": now, "changed": False})
         counted.tests = {}
-        counted.pytest_runtest_logreport(report("passed", said=trials, long=trials == 25))
+        counted.pytest_runtest_logreport(report("passed", trials=trials, long=trials == 25))
         counted.pytest_sessionfinish()
         stored = json.loads(counted.path.read_text())
         assert stored["suite"] == "promises"

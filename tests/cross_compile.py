@@ -1,4 +1,4 @@
-"Compile the Triton kernels for cards that are not in this machine, and tell what they need; run as a process of its own, without the interpreter."
+"Cross-compile the Triton kernels for GPUs that are not in this machine and print their resources; runs in a separate process, without the interpreter."
 
 import json
 import os
@@ -82,7 +82,7 @@ def compiled(
 
 
 class NoDriver:
-    "Says which card there would be, and can do nothing else."
+    "A driver that only reports a target GPU."
 
     def __init__(self, capability: int):
         self.capability = capability

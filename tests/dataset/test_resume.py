@@ -1,4 +1,4 @@
-"Interrupted builds go on, and data sets are brought up to date: always the bytes of a build from nothing."
+"Interrupted builds are resumed and data sets updated: always with the bytes of a fresh build."
 
 import base64
 import json
@@ -31,7 +31,7 @@ from leakmel.dataset.source.loader import BadFilesError
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import journal_path
 from leakmel.dataset.run.pipeline import PipelineConfig
-from outsider import check, leftovers
+from independent import check, leftovers
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
@@ -90,7 +90,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 # ---- nothing to do
 
 
-def test_nothing_to_do_touches_nothing_and_says_so(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_unchanged_folder_changes_no_file_and_is_reported(
+    data: Path, tmp_path: Path, read: list[bytes]
+) -> None:
     first = build(data, tmp_path / "out" / "x.h5")
     before = {
         p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()
@@ -113,9 +115,7 @@ def test_nothing_to_do_touches_nothing_and_says_so(data: Path, tmp_path: Path, r
     assert first.summary["kept_rows"] == 0
 
 
-def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(
-    demo: Path, tmp_path: Path, read: list[bytes]
-) -> None:
+def test_only_the_changed_split_is_rebuilt(demo: Path, tmp_path: Path, read: list[bytes]) -> None:
     root = tmp_path / "demo"
     shutil.copytree(demo, root)
     settle()
@@ -146,9 +146,7 @@ def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(
         assert r.path.read_bytes() == (tmp_path / "alone.h5").read_bytes()
 
 
-def test_the_command_line_says_what_it_kept(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_line_reports_reused_rows(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from leakmel.cli import main
 
     words = [
@@ -167,10 +165,10 @@ def test_the_command_line_says_what_it_kept(
     assert main(words) == 0
     assert "nothing to do" not in capsys.readouterr().out
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "nothing to do" in said
-    assert "PERFORMANCE" not in said
-    assert "files/s" not in said
+    output = capsys.readouterr().out
+    assert "nothing to do" in output
+    assert "PERFORMANCE" not in output
+    assert "files/s" not in output
     (data / "LEAK" / "01.wav").unlink()
     assert main(words) == 0
     assert (
@@ -222,12 +220,12 @@ def spoil(data: Path) -> None:
     (data / "LEAK" / "03.wav").write_bytes(b"RIFF")
 
 
-def new_label(data: Path) -> None:
+def add_label(data: Path) -> None:
     write(data / "AIR" / "a.wav")
 
 
-def all_of_it(data: Path) -> None:
-    for step in (add, remove, change, relabel, rename, touch, mend, spoil, new_label):
+def all_changes(data: Path) -> None:
+    for step in (add, remove, change, relabel, rename, touch, mend, spoil, add_label):
         step(data)
 
 
@@ -240,8 +238,8 @@ CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # ad
     touch: (0, 1, 0, ["NOLEAK/00.wav"]),
     mend: (0, 1, 0, ["LEAK/zero.wav"]),
     spoil: (0, 1, 0, ["LEAK/03.wav"]),
-    new_label: (1, 0, 0, ["AIR/a.wav"]),
-    all_of_it: (
+    add_label: (1, 0, 0, ["AIR/a.wav"]),
+    all_changes: (
         4,
         4,
         3,
@@ -260,7 +258,7 @@ CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # ad
 
 
 @pytest.mark.parametrize("step", CHANGES, ids=lambda f: f.__name__)
-def test_only_what_changed_is_read_and_the_bytes_are_those_of_a_build_from_nothing(
+def test_update_reads_only_changes_and_equals_a_fresh_build(
     data: Path, tmp_path: Path, read: list[bytes], step: Callable
 ) -> None:
     added, changed, removed, paths = CHANGES[step]
@@ -300,13 +298,13 @@ def test_with_waveforms_packed_and_by_other_engines(
     target = tmp_path / "out" / "x.h5"
     build(data, target, **options)
     assert build(data, target, **options).summary["nothing_to_do"]
-    all_of_it(data)
+    all_changes(data)
     result = build(data, target, **options)
     assert result.summary["copied_rows"] == 24
     assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
 
 
-def test_another_compression_keeps_the_rows(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_rows_are_reused_with_another_compression(data: Path, tmp_path: Path, read: list[bytes]) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     read.clear()
@@ -316,9 +314,7 @@ def test_another_compression_keeps_the_rows(data: Path, tmp_path: Path, read: li
     assert target.read_bytes() == fresh_bytes(data, tmp_path, **packed)
 
 
-def test_labels_from_a_table_may_change_without_reading(
-    data: Path, tmp_path: Path, read: list[bytes]
-) -> None:
+def test_changed_labels_of_a_table_need_no_reading(data: Path, tmp_path: Path, read: list[bytes]) -> None:
     target, table = tmp_path / "out" / "x.h5", tmp_path / "names.csv"
     paths = sorted(str(p.relative_to(data)) for p in data.rglob("*.wav"))
 
@@ -403,7 +399,7 @@ def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
 
 
 def keeping_time(path: Path, do: Callable[[], None]) -> None:
-    "What rots does not say so by its time."
+    "Change a file and keep its modification time."
     st = path.stat()
     do()
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
@@ -467,7 +463,7 @@ def test_damaged_rows_are_repaired(
     ],
     ids=str,
 )
-def test_other_settings_start_over(
+def test_other_settings_start_a_fresh_build(
     data: Path, tmp_path: Path, read: list[bytes], options: dict[str, Any]
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -478,14 +474,16 @@ def test_other_settings_start_over(
     assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
 
 
-def test_another_release_starts_over(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_starts_a_fresh_build(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     monkeypatch.setattr(lm, "__version__", "99")
     assert build(data, target).summary["kept_rows"] == 0
 
 
-def test_content_that_changed_under_the_same_time_is_read_again(
+def test_content_changed_with_equal_mtime_is_read_again(
     data: Path, tmp_path: Path, read: list[bytes]
 ) -> None:
     "Length and time of modification can be set back; the time of any change cannot."
@@ -498,7 +496,7 @@ def test_content_that_changed_under_the_same_time_is_read_again(
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_what_changed_just_before_a_build_is_read_again_by_the_next(
+def test_recordings_modified_just_before_a_build_are_read_again(
     data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A further change in the same step of the file system's clock could not be seen."
@@ -510,7 +508,7 @@ def test_what_changed_just_before_a_build_is_read_again_by_the_next(
     assert len(read) == 32
 
 
-def test_no_room_for_the_state_is_no_fault_of_the_build(
+def test_build_succeeds_without_space_for_the_state_file(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -570,7 +568,7 @@ def test_killed_build_is_resumed(data: Path, tmp_path: Path, interrupted: Path, 
     check(interrupted, data)
 
 
-def test_an_interruption_before_rows_are_looked_at_keeps_them(
+def test_interrupt_before_rows_are_checked_keeps_them(
     data: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: Any) -> None:
@@ -583,7 +581,7 @@ def test_an_interruption_before_rows_are_looked_at_keeps_them(
     assert build(data, interrupted).summary["resumed_rows"] >= 4
 
 
-def test_a_clean_up_that_fails_leaves_the_rows_of_other_splits(
+def test_failed_clean_up_keeps_rows_of_other_splits(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job.__new__(Job)
@@ -596,16 +594,16 @@ def test_a_clean_up_that_fails_leaves_the_rows_of_other_splits(
     assert (job.close(keep=True), job.close(keep=True)) == (3, 0)
 
 
-def test_room_for_all_splits_is_asked_for_before_the_first_file(
+def test_space_for_all_splits_is_checked_before_the_first_file(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
-    def no_room(folder: Path, n_bytes: int) -> None:
+    def no_space(folder: Path, n_bytes: int) -> None:
         asked.append(n_bytes)
         raise SpaceError("not enough room", code="no-space", path=folder)
 
-    monkeypatch.setattr(open_jobs, "require_space", no_room)
+    monkeypatch.setattr(open_jobs, "require_space", no_space)
     with raises("no-space", SpaceError, path=tmp_path / "out"):
         lm.build_all(demo, out_dir=tmp_path / "out", spec=SPEC, progress="none")
     n_files = sum(len(x) for x in lm.scan(demo).listings)
@@ -626,7 +624,7 @@ def test_room_for_all_splits_is_asked_for_before_the_first_file(
     ],
     ids=str,
 )
-def test_going_on_with_waveforms_by_other_engines_and_hand_to_hand(
+def test_resume_with_waveforms_other_engines_and_one_thread(
     data: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -635,7 +633,7 @@ def test_going_on_with_waveforms_by_other_engines_and_hand_to_hand(
     assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
 
 
-def test_fresh_starts_over(data: Path, interrupted: Path, read: list[bytes]) -> None:
+def test_fresh_option_starts_a_fresh_build(data: Path, interrupted: Path, read: list[bytes]) -> None:
     assert build(data, interrupted, fresh=True).summary["resumed_rows"] == 0
     assert len(read) == 32
 
@@ -723,7 +721,7 @@ def journal_forged(target: Path) -> None:
     ],
     ids=lambda f: f.__name__,
 )
-def test_what_was_left_may_be_damaged_in_any_way(
+def test_resume_from_any_damaged_state(
     data: Path, tmp_path: Path, interrupted: Path, fault: Callable
 ) -> None:
     fault(interrupted)
@@ -737,7 +735,7 @@ def test_what_was_left_may_be_damaged_in_any_way(
 
 
 @pytest.mark.parametrize("step", [add, remove, change, touch], ids=lambda f: f.__name__)
-def test_recordings_that_changed_meanwhile(
+def test_resume_reads_changed_recordings_again(
     data: Path, tmp_path: Path, interrupted: Path, step: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     step(data)
@@ -746,7 +744,7 @@ def test_recordings_that_changed_meanwhile(
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_content_that_changed_meanwhile_under_the_same_time(
+def test_resume_reads_recordings_changed_with_equal_mtime_again(
     data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]
 ) -> None:
     path = data / "LEAK" / "01.wav"
@@ -756,7 +754,7 @@ def test_content_that_changed_meanwhile_under_the_same_time(
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_other_features_start_over_and_say_why(
+def test_other_features_start_a_fresh_build_with_a_reason(
     data: Path, interrupted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = build(data, interrupted, spec=lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
@@ -764,7 +762,7 @@ def test_other_features_start_over_and_say_why(
     assert "the features or the engine differ" in caplog.text
 
 
-def test_an_interrupted_update_goes_on(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_interrupted_update_is_resumed(data: Path, tmp_path: Path, read: list[bytes]) -> None:
     target = tmp_path / "out" / "x.h5"
     old = build(data, target).path.read_bytes()
     for k in range(40, 60):
@@ -780,7 +778,7 @@ def test_an_interrupted_update_goes_on(data: Path, tmp_path: Path, read: list[by
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
+def test_repeatedly_killed_build_is_resumed(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     for _ in range(12):
         killed(data, target, 2)
@@ -789,7 +787,7 @@ def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
     assert build(data, target).path.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_without_a_journal_nothing_is_left(
+def test_no_files_are_left_without_a_journal(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, journal_bytes=0)
@@ -803,7 +801,7 @@ def test_without_a_journal_nothing_is_left(
     assert leftovers(tmp_path / "out") == []
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_build(
+def test_full_disk_stops_the_journal_but_not_the_build(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = os.write
@@ -819,7 +817,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_build(
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
-def test_faults_of_recordings_and_engines_leave_nothing() -> None:
+def test_failed_builds_leave_no_files() -> None:
     from leakmel.core.errors import EngineError, MachineError, SpaceError, UsageError, VerifyError
 
     to_blame: list[BaseException] = [
@@ -871,7 +869,7 @@ def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_swapped_folders_are_detected(alike: Path, tmp_path: Path, read: list[bytes]) -> None:
     "Renaming a folder leaves no trace on its files: their labels would be swapped, and their rows not."
     target = tmp_path / "out" / "x.h5"
     build(alike, target)
@@ -888,7 +886,7 @@ def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, re
     assert target.read_bytes() == fresh_bytes(alike, tmp_path)
 
 
-def test_folders_that_changed_places_meanwhile(
+def test_folders_swapped_before_a_resume_are_detected(
     alike: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -900,7 +898,7 @@ def test_folders_that_changed_places_meanwhile(
 
 
 @pytest.mark.parametrize("module", [journal, existing])
-def test_other_decoders_start_over(
+def test_other_decoders_start_a_fresh_build(
     data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -913,7 +911,7 @@ def test_other_decoders_start_over(
     assert module is existing or "have other versions" in caplog.text
 
 
-def test_what_changed_just_before_an_interrupted_build_is_read_again(
+def test_recordings_modified_just_before_an_interrupted_build_are_read_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -936,7 +934,7 @@ def test_a_preload_reads_no_recording_whose_row_is_kept(
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_missing_recording_of_a_table_is_no_work(data: Path, tmp_path: Path) -> None:
+def test_missing_recording_of_a_table_causes_no_rebuild(data: Path, tmp_path: Path) -> None:
     table, target = tmp_path / "t.csv", tmp_path / "out" / "x.h5"
     paths = sorted(p.relative_to(data) for p in data.rglob("*.wav"))
     table.write_text(
@@ -953,7 +951,7 @@ def test_missing_recording_of_a_table_is_no_work(data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", ["check_data_set", "job_metadata"])
-def test_an_interruption_after_the_last_row_costs_no_row(
+def test_interrupt_after_the_last_row_reuses_all_rows(
     data: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, read: list[bytes]
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -973,7 +971,7 @@ def test_an_interruption_after_the_last_row_costs_no_row(
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_nothing_to_do_removes_what_killed_builds_left(data: Path, tmp_path: Path) -> None:
+def test_unchanged_build_removes_files_of_killed_builds(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     left = (
@@ -990,12 +988,12 @@ def test_nothing_to_do_removes_what_killed_builds_left(data: Path, tmp_path: Pat
     assert leftovers(target.parent, *BESIDE) == []
 
 
-def test_a_build_that_goes_on_removes_a_half_packed_file(interrupted: Path, data: Path) -> None:
+def test_resumed_build_removes_an_incomplete_compressed_file(interrupted: Path, data: Path) -> None:
     interrupted.with_name(".x.h5.partial.gz").write_bytes(b"x")
     assert build(data, interrupted).summary["resumed_rows"] > 0
 
 
-def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: Path, tmp_path: Path) -> None:
+def test_copies_between_a_changed_and_an_unchanged_split_are_reported(demo: Path, tmp_path: Path) -> None:
     root = tmp_path / "demo"
     common: dict[str, Any] = dict(
         out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2
@@ -1041,7 +1039,7 @@ def test_rate_of_a_resumed_build_counts_the_recordings_it_reads(tmp_path: Path) 
 # ---- strangers in the output folder
 
 
-def test_a_lock_of_another_name_is_not_written_to(data: Path, tmp_path: Path) -> None:
+def test_hard_linked_lock_file_is_not_written(data: Path, tmp_path: Path) -> None:
     mine, target = tmp_path / "mine", tmp_path / "out" / "x.h5"
     target.parent.mkdir()
     mine.write_bytes(b"precious")
@@ -1073,7 +1071,7 @@ def state_pipe(target: Path) -> None:
 @pytest.mark.parametrize(
     "fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__
 )
-def test_a_state_may_be_anything(data: Path, tmp_path: Path, fault: Callable) -> None:
+def test_invalid_state_file_gives_a_fresh_build(data: Path, tmp_path: Path, fault: Callable) -> None:
     target = tmp_path / "out" / "x.h5"
     right = build(data, target).path.read_bytes()
     fault(target)
@@ -1095,7 +1093,7 @@ FORGERIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("forgery", range(len(FORGERIES)))
-def test_forged_entries_are_none(data: Path, interrupted: Path, forgery: int) -> None:
+def test_forged_journal_entries_are_ignored(data: Path, interrupted: Path, forgery: int) -> None:
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
     lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
     journal_path(interrupted).write_bytes(
@@ -1163,19 +1161,17 @@ def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     raise AssertionError("the build has no end")
 
 
-def test_killed_at_steps_all_over_a_build(data: Path, tmp_path: Path, tried: Callable) -> None:
+def test_killed_at_steps_of_a_build(data: Path, tmp_path: Path, tried: Callable) -> None:
     n = sweep(data, tmp_path, every=5)
     tried("S1", n)
     assert n > 20
 
 
-def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(
-    data: Path, tmp_path: Path, tried: Callable
-) -> None:
+def test_killed_at_steps_of_a_build_over_an_old_data_set(data: Path, tmp_path: Path, tried: Callable) -> None:
     "The old data set is intact, or the new one complete, at every point."
     old_target = tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
-    all_of_it(data)
+    all_changes(data)
     settle()
     right, n = fresh_bytes(data, tmp_path), 0
     for at in range(1, 100_000, 9):
@@ -1193,13 +1189,13 @@ def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(
 
 
 @pytest.mark.parametrize("policy", [{"max_rejected": 0.05}, {"on_bad_file": "stop"}], ids=str)
-def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(
+def test_killed_at_steps_of_a_build_with_too_many_bad_files(
     data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]
 ) -> None:
     "No kill lets it publish; the old data set is intact at every point, and who may leave the files out goes on from the rows that are there."
     refusing, old_target = {"pipeline": replace(CONFIG, **policy)}, tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
-    all_of_it(data)  # 2 of 33 files are bad, 6.1 %
+    all_changes(data)  # 2 of 33 files are bad, 6.1 %
     settle()
     right, n, n_kept = fresh_bytes(data, tmp_path), 0, 0
     for at in range(1, 100_000, 7):
@@ -1284,7 +1280,7 @@ def whole_seconds(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["complete", "interrupted"])
-def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
+def test_change_within_the_second_of_a_build_is_detected(
     data: Path,
     tmp_path: Path,
     whole_seconds: Callable[[int], None],
@@ -1322,7 +1318,7 @@ def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
     assert target.read_bytes() != fresh_bytes(data, tmp_path)
 
 
-def test_how_old_a_time_has_to_be() -> None:
+def test_least_age_of_a_modification_time() -> None:
     "Two seconds where it may be a whole one, 20 ms else."
     second, fine = 1_700_000_000 * 10**9, 1_700_000_000 * 10**9 + 5
     for ctime_ns, after_ns, is_settled in (
@@ -1334,7 +1330,7 @@ def test_how_old_a_time_has_to_be() -> None:
         assert existing.is_settled(np.array([ctime_ns]), ctime_ns + after_ns).tolist() == [is_settled]
 
 
-def test_whole_seconds_that_lie_back_are_trusted(
+def test_old_times_in_whole_seconds_are_trusted(
     data: Path, tmp_path: Path, whole_seconds: Callable[[int], None], read: list[bytes]
 ) -> None:
     whole_seconds(int(time.time()) - 10)

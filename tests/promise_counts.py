@@ -60,10 +60,10 @@ class Counted:
         if report.failed:
             self.bad.add(report.nodeid)
         variant = "long" if "long" in report.keywords else "short"
-        said: dict[str, int] = {}
+        trials: dict[str, int] = {}
         for key, value in report.user_properties:
             if key == "tried":
-                said[cast(Any, value)[0]] = said.get(cast(Any, value)[0], 0) + cast(Any, value)[1]
+                trials[cast(Any, value)[0]] = trials.get(cast(Any, value)[0], 0) + cast(Any, value)[1]
         for promise in self.named.get(function_of(report.nodeid), []):
             counts = (
                 self.tests.setdefault(function_of(report.nodeid), {})
@@ -77,7 +77,7 @@ class Counted:
             else:
                 counts["tests"] += 1
                 counts["trials"] += (
-                    said.get(promise, 0) + report.failed if promise in said or report.failed else 1
+                    trials.get(promise, 0) + report.failed if promise in trials or report.failed else 1
                 )
                 counts["failures"] += report.failed
 

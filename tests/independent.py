@@ -1,4 +1,4 @@
-"""What somebody who has never seen leakmel would write to check a data set: h5py, SciPy, float64, an own walk.
+"""An independent implementation that checks a data set without leakmel: h5py, SciPy, float64, its own walk.
 
 Nothing of leakmel is imported here, on purpose.
 """
@@ -117,7 +117,7 @@ def log_mel(x: np.ndarray, config: dict[str, Any], *, periodic: bool = True) -> 
 
 
 def off(row: np.ndarray, right: np.ndarray) -> float:
-    "By how many dB the worst value of a float16 row leaves what rounding and float32 explain; 0 or less is good."
+    "Largest deviation of a float16 row beyond the tolerance of rounding and float32, dB; 0 or less is good."
     rounding = np.spacing(np.abs(right).astype(np.float16)).astype(np.float64) / 2 + 0.02
     strongest = right.max(axis=-2, keepdims=True)
     wrong = np.abs(row.astype(np.float64) - right) - rounding

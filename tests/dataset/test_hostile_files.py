@@ -1,4 +1,4 @@
-"HDF5 files that a stranger made: refused before data are read, in less than a second and 200 MB, by a process that opens and verifies them."
+"Hostile HDF5 files: refused before data are read, in less than a second and 200 MB, by a process that opens and verifies them."
 
 import json
 import os
@@ -47,9 +47,9 @@ def children() -> Iterator[Server]:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A data set of eight rows."
     place = tmp_path_factory.mktemp("strangers")
-    lm.write_demo(place / "town", n_files=12)
+    lm.write_demo(place / "network", n_files=12)
     path = lm.build(
-        place / "town",
+        place / "network",
         split="training",
         out=place / "x.h5",
         spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=24, long="cut"),
@@ -166,7 +166,7 @@ def a_huge_chunk(f: h5py.File) -> None:
     del rows
 
 
-def groups_in_a_circle(f: h5py.File) -> None:
+def groups_in_a_cycle(f: h5py.File) -> None:
     f["files/up"] = f["/"]
 
 
@@ -291,7 +291,7 @@ STRANGE: list[Callable[[h5py.File], Any]] = [
     terabytes_in_one_piece,
     terabytes_of_labels,
     a_huge_chunk,
-    groups_in_a_circle,
+    groups_in_a_cycle,
     rows_that_are_the_labels_too,
     texts_for_rows,
     references_for_labels,
@@ -312,7 +312,7 @@ STRANGE: list[Callable[[h5py.File], Any]] = [
 
 
 @pytest.mark.parametrize("strange", STRANGE, ids=lambda s: s.__name__)
-def test_a_strangers_file_is_refused(
+def test_hostile_file_is_refused(
     good: Path, tmp_path: Path, children: Server, tried: Callable, strange: Callable[[h5py.File], Any]
 ) -> None:
     path = tmp_path / "x.h5"
@@ -322,9 +322,9 @@ def test_a_strangers_file_is_refused(
     for how in ("open", "legacy", "verify"):
         done = children.run(code=OPEN_OR_VERIFY.format(path=os.fspath(path), how=how), seconds=30)
         assert (done.hung, done.status) == (False, 0), f"{how}: {done.err}"
-        said, reads = json.loads(done.out)
-        assert said, how
-        assert reads == [], f"{how}: {said}"
+        output, reads = json.loads(done.out)
+        assert output, how
+        assert reads == [], f"{how}: {output}"
         assert done.cpu_s < 1, f"{how}: {done.cpu_s:.2f} s"
         assert done.peak_bytes < 200e6, f"{how}: {done.peak_bytes / 1e6:.0f} MB"
         tried("S18")
@@ -333,6 +333,6 @@ def test_a_strangers_file_is_refused(
 def test_a_good_file_is_not_refused(good: Path, children: Server) -> None:
     for how in ("open", "legacy", "verify"):
         done = children.run(code=OPEN_OR_VERIFY.format(path=os.fspath(good), how=how))
-        said, reads = json.loads(done.out)
-        assert (done.status, said) == (0, "")
+        output, reads = json.loads(done.out)
+        assert (done.status, output) == (0, "")
         assert "/labels" in reads

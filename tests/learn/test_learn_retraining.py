@@ -1,4 +1,4 @@
-"Learning from new recordings: what is kept, what people say, what is repeated, who wins, and what an interruption leaves."
+"Retraining rounds: selected segments, labels by people, replay, promotion, and interruption."
 
 import json
 import os
@@ -64,8 +64,8 @@ THREE = make_task(["HUM", "LEAK", "QUIET"])
 SMALL = TrainSettings(detector="cnn", epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
 
 
-def town(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
-    "Data sets of a made town."
+def build_network(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
+    "Data sets of a synthetic network."
     lm.write_demo(folder / f"{seed}", n_files=n_files, seed=seed)
     return {
         r.path.name.split("_")[0].lower(): r.path
@@ -74,9 +74,9 @@ def town(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory) -> list[dict[str, Path]]:
-    folder = tmp_path_factory.mktemp("towns")
-    return [town(folder, 0, 60), town(folder, 1, 150)]
+def networks(tmp_path_factory) -> list[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("networks")
+    return [build_network(folder, 0, 60), build_network(folder, 1, 150)]
 
 
 def fresh(seed: int = 0, task: Any = TASK, spec: Any = None, **settings: Any) -> Detector:
@@ -106,7 +106,7 @@ def recordings(path: Path, task: Any = None, **how: Any) -> Segments:
     st.data(),
 )
 @hypothesis_settings(max_examples=80, deadline=None, derandomize=True, database=None)
-def test_the_clearest_half_is_kept(scores, data):
+def test_half_of_segments_with_the_clearest_scores_is_kept(scores, data):
     table = np.array(scores)
     leaks = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
     kept = confident_segments(table, leaks, np.full(len(scores), 0.5))
@@ -130,28 +130,30 @@ def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE
         )
         segment_mask = np.ones(scores.shape[:2], bool)
 
-    said = None if human is None else np.array(human)
-    return select_segments(fresh(task=task), Rows(), scores, said, **how)  # type: ignore[arg-type]
+    output = None if human is None else np.array(human)
+    return select_segments(fresh(task=task), Rows(), scores, output, **how)  # type: ignore[arg-type]
 
 
-def three(*leak_scores: list[float], hum: float = 0.75) -> np.ndarray:
+def three_class_scores(*leak_scores: list[float], hum: float = 0.75) -> np.ndarray:
     "[n, L, 3]: of what the leak leaves, a share is hum."
     leak = np.array(leak_scores)
     return np.stack([(1 - leak) * hum, leak, (1 - leak) * (1 - hum)], -1)
 
 
-def test_classes_come_from_the_vote_and_the_likeliest_other():
-    found = select(three([0.9, 0.8, 0.1, 0.6], [0.1, 0.2, 0.9, 0.0]))
+def test_classes_follow_the_vote_and_the_likeliest_other_class():
+    found = select(three_class_scores([0.9, 0.8, 0.1, 0.6], [0.1, 0.2, 0.9, 0.0]))
     assert found.choice.classes.tolist() == [1, 0]
     assert found.choice.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
-    assert select(three([0.1, 0.2, 0.3, 0.2], hum=0.2)).choice.classes.tolist() == [2]
-    mixed = three([0.0, 0.0, 0.6, 0.6])
+    assert select(three_class_scores([0.1, 0.2, 0.3, 0.2], hum=0.2)).choice.classes.tolist() == [2]
+    mixed = three_class_scores([0.0, 0.0, 0.6, 0.6])
     mixed[0, :2] = 0, 0, 1  # the trusted segments are quiet, the others hum
     assert select(mixed).choice.classes.tolist() == [2]
 
 
 def test_human_labels_override_predictions():
-    scores = three([0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9])
+    scores = three_class_scores(
+        [0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9]
+    )
     found = select(scores, [2, 1, LEFT_OUT, UNLABELLED])
     assert found.choice.classes.tolist() == [2, 1, LEFT_OUT, 1]
     assert found.choice.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
@@ -174,22 +176,22 @@ def test_human_labels_override_predictions():
 
 def test_human_label_corrects_the_training_class():
     "A pump that starts halfway, which the detector takes for a leak: half of the segments would leave the pump out."
-    pump = three([0.05, 0.1, 0.9, 0.95], hum=0.5)
+    pump = three_class_scores([0.05, 0.1, 0.9, 0.95], hum=0.5)
     assert select(pump, [0]).choice.kept[0].all()
     assert select(pump, [0], keep_share_human=0.5).choice.kept[0].tolist() == [True, True, False, False]
     assert RoundRules().keep_share_human == 1.0
 
 
-def test_scores_that_are_no_numbers_are_refused(towns):
+def test_non_finite_scores_are_refused(networks):
     detector = fresh(task=THREE)
     with torch.no_grad():
         next(detector.classifier.parameters()).fill_(torch.nan)
-    with recordings(towns[1]["testing"]) as new, raises("invalid-scores", path=towns[1]["testing"]):
+    with recordings(networks[1]["testing"]) as new, raises("invalid-scores", path=networks[1]["testing"]):
         class_scores(detector, new)
 
 
-def test_class_scores_are_those_of_the_detector(towns):
-    with recordings(towns[1]["testing"]) as new:
+def test_class_scores_are_those_of_the_detector(networks):
+    with recordings(networks[1]["testing"]) as new:
         detector = fresh(task=THREE)
         scores = class_scores(detector, new, files_per_batch=5)
         assert np.array_equal(scores[..., 1], score_rows(detector, new, files_per_batch=5))
@@ -199,8 +201,8 @@ def test_class_scores_are_those_of_the_detector(towns):
 # Replay
 
 
-def test_replay_is_a_share_of_each_class(towns):
-    with recordings(towns[0]["training"], TASK) as old:
+def test_replay_is_a_share_of_each_class(networks):
+    with recordings(networks[0]["training"], TASK) as old:
         n = [int((old.labels == k).sum()) for k in (0, 1)]
         for share in (0.25, 0.5, 1.0):
             again = draw_replay(old, share, seed=3)
@@ -216,7 +218,7 @@ def test_replay_is_a_share_of_each_class(towns):
             1,
         ], "no class is left out"
     with (
-        recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
+        recordings(networks[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
         raises("class-missing", says="NOLEAK"),
     ):
         draw_replay(leaks)
@@ -226,8 +228,8 @@ def test_replay_is_a_share_of_each_class(towns):
 
 
 @pytest.mark.parametrize("kind", ["device", "stream"])
-def test_selected_items_can_be_loaded_and_resumed(towns, kind):
-    with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
+def test_selected_items_can_be_loaded_and_resumed(networks, kind):
+    with recordings(networks[0]["training"], TASK) as old, recordings(networks[1]["training"]) as new:
         rng = np.random.default_rng(0)
         kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
         picked = SegmentSubset(
@@ -269,9 +271,9 @@ def test_selected_items_can_be_loaded_and_resumed(towns, kind):
 # People
 
 
-def test_human_label_tables_are_checked(towns, tmp_path):
+def test_human_label_tables_are_checked(networks, tmp_path):
     table = tmp_path / "heard.csv"
-    with recordings(towns[1]["testing"]) as new:
+    with recordings(networks[1]["testing"]) as new:
         paths = [os.fsdecode(p) for p in recording_paths(new)]
 
         def heard(*lines: str, columns: str = "path,label") -> list[int]:
@@ -293,8 +295,8 @@ def test_human_label_tables_are_checked(towns, tmp_path):
             ([], "names no recording"),
             ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same as in line 2"),
         ]
-        for lines, said in cases:
-            with pytest.raises(DataError, match=said):
+        for lines, output in cases:
+            with pytest.raises(DataError, match=output):
                 heard(*lines)
         assert heard(f"{paths[0]},", f"{paths[1]},LEAK")[:2] == [UNLABELLED, 0]  # not labelled yet
         with pytest.raises(DataError, match="no column label"):
@@ -302,38 +304,38 @@ def test_human_label_tables_are_checked(towns, tmp_path):
         for wrong in (paths[0].upper(), f"{paths[0]} "):
             with raises("unknown-recording", path=table, found=wrong):
                 heard(f"{wrong},LEAK")
-        with recordings(towns[1]["testing"], rows=np.array([1, 2])) as some:
+        with recordings(networks[1]["testing"], rows=np.array([1, 2])) as some:
             table.write_text(f"path,label\n{paths[0]},LEAK\na.wav,LEAK\n")
             with raises("unknown-recording", path=table, found=f"{paths[0]}, a.wav"):
                 read_human_labels(table, some, TASK)
     table.write_text(f"path,label\n{paths[0]},LEAK\n")
     with (
-        Segments([towns[1]["testing"]] * 2, level="recording") as twice,
+        Segments([networks[1]["testing"]] * 2, level="recording") as twice,
         raises("ambiguous-recording", path=table),
     ):
         read_human_labels(table, twice, TASK)
 
 
-def test_human_labels_apply_to_copies(towns):
-    with Segments([towns[1]["testing"]] * 2, level="recording") as twice:
+def test_human_labels_apply_to_copies(networks):
+    with Segments([networks[1]["testing"]] * 2, level="recording") as twice:
         n = len(twice) // 2
-        said = np.full(2 * n, UNLABELLED)
-        said[[0, n + 1, 2]] = 1, 0, LEFT_OUT
+        output = np.full(2 * n, UNLABELLED)
+        output[[0, n + 1, 2]] = 1, 0, LEFT_OUT
         wanted = np.full(2 * n, UNLABELLED)
         wanted[[0, n, 1, n + 1, 2, n + 2]] = 1, 1, 0, 0, LEFT_OUT, LEFT_OUT
-        for given in (said, wanted):
+        for given in (output, wanted):
             labels = labels_by_content(twice, given, given != UNLABELLED)
             assert relabel(twice, given, labels, given == UNLABELLED).tolist() == wanted.tolist()
-        said[n] = 0
+        output[n] = 0
         path = os.fsdecode(recording_paths(twice)[0])
-        with raises("labels-contradict", path=towns[1]["testing"], found=path):
-            labels_by_content(twice, said, said != UNLABELLED)
+        with raises("labels-contradict", path=networks[1]["testing"], found=path):
+            labels_by_content(twice, output, output != UNLABELLED)
 
 
 # Who wins
 
 
-def duel(one: np.ndarray, other: np.ndarray, n_groups: int = 12, name: str = "testing") -> Any:
+def compare(one: np.ndarray, other: np.ndarray, n_groups: int = 12, name: str = "testing") -> Any:
     truth = np.arange(len(one)) % 2 == 0
     groups = Groups("sensor", np.arange(len(one)) // 2 % n_groups, tuple(f"{k:02}" for k in range(n_groups)))
     detector = fresh()
@@ -344,39 +346,39 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     rng = np.random.default_rng(0)
     truth = np.arange(240) % 2 == 0
     blind, fair, good = rng.random(240), rng.random(240) + 0.3 * truth, rng.random(240) + 2 * truth
-    wins, why = decide(duel(fair, good))
+    wins, why = decide(compare(fair, good))
     assert wins
     assert why.startswith("The challenger replaces the champion: AUC +")
-    for one, other, said in (
+    for one, other, output in (
         (good, fair, "is worse"),
         (good, good, "not shown"),
         (fair, fair + 1e-9, "not shown"),
         (good, blind, "is worse"),
     ):
-        wins, why = decide(duel(one, other))
-        assert (wins, said in why, why.startswith("The champion stays")) == (False, True, True), why
+        wins, why = decide(compare(one, other))
+        assert (wins, output in why, why.startswith("The champion stays")) == (False, True, True), why
     a_little = next(
         d
-        for d in (duel(fair, fair + 0.4 * rng.random(240)) for _ in range(20))
+        for d in (compare(fair, fair + 0.4 * rng.random(240)) for _ in range(20))
         if d.differences["auc"].value > 0
     )
     assert decide(a_little)[0] is False, "a little better in the figure is not enough"
-    wins, why = decide(duel(fair, good, n_groups=4))
+    wins, why = decide(compare(fair, good, n_groups=4))
     assert not wins
     assert "an interval needs at least 5" in why
-    lost, kept = duel(good, fair, name="the old town"), duel(fair, fair, name="the old town")
-    assert decide(duel(fair, good), [kept])[0]
-    wins, why = decide(duel(fair, good), [kept, lost])
+    lost, kept = compare(good, fair, name="the old network"), compare(fair, fair, name="the old network")
+    assert decide(compare(fair, good), [kept])[0]
+    wins, why = decide(compare(fair, good), [kept, lost])
     assert not wins
     assert "worse on other test sets" in why
-    few = duel(good, 1 - good, n_groups=3, name="three sensors")
-    assert decide(duel(fair, good), [kept, few])[0]
+    few = compare(good, 1 - good, n_groups=3, name="three sensors")
+    assert decide(compare(fair, good), [kept, few])[0]
     assert (
         "Lower on other test sets, but not significantly: AUC -1.000 on three sensors (only 3 sensors"
-        in decide(duel(fair, good), [kept, few])[1]
+        in decide(compare(fair, good), [kept, few])[1]
     )
-    assert "Lower on other test sets" not in decide(duel(fair, good), [kept])[1]
-    assert "the old town" in why
+    assert "Lower on other test sets" not in decide(compare(fair, good), [kept])[1]
+    assert "the old network" in why
     with raises("class-missing"):
         compare_models(
             "one class",
@@ -389,27 +391,30 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
 
 
 def test_accumulated_losses_are_found_against_the_first_champion():
-    "Three steps, each a little better here and a little worse in the old town: none shows a loss there, their sum does."
+    "Three steps, each a little better here and a little worse in the old network: none shows a loss there, their sum does."
     rng = np.random.default_rng(16)
     truth = np.arange(480) % 2 == 0
     luck, common = rng.random(480), rng.normal(0, 1, 480)
     here = [luck + gain * truth for gain in (0.2, 0.5, 0.8, 1.1)]
     there = [(1.5 - 0.12 * k) * truth + 0.9 * common + 0.45 * rng.normal(0, 1, 480) for k in range(4)]
     for k in range(3):
-        better, lost = duel(here[k], here[k + 1]), duel(there[k], there[k + 1], name="the old town")
+        better, lost = compare(here[k], here[k + 1]), compare(there[k], there[k + 1], name="the old network")
         assert lost.differences["auc"].value < 0
         assert decide(better, [lost])[0], "no step shows its loss"
-    since = [duel(here[0], here[3]), duel(there[0], there[3], name="the old town")]
+    since = [compare(here[0], here[3]), compare(there[0], there[3], name="the old network")]
     wins, why = decide(better, [lost], "auc", since)
     assert not wins
     assert "worse than the first champion, AUC -" in why
-    assert "the old town" in why
+    assert "the old network" in why
     wins, why = decide(
-        better, [lost], "auc", [duel(here[0], here[1]), duel(there[0], there[1], name="the old town")]
+        better,
+        [lost],
+        "auc",
+        [compare(here[0], here[1]), compare(there[0], there[1], name="the old network")],
     )
     assert wins, "a loss that is not shown refuses nothing"
     assert "may add up: AUC -" in why
-    assert "may add up" not in decide(better, [lost], "auc", [duel(here[0], here[1])])[1]
+    assert "may add up" not in decide(better, [lost], "auc", [compare(here[0], here[1])])[1]
 
 
 def test_test_set_reuse_is_reported():
@@ -422,16 +427,16 @@ def test_test_set_reuse_is_reported():
 # Rounds
 
 
-def begin_with(towns: list[dict[str, Path]], folder: Path, **how: Any) -> dict[str, Any]:
+def round_arguments(networks: list[dict[str, Path]], folder: Path, **how: Any) -> dict[str, Any]:
     "What a round is given."
-    with lm.open_dataset(towns[0]["training"]) as ds:
+    with lm.open_dataset(networks[0]["training"]) as ds:
         spec = ds.spec
     first = fresh(spec=spec, epochs=6, batch_size=128, learning_rate=4e-3)
     return {
         "champion": first,
-        "new_data": towns[1]["training"],
-        "replay": towns[0]["training"],
-        "testing": towns[1]["testing"],
+        "new_data": networks[1]["training"],
+        "replay": networks[0]["training"],
+        "testing": networks[1]["testing"],
         "out": folder,
         "settings": SMALL,
         "rules": RoundRules(n_draws=200),
@@ -459,24 +464,24 @@ def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_round(towns, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
+def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
     "A round with everything in it."
     folder = tmp_path_factory.mktemp("rounds")
-    with recordings(towns[1]["training"]) as new:
+    with recordings(networks[1]["training"]) as new:
         paths = [os.fsdecode(p) for p in recording_paths(new)]
     table = folder / "heard.csv"
     table.write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
-    given_ = begin_with(
-        towns,
+    given_ = round_arguments(
+        networks,
         folder / "rounds",
         human_labels=table,
-        validation=towns[0]["validation"],
-        also={"old town": towns[0]["testing"]},
+        validation=networks[0]["validation"],
+        also={"old network": networks[0]["testing"]},
     )
     return retrain(**given_), given_, folder
 
 
-def test_the_record_is_complete(one_round, towns):
+def test_the_record_is_complete(one_round, networks):
     done, given_, folder = one_round
     here = folder / "rounds" / "round-0001"
     record = json.loads((here / RECORD).read_text())
@@ -502,7 +507,7 @@ def test_the_record_is_complete(one_round, towns):
         "metrics",
         "leakmel_version",
     } <= set(record)
-    with lm.open_dataset(towns[1]["training"]) as new, lm.open_dataset(towns[0]["training"]) as old:
+    with lm.open_dataset(networks[1]["training"]) as new, lm.open_dataset(networks[0]["training"]) as old:
         n_new, n_long, n_again = (
             len(new),
             old.mels.shape[1],
@@ -516,12 +521,12 @@ def test_the_record_is_complete(one_round, towns):
     assert record["challengers_judged"] == 1
     assert "1 challenger has been compared" in record["reason"]
     assert [h["class"] for h in record["human_labels"]] == ["NOLEAK", "LEAK"]
-    assert set(record["metrics"]) == {"testing", "old town"}
+    assert set(record["metrics"]) == {"testing", "old network"}
     assert record["metrics"]["testing"]["differences"]["auc"]["low"] is not None
-    for said in record["metrics"].values():
-        auc = said["differences"]["auc"]
+    for output in record["metrics"].values():
+        auc = output["differences"]["auc"]
         assert auc["note"] if auc["low"] is None else auc["low"] <= auc["value"] <= auc["high"]
-        assert {"low", "high", "value"} <= set(said["champion"]["figures"]["auc"])
+        assert {"low", "high", "value"} <= set(output["champion"]["figures"]["auc"])
     lines = (here / "kept.csv").read_text().splitlines()
     assert len(lines) == n_new + 1
     assert lines[1].split(",")[1:3] == ["NOLEAK", "human"]
@@ -532,7 +537,7 @@ def test_the_record_is_complete(one_round, towns):
     assert load_detector(here / "model.pt").record["round"]["number"] == 1
     assert done.replaced == record["replaced"] == (past(folder / "rounds") == [0, 1])
     assert done.reason in repr(done)
-    assert "old town" in repr(done)
+    assert "old network" in repr(done)
     assert list(done.table().columns) == ["champion", "challenger", "difference"]
 
 
@@ -545,9 +550,9 @@ def test_the_same_round_gives_the_same_bytes(one_round, tmp_path):
     assert weights_digest(other.challenger) != weights_digest(done.challenger)
 
 
-def test_a_challenger_starts_from_the_champion(towns, tmp_path):
+def test_a_challenger_starts_from_the_champion(networks, tmp_path):
     still = replace(SMALL, epochs=1, learning_rate=1e-9)
-    done = retrain(**begin_with(towns, tmp_path, settings=still))
+    done = retrain(**round_arguments(networks, tmp_path, settings=still))
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
     for name, w in done.challenger.classifier.state_dict().items():
         assert torch.allclose(w, first.classifier.state_dict()[name], atol=1e-6), name
@@ -555,8 +560,8 @@ def test_a_challenger_starts_from_the_champion(towns, tmp_path):
     assert "not shown to be better" in done.reason
 
 
-def test_rounds_follow_each_other(towns, tmp_path, monkeypatch):
-    given_ = begin_with(towns, tmp_path)
+def test_rounds_follow_each_other(networks, tmp_path, monkeypatch):
+    given_ = round_arguments(networks, tmp_path)
     first = weights_digest(given_["champion"])
     by_rule(monkeypatch, False)
     lost = retrain(**given_)
@@ -583,7 +588,7 @@ def test_rounds_follow_each_other(towns, tmp_path, monkeypatch):
     with raises("another-champion", path=tmp_path):
         retrain(**given_ | {"champion": fresh(9, spec=given_["champion"].spec)})
     with raises("another-test-set", path=tmp_path):
-        retrain(**given_ | {"testing": towns[0]["testing"]})
+        retrain(**given_ | {"testing": networks[0]["testing"]})
     with raises("champion-missing", path=tmp_path / "empty"):
         retrain(**given_ | {"champion": None, "out": tmp_path / "empty"})
 
@@ -606,9 +611,9 @@ def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_earlier_rounds_are_replayed(towns, tmp_path, monkeypatch):
-    (one, other), seen = halves(towns[1]["training"]), learned_by(monkeypatch)
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+def test_earlier_rounds_are_replayed(networks, tmp_path, monkeypatch):
+    (one, other), seen = halves(networks[1]["training"]), learned_by(monkeypatch)
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
 
     def next_round(new: Any, wins: bool = True, **rules: Any) -> Any:
         by_rule(monkeypatch, wins)
@@ -617,9 +622,9 @@ def test_earlier_rounds_are_replayed(towns, tmp_path, monkeypatch):
     first = next_round(one)
     assert first.record["earlier"] == {"recordings": 0, "segments": 0, "of_rounds": {}, "missing": []}
     (source,) = first.record["new"]["sources"]
-    assert source["path"] == str(towns[1]["training"])
+    assert source["path"] == str(networks[1]["training"])
     with (
-        recordings(towns[1]["training"]) as every,
+        recordings(networks[1]["training"]) as every,
         open_round_segments(tmp_path, 1, TASK).recordings as again,
     ):
         assert np.array_equal(again.rows, one.rows)
@@ -651,28 +656,28 @@ def test_earlier_rounds_are_replayed(towns, tmp_path, monkeypatch):
     assert third.record["earlier"]["of_rounds"] == {"2": len(one.rows) // 2}, (
         "what is new once more is left to the newest opinion"
     )
-    fourth = next_round(towns[1]["validation"], earlier_share=2.0)
+    fourth = next_round(networks[1]["validation"], earlier_share=2.0)
     assert set(fourth.record["earlier"]["of_rounds"]) == {"1", "2"}, (
         "what a refused challenger learned was never learned"
     )
     assert fourth.record["earlier"]["recordings"] == min(
-        2 * len(lm.open_dataset(towns[1]["validation"])), len(one.rows) + len(other.rows)
+        2 * len(lm.open_dataset(networks[1]["validation"])), len(one.rows) + len(other.rows)
     )
-    none = next_round(towns[1]["validation"], earlier_share=0.0)
+    none = next_round(networks[1]["validation"], earlier_share=0.0)
     assert none.record["earlier"]["recordings"] == 0
     for part in (one, other):
         part.close()
 
 
-def test_missing_data_sets_of_earlier_rounds_are_reported(towns, tmp_path, monkeypatch):
+def test_missing_data_sets_of_earlier_rounds_are_reported(networks, tmp_path, monkeypatch):
     import shutil
 
     by_rule(monkeypatch, True)
-    moved = shutil.copy(towns[1]["training"], tmp_path / "night.h5")
-    given_ = begin_with(towns, tmp_path / "rounds", settings=replace(SMALL, epochs=1))
+    moved = shutil.copy(networks[1]["training"], tmp_path / "night.h5")
+    given_ = round_arguments(networks, tmp_path / "rounds", settings=replace(SMALL, epochs=1))
     retrain(**given_ | {"new_data": moved})
-    other = given_ | {"new_data": towns[1]["validation"]}
-    shutil.copy(towns[0]["validation"], moved)
+    other = given_ | {"new_data": networks[1]["validation"]}
+    shutil.copy(networks[0]["validation"], moved)
     with pytest.warns(ReplayWarning, match="round 1: .*has changed since"):
         done = retrain(**other)
     assert done.record["earlier"]["recordings"] == 0
@@ -686,11 +691,11 @@ def test_missing_data_sets_of_earlier_rounds_are_reported(towns, tmp_path, monke
     kept = tmp_path / "rounds" / "round-0002" / "kept.csv"
     kept.write_text(kept.read_text().replace("prediction", "human", 1))
     with pytest.warns(ReplayWarning, match="round [123]: "):
-        done = retrain(**other | {"new_data": towns[1]["training"]})
+        done = retrain(**other | {"new_data": networks[1]["training"]})
     assert ["has changed since" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
-def heard_table(
+def labels_table(
     path: Path, choice: LabelledSegments, label: Callable[[int], str], n: int | None = None
 ) -> Path:
     "A table in which people label the first recordings, by the class that each was held for."
@@ -712,12 +717,12 @@ def taught_classes(seen: Any, n_long: int, before: list[Path], n: int) -> dict[i
     return {k: set(seen[2][rows == k].tolist()) for k in range(n) if (rows == k).any()}
 
 
-def test_human_labels_apply_to_replayed_recordings(towns, tmp_path, monkeypatch):
+def test_human_labels_apply_to_replayed_recordings(networks, tmp_path, monkeypatch):
     "Recordings that are replayed too are labelled anew: nobody teaches both classes of one."
-    path, seen = towns[0]["training"], learned_by(monkeypatch)
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
+    path, seen = networks[0]["training"], learned_by(monkeypatch)
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
     with recordings(path, TASK) as old:
-        table = heard_table(
+        table = labels_table(
             tmp_path / "heard.csv",
             whole_recordings(old, np.arange(len(old))),
             lambda k: TASK.model_names[1 - k],
@@ -730,21 +735,22 @@ def test_human_labels_apply_to_replayed_recordings(towns, tmp_path, monkeypatch)
     assert len(again) == first.record["replay"]["recordings"] > 0
     assert again == {k: wanted[k] for k in again}
     retrain(
-        **given_ | {"new_data": towns[1]["validation"], "rules": RoundRules(n_draws=200, earlier_share=0.0)}
+        **given_
+        | {"new_data": networks[1]["validation"], "rules": RoundRules(n_draws=200, earlier_share=0.0)}
     )
-    later = taught_classes(seen[1], n_long, [towns[1]["validation"]], n)
+    later = taught_classes(seen[1], n_long, [networks[1]["validation"]], n)
     assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
 
 
-def test_new_recordings_in_replay_data_are_trained_from_replay(towns, tmp_path, monkeypatch):
+def test_new_recordings_in_replay_data_are_trained_from_replay(networks, tmp_path, monkeypatch):
     "Their labels are known: a prediction is not taught beside them, unless a person says something."
-    path, seen = towns[0]["training"], learned_by(monkeypatch)
-    given_ = begin_with(
-        towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=[path, towns[1]["validation"]]
+    path, seen = networks[0]["training"], learned_by(monkeypatch)
+    given_ = round_arguments(
+        networks, tmp_path, settings=replace(SMALL, epochs=1), new_data=[path, networks[1]["validation"]]
     )
     with recordings(path, TASK) as old:
         n, n_long, labels = len(old), old.row_shape[0], old.labels
-        heard = heard_table(
+        heard = labels_table(
             tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k], 3
         )
     by_rule(monkeypatch, True)
@@ -754,24 +760,24 @@ def test_new_recordings_in_replay_data_are_trained_from_replay(towns, tmp_path, 
     assert first.record["new"]["left_to_replay"] == n
     assert f"{n} in the replay data and learned from there" in repr(first)
     assert taught_classes(seen[-1], n_long, [], n) == {}, "as new ones"
-    again = taught_classes(seen[-1], n_long, [path, towns[1]["validation"]], n)
+    again = taught_classes(seen[-1], n_long, [path, networks[1]["validation"]], n)
     assert again == {k: {int(labels[k])} for k in again} != {}, "from replay"
     second = retrain(**given_, human_labels=heard)
-    said = {k: {1 - int(labels[k])} for k in range(3)}
+    output = {k: {1 - int(labels[k])} for k in range(3)}
     assert second.record["new"]["left_to_replay"] == n - 3
-    assert taught_classes(seen[-1], n_long, [], n) == said
+    assert taught_classes(seen[-1], n_long, [], n) == output
     third = retrain(**given_)
     assert third.record["new"]["left_to_replay"] == n - 3
-    assert taught_classes(seen[-1], n_long, [], n) == said, "what was said before still counts"
+    assert taught_classes(seen[-1], n_long, [], n) == output, "what was said before still counts"
     assert third.selection.by_human.sum() == 3
 
 
-def test_later_human_labels_apply_to_earlier_rounds(towns, tmp_path, monkeypatch):
+def test_later_human_labels_apply_to_earlier_rounds(networks, tmp_path, monkeypatch):
     task, seen = make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"]), learned_by(monkeypatch)
-    with recordings(towns[1]["training"]) as every:
+    with recordings(networks[1]["training"]) as every:
         spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]
-    given_ = begin_with(
-        towns,
+    given_ = round_arguments(
+        networks,
         tmp_path,
         settings=replace(SMALL, epochs=1),
         champion=fresh(task=task, spec=spec),
@@ -782,9 +788,9 @@ def test_later_human_labels_apply_to_earlier_rounds(towns, tmp_path, monkeypatch
         by_rule(monkeypatch, wins)
         return retrain(**given_ | how)
 
-    def said(label: Callable[[int], str], n: int | None = None) -> Path:
-        with recordings(towns[1]["training"]) as every:
-            return heard_table(
+    def output(label: Callable[[int], str], n: int | None = None) -> Path:
+        with recordings(networks[1]["training"]) as every:
+            return labels_table(
                 tmp_path / "heard.csv",
                 LabelledSegments(every, first.kept & every.segment_mask, first.classes),
                 label,
@@ -792,24 +798,24 @@ def test_later_human_labels_apply_to_earlier_rounds(towns, tmp_path, monkeypatch
             )
 
     first = next_round(True).selection.choice
-    next_round(True, human_labels=said(lambda k: "PUMP", n // 2))
-    other = {"new_data": towns[1]["validation"]}
+    next_round(True, human_labels=output(lambda k: "PUMP", n // 2))
+    other = {"new_data": networks[1]["validation"]}
     third = next_round(False, **other)
     assert third.record["earlier"]["of_rounds"] == {"2": n - n // 2}, (
         "what a person left out does not come back from the round before"
     )
-    next_round(False, human_labels=said(lambda k: task.model_names[1 - k]))
+    next_round(False, human_labels=output(lambda k: task.model_names[1 - k]))
     fifth = next_round(False, **other)
     assert fifth.record["earlier"] == third.record["earlier"]
-    before = [towns[1]["validation"], towns[0]["training"]]
+    before = [networks[1]["validation"], networks[0]["training"]]
     assert taught_classes(seen[4], n_long, before, n) == taught_classes(seen[2], n_long, before, n) != {}, (
         "a table whose challenger was refused is forgotten"
     )
 
 
-def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, monkeypatch):
+def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
     "The record of a champion's round was cleared away; its model was not."
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
     by_rule(monkeypatch, True)
     won = retrain(**given_)
     (won.folder / RECORD).write_bytes(b"{")
@@ -823,8 +829,8 @@ def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, mo
     assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
 
 
-def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns, tmp_path, monkeypatch):
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+def test_rounds_without_a_champion_file_are_refused(networks, tmp_path, monkeypatch):
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
     by_rule(monkeypatch, True)
     retrain(**given_)
     (tmp_path / CHAMPION_FILE).unlink()
@@ -851,7 +857,7 @@ def earlier_system(path: Path, n: int, seed: int) -> Segments:
     return recordings(path, legacy=True, preload_to_ram=False)
 
 
-def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
+def test_files_of_the_earlier_system_are_identified_by_rows(tmp_path):
     with (
         earlier_system(tmp_path / "a", 20, 0) as a,
         earlier_system(tmp_path / "b", 20, 1) as b,
@@ -861,7 +867,7 @@ def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
         assert part_digest(a) == part_digest(c) != part_digest(b)
 
 
-def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp_path):
+def test_new_recordings_without_names_are_refused_before_training(tmp_path):
     new, old, testing = (earlier_system(tmp_path / name, 20, k) for k, name in enumerate("not"))
     with new, old, testing, pytest.raises(DataError, match="does not store the paths"):
         retrain(
@@ -870,14 +876,14 @@ def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp
     assert not (tmp_path / "rounds").exists()
 
 
-def test_missing_groups_are_reported_before_training(towns, tmp_path):
+def test_missing_groups_are_reported_before_training(networks, tmp_path):
     with pytest.raises(UsageError, match="the column to group by does not exist; found 'colour'"):
-        retrain(**begin_with(towns, tmp_path, group="colour"))
+        retrain(**round_arguments(networks, tmp_path, group="colour"))
     assert os.listdir(tmp_path) == []
 
 
-def test_challengers_are_compared_with_the_first_champion(towns, tmp_path, monkeypatch):
-    given_ = begin_with(towns, tmp_path, also={"old town": towns[0]["testing"]})
+def test_challengers_are_compared_with_the_first_champion(networks, tmp_path, monkeypatch):
+    given_ = round_arguments(networks, tmp_path, also={"old network": networks[0]["testing"]})
     real = rounds.decide
     by_rule(monkeypatch, True)
     one = retrain(**given_)
@@ -891,12 +897,12 @@ def test_challengers_are_compared_with_the_first_champion(towns, tmp_path, monke
 
     monkeypatch.setattr(rounds, "decide", judged)
     two = retrain(**given_)
-    assert [d.name for d in given_to[0][3]] == ["testing", "old town"]
+    assert [d.name for d in given_to[0][3]] == ["testing", "old network"]
     assert two.record["challengers_judged"] == 2
     assert "2 challengers have been compared" in two.reason
     assert "since 0" in repr(two)
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
-    for name, path in (("testing", towns[1]["testing"]), ("old town", towns[0]["testing"])):
+    for name, path in (("testing", networks[1]["testing"]), ("old network", networks[0]["testing"])):
         with recordings(path, TASK) as ds:
             scores = score_rows(first, ds), score_rows(two.challenger, ds)
             right = compare_models(
@@ -914,15 +920,15 @@ def test_challengers_are_compared_with_the_first_champion(towns, tmp_path, monke
         assert two.record["since_first_champion"][name] == right.summary["differences"]
 
 
-def test_test_recordings_are_never_trained_on(towns, tmp_path):
-    given_ = begin_with(towns, tmp_path)
+def test_test_recordings_are_never_trained_on(networks, tmp_path):
+    given_ = round_arguments(networks, tmp_path)
     for part in ("new_data", "replay", "validation"):
         with raises("test-set-learned", says="testing"):
-            retrain(**given_ | {part: towns[1]["testing"]})
+            retrain(**given_ | {part: networks[1]["testing"]})
     assert not (tmp_path / CHAMPION_FILE).exists(), "what cannot be is refused before a champion is named"
-    with raises("test-set-learned", says="old town"):
-        retrain(**given_ | {"also": {"old town": towns[0]["training"]}})
-    with recordings(towns[1]["testing"]) as every:
+    with raises("test-set-learned", says="old network"):
+        retrain(**given_ | {"also": {"old network": networks[0]["training"]}})
+    with recordings(networks[1]["testing"]) as every:
         inside = np.isin(
             np.arange(len(every)), [0, 1, 2, 6, 9]
         )  # some sensors whole, of others one recording
@@ -939,11 +945,11 @@ def test_test_recordings_are_never_trained_on(towns, tmp_path):
     assert not any(p.name.endswith(".lock") for p in tmp_path.iterdir())
 
 
-def test_one_round_at_a_time(towns, tmp_path):
+def test_one_round_at_a_time(networks, tmp_path):
     from leakmel.dataset.file.writer import OutputLock
 
     with OutputLock(tmp_path / "model.pt"), pytest.raises(OutputError, match="another round"):
-        retrain(**begin_with(towns, tmp_path))
+        retrain(**round_arguments(networks, tmp_path))
 
 
 # Interruptions
@@ -965,8 +971,8 @@ class Killed(BaseException):
         "write_lineage",
     ],
 )
-def test_interrupted_round_keeps_the_champion_and_is_resumed(towns, tmp_path, monkeypatch, where):
-    given_ = begin_with(towns, tmp_path / "torn")
+def test_interrupted_round_keeps_the_champion_and_is_resumed(networks, tmp_path, monkeypatch, where):
+    given_ = round_arguments(networks, tmp_path / "torn")
     with monkeypatch.context() as m:
         by_rule(m, True)
         whole = retrain(**given_ | {"out": tmp_path / "whole"})
@@ -1014,9 +1020,9 @@ retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_dra
 """
 
 
-def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(towns, tmp_path):
-    given_ = begin_with(
-        towns, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3)
+def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(networks, tmp_path):
+    given_ = round_arguments(
+        networks, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3)
     )
     model = given_["champion"].save(tmp_path / "first.pt")
     words = [
@@ -1045,8 +1051,8 @@ def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(towns, tmp_path
     assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
 
 
-def test_other_round_does_not_resume_an_interrupted_one(towns, tmp_path, monkeypatch):
-    given_ = begin_with(towns, tmp_path)
+def test_other_round_does_not_resume_an_interrupted_one(networks, tmp_path, monkeypatch):
+    given_ = round_arguments(networks, tmp_path)
     real = rounds.train_epochs
 
     def half(run: Any, *a: Any) -> None:
@@ -1063,8 +1069,8 @@ def test_other_round_does_not_resume_an_interrupted_one(towns, tmp_path, monkeyp
     assert done.number == 1
 
 
-def test_damaged_folder_is_reported(towns, tmp_path):
-    given_ = begin_with(towns, tmp_path)
+def test_damaged_folder_is_reported(networks, tmp_path):
+    given_ = round_arguments(networks, tmp_path)
     retrain(**given_)
     pointer, model = (tmp_path / CHAMPION_FILE).read_bytes(), champion_file(tmp_path)
     for wrong in (
@@ -1124,12 +1130,12 @@ def test_damaged_record_is_reported(tmp_path, wrong):
     assert settled.current == Champion(**own)
 
 
-def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path, monkeypatch):
+def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_path, monkeypatch):
     "As where a checkpoint comes from a machine with less memory."
     closed, real = list[str](), rounds.begin_training
 
     def begin(run: Any, resume: str) -> str:
-        said = real(run, resume)
+        output = real(run, resume)
         run.state.reopen("stream")
         loader = run.state.loader
 
@@ -1138,7 +1144,7 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path,
             type(loader).close(loader)
 
         loader.close = close
-        return said
+        return output
 
     def stop(*a: Any) -> None:
         raise Killed
@@ -1146,7 +1152,7 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path,
     monkeypatch.setattr(rounds, "begin_training", begin)
     monkeypatch.setattr(rounds, "train_epochs", stop)
     with pytest.raises(Killed):
-        retrain(**begin_with(towns, tmp_path))
+        retrain(**round_arguments(networks, tmp_path))
     assert closed == ["stream"]
 
 
@@ -1157,7 +1163,7 @@ def test_rules_are_checked():
         {"replay_share": -1.0},
         {"earlier_share": -0.1},
         {"earlier_share": float("nan")},
-        {"judged_by": "beauty"},
+        {"metric": "beauty"},
         {"n_draws": 3},
         {"seed": -1},
         {"keep_share": "half"},

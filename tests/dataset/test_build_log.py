@@ -6,7 +6,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.dataset.run.config import PipelineConfig
-from outsider import leftovers
+from independent import leftovers
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def data(tmp_path, make_wav) -> Path:
     return tmp_path / "data"
 
 
-def test_the_log_tells_how_far_a_build_is(data, tmp_path, caplog):
+def test_log_shows_the_progress_of_a_build(data, tmp_path, caplog):
     config = PipelineConfig(monitor_interval_s=0.05, files_per_batch=2)
     with caplog.at_level("INFO", logger="leakmel"):
         lm.build_all(data, out_dir=tmp_path / "out", progress="log", pipeline=config)
