@@ -21,11 +21,11 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.nightly import run as module
 from leakmel.learn.nightly.history import HISTORY_FILE
-from leakmel.learn.nightly.run import SENSORS_CSV, SENSORS_JSON, RunCounts, nightly
+from leakmel.learn.nightly.run import SENSORS_CSV, SENSORS_JSON, VISITS_HTML, RunCounts, nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
-TABLES = (SENSORS_CSV, SENSORS_JSON)
+TABLES = (SENSORS_CSV, SENSORS_JSON, VISITS_HTML)
 WRITTEN = datetime(2025, 3, 1).timestamp()  # of every file
 
 

@@ -172,10 +172,11 @@ def reference_of_history(
 
 
 def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
-    "Replace the reference of the scores by the held-out scores of the model, where its file has them."
-    if detector.held_out is None or len(detector.held_out) < MIN_RECORDINGS:
+    "Replace the reference of the scores by the model's held-out scores without a leak, where its file has them."
+    normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
+    if len(normal) < MIN_RECORDINGS:
         return reference
-    scores = ranges_of({"score": detector.held_out.score})
+    scores = ranges_of({"score": normal})
     return Reference(reference.source, reference.n, reference.ranges | scores)
 
 

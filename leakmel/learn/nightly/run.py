@@ -6,6 +6,7 @@
 __all__ = [
     "SENSORS_CSV",
     "SENSORS_JSON",
+    "VISITS_HTML",
     "FORMAT",
     "MAX_NAMED",
     "LISTED",
@@ -16,6 +17,7 @@ __all__ = [
     "NightlyRun",
     "check_tables",
     "write_tables",
+    "manifest_places",
     "nightly",
 ]
 
@@ -23,7 +25,7 @@ __all__ = [
 import csv, json, os, time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -33,7 +35,8 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...audio.wav import read_wav
+from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...dataset.file.schema import Rejected
 from ...dataset.file.writer import replacing
 from ..model import classifiers
@@ -51,11 +54,14 @@ from leakmel.learn.nightly.drift import (
 )
 from .evidence import Budget
 from .history import HistoryEntry, History, night_of
-from .levels import Levels, recording_levels
+from .levels import Levels, recording_features, recording_levels
 from .nights import flags_of, read_visits, record_run
+from .page_parts import Clip, Place, clip_of, place_of
 from .sensors import SENSOR_COLUMNS, SensorRow, normal_medians, sensor_table
+from .visits_page import MAX_CLIPS, PAGE_BEGINS, visits_page
 from ..predict.predict import Predictions, ScoredRecording, predict
 from ..predict.readers import RecordingList, find_recordings
+from ...mel.engines import open_engine
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -269,7 +275,7 @@ def _read_new(files: _Files, detector: Detector, device: str, progress: str) -> 
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fb6faa79
-SENSORS_CSV, SENSORS_JSON = "sensors.csv", "sensors.json"
+SENSORS_CSV, SENSORS_JSON, VISITS_HTML = "sensors.csv", "sensors.json", "visits.html"
 FORMAT = "leakmel nightly 1"
 MAX_NAMED = 20  # rejected files that are named
 LISTED = ("evidence", "high from the start")  # reasons for a visit, other than an audit
@@ -323,7 +329,7 @@ class NightlyRun:
         "One row per sensor."
         import pandas as pd
 
-        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(SENSOR_COLUMNS))
+        return pd.DataFrame([r.to_dict() for r in self.sensors], columns=list(SENSOR_COLUMNS))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -336,7 +342,7 @@ class NightlyRun:
             "evidence_limit": self.budget.limit,
             "warnings": list(self.warnings),
             "drift": None if self.drift is None else self.drift.to_dict(),
-            "sensors": [asdict(r) for r in self.sensors],
+            "sensors": [r.to_dict() for r in self.sensors],
         }
 
     @property
@@ -358,7 +364,7 @@ class NightlyRun:
             "to_visit": len(self.to_visit),
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
-            "visits": [asdict(r) for r in listed],
+            "visits": [r.to_dict() for r in listed],
             "seconds": self.seconds,
         }
 
@@ -406,6 +412,7 @@ def check_tables(state: Path) -> None:
     begins = {
         SENSORS_CSV: ",".join(SENSOR_COLUMNS).encode(),
         SENSORS_JSON: f'{{"format": "{FORMAT}"'.encode(),
+        VISITS_HTML: PAGE_BEGINS.encode(),
     }
     for name, start in begins.items():
 
@@ -423,16 +430,69 @@ def _write_new(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def write_tables(done: NightlyRun) -> None:  # raises OutputError, SpaceError
-    "Write sensors.csv and sensors.json."
-    with replacing(done.state / SENSORS_CSV) as table, replacing(done.state / SENSORS_JSON) as body:
+def write_tables(
+    done: NightlyRun,
+    page: str,  # HTML
+) -> None:  # raises OutputError, SpaceError
+    "Write sensors.csv, sensors.json and visits.html."
+    with (
+        replacing(done.state / SENSORS_CSV) as table,
+        replacing(done.state / SENSORS_JSON) as body,
+        replacing(done.state / VISITS_HTML) as html,
+    ):
         with table.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(SENSOR_COLUMNS)
-            writer.writerows([_cell(value) for value in asdict(r).values()] for r in done.sensors)
+            writer.writerows([_cell(value) for value in r.to_dict().values()] for r in done.sensors)
             f.flush()
             os.fsync(f.fileno())
         _write_new(body, json.dumps(done.body, ensure_ascii=True) + "\n")
+        _write_new(html, page)
+
+
+# %% ../../../nbs/learn/nightly/run.ipynb #2e361cc6
+_CURVE_NIGHTS = 31
+
+
+def _clips(
+    rows: list[SensorRow], paths: dict[str, bytes], folder: Path, detector: Detector
+) -> dict[str, Clip]:
+    "Make the players of the first sensors of the list."
+    spec = required_spec(detector)
+    found: dict[str, Clip] = {}
+    chosen = [r.digest for r in rows if r.digest in paths][:MAX_CLIPS]
+    if not chosen:
+        return found
+    with open_engine("auto", spec, device="cpu") as engine:
+        for digest in chosen:
+            try:
+                recording = read_wav(os.path.join(os.fsencode(folder), paths[digest]))
+                if recording.digest == digest:
+                    features = recording_features(recording, spec, engine)
+                    found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)
+            except (RecordingError, OSError):
+                continue  # the page says so
+    return found
+
+
+def _curves(history: History, rows: list[SensorRow], last: str) -> dict[str, list[float]]:
+    "Return the evidence of the last nights of each sensor."
+    if not rows:
+        return {}
+    since = (date.fromisoformat(last) - timedelta(days=_CURVE_NIGHTS - 1)).isoformat()
+    sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? AND night >= ? ORDER BY night"
+    return {r.sensor: [value for (value,) in history.query(sql, (r.sensor, since))] for r in rows}
+
+
+def manifest_places(manifest: Manifest | None) -> dict[str, Place]:  # sensor -> place
+    "Return the coordinates in further columns of the table of a manifest."
+    found: dict[str, Place] = {}
+    for x in () if manifest is None else manifest.listings:
+        for k, parts in enumerate(x.names if x.extra else ()):
+            place = place_of({name: texts[k] for name, texts in x.extra.items()})
+            if place is not None:
+                found[_sensor_name(parts.sensor)] = place
+    return found
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
@@ -530,7 +590,10 @@ def nightly(
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             seconds=time.perf_counter() - began,
         )
-        write_tables(done)
+        listed = [r for r in done.sensors if r.visit]
+        clips = _clips(listed, files.digests | new.digests, done.folder, detector)
+        curves = _curves(history, listed, done.last_night)
+        write_tables(done, visits_page(done, curves, clips, manifest_places(manifest)))
     return done
 
 
