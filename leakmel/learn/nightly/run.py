@@ -24,8 +24,9 @@ __all__ = [
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
 import csv, json, os, time
 from collections import Counter
-from dataclasses import asdict, dataclass
-from datetime import date, datetime, timedelta
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -307,7 +308,8 @@ class NightlyRun:
     rejected: tuple[Rejected, ...]
     sensors: tuple[SensorRow, ...]  # those to visit first
     drift: Drift | None  # None: no reference yet
-    seconds: float
+    curves: Mapping[str, list[float]]  # sensor of the list -> evidence of its last nights
+    seconds: float = 0.0
 
     @property
     def last_night(self) -> str:
@@ -460,7 +462,7 @@ def _clips(
     "Make the players of the first sensors of the list."
     spec = required_spec(detector)
     found: dict[str, Clip] = {}
-    chosen = [r.digest for r in rows if r.digest in paths][:MAX_CLIPS]
+    chosen = [r.digest for r in rows if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
         return found
     with open_engine("auto", spec, device="cpu") as engine:
@@ -475,13 +477,11 @@ def _clips(
     return found
 
 
-def _curves(history: History, rows: list[SensorRow], last: str) -> dict[str, list[float]]:
-    "Return the evidence of the last nights of each sensor."
-    if not rows:
-        return {}
-    since = (date.fromisoformat(last) - timedelta(days=_CURVE_NIGHTS - 1)).isoformat()
-    sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? AND night >= ? ORDER BY night"
-    return {r.sensor: [value for (value,) in history.query(sql, (r.sensor, since))] for r in rows}
+def _curves(history: History, rows: list[SensorRow]) -> dict[str, list[float]]:
+    "Return the evidence of the last nights of each sensor on the list."
+    sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT ?"
+    found = {r.sensor: history.query(sql, (r.sensor, _CURVE_NIGHTS)) for r in rows if r.visit}
+    return {sensor: [value for (value,) in reversed(values)] for sensor, values in found.items()}
 
 
 def manifest_places(manifest: Manifest | None) -> dict[str, Place]:  # sensor -> place
@@ -568,8 +568,10 @@ def nightly(
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", new.rows)
         _keep_reference(history, detector, reference)
         history.commit()
-        stored = history.meta("reference")
         held = detector.held_out
+        normal = None if held is None else normal_medians(*held.normal)
+        rows = sensor_table(history, rule, normal=normal, audits=audits)
+        stored = history.meta("reference")
         done = NightlyRun(
             folder=found.listing.folder,
             state=target,
@@ -579,22 +581,13 @@ def nightly(
             budget=rule,
             counts=_counts(files, new, len(added)),
             rejected=_all_rejected(files, new),
-            sensors=tuple(
-                sensor_table(
-                    history,
-                    rule,
-                    normal=None if held is None else normal_medians(*held.normal),
-                    audits=audits,
-                )
-            ),
+            sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
-            seconds=time.perf_counter() - began,
+            curves=_curves(history, rows),
         )
-        listed = [r for r in done.sensors if r.visit]
-        clips = _clips(listed, files.digests | new.digests, done.folder, detector)
-        curves = _curves(history, listed, done.last_night)
-        write_tables(done, visits_page(done, curves, clips, manifest_places(manifest)))
-    return done
+        clips = _clips(rows, files.digests | new.digests, done.folder, detector)
+        write_tables(done, visits_page(done, clips, manifest_places(manifest)))
+    return replace(done, seconds=time.perf_counter() - began)
 
 
 def _all_rejected(files: _Files, new: _New) -> tuple[Rejected, ...]:

@@ -167,7 +167,6 @@ def _drift_section(drift: Drift | None) -> str:
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #d3589f48
 def visits_page(
     done: "NightlyRun",
-    curves: Mapping[str, Sequence[float]],  # sensor -> evidence of its last nights
     clips: Mapping[str, Clip],  # digest of a recording -> its player
     places: Mapping[str, Place],  # sensor -> its place
 ) -> str:  # HTML
@@ -192,7 +191,7 @@ def visits_page(
             for text in done.warnings
         ),
         *(f"<p class='facts'>{escape(text)}</p>" for text in facts),
-        _visits_table(listed, curves, clips, limit) if listed else "<p>No sensor is on the list.</p>",
+        _visits_table(listed, done.curves, clips, limit) if listed else "<p>No sensor is on the list.</p>",
     ]
     if drawn := sensor_map(places, {r.sensor: r.visit for r in listed}):
         body += [
