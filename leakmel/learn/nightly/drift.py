@@ -158,7 +158,9 @@ def reference_of_history(
     history: History,
 ) -> Reference | None:  # None: there are too few nights or recordings yet
     "Measure the first 28 nights of a network, once they are over."
-    ((first, last),) = history.query("SELECT min(night), max(night) FROM nights")
+    ((first, last),) = history.query(
+        "SELECT (SELECT min(night) FROM nights), (SELECT max(night) FROM nights)"
+    )
     if first is None:
         return None
     end = date.fromisoformat(first) + timedelta(days=REFERENCE_DAYS - 1)

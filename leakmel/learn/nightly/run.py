@@ -131,12 +131,23 @@ def _sensor_name(name: str) -> str:
     return shown if len(shown) <= _MAX_SENSOR else ""
 
 
+_AT_ONCE = 500  # paths of a query
+
+
+def _stored_files(history: History, paths: list[bytes]) -> dict[bytes, tuple]:
+    "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
+    found: dict[bytes, tuple] = {}
+    for start in range(0, len(paths), _AT_ONCE):
+        some = paths[start : start + _AT_ONCE]
+        sql = f"SELECT path, size, mtime_ns, digest, problem FROM files WHERE path IN ({', '.join('?' * len(some))})"
+        found |= {row[0]: row[1:] for row in history.query(sql, some)}
+    return found
+
+
 def _sort_files(history: History, found: RecordingList) -> _Files:
     "Find the files that are not known."
     x = found.listing
-    stored = {
-        row[0]: row[1:] for row in history.query("SELECT path, size, mtime_ns, digest, problem FROM files")
-    }
+    stored = _stored_files(history, x.paths)
     to_read: list[int] = []
     unnamed: list[int] = []
     rejected: list[Rejected] = []

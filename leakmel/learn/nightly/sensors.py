@@ -125,25 +125,35 @@ def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p
     return f"{text}No evidence: last night {last}, usually {usual:.2f}."
 
 
-def _start_p_values(history: History, normal: np.ndarray | None) -> dict[str, float]:
+def _start_p_values(history: History, sensors: Sequence[str], normal: np.ndarray | None) -> dict[str, float]:
     "Compare the first nights of each sensor with groups without a leak; empty without such groups."
     if normal is None or not len(normal):
         return {}
-    first: dict[str, list[float]] = {}
-    rows = history.query(
-        "SELECT sensor, score FROM (SELECT n.sensor, n.score, row_number() OVER (PARTITION BY n.sensor ORDER BY n.night) AS k FROM nights n "
-        "LEFT JOIN visits v ON v.sensor = n.sensor WHERE n.score IS NOT NULL AND v.sensor IS NULL) WHERE k <= ?",
-        (MIN_NIGHTS,),
-    )
-    for sensor, score in rows:
-        first.setdefault(sensor, []).append(score)
-    return {s: start_p_value(float(np.median(x)), normal) for s, x in first.items() if len(x) == MIN_NIGHTS}
+    visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
+    sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
+    found: dict[str, float] = {}
+    for sensor in sensors:
+        if sensor not in visited:
+            first = [score for (score,) in history.query(sql, (sensor, MIN_NIGHTS))]
+            if len(first) == MIN_NIGHTS:
+                found[sensor] = start_p_value(median(first), normal)
+    return found
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
     "Return path, digest and level of the recording with the highest value of a column, for each sensor."
-    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings WHERE night >= ? AND flags = '' GROUP BY sensor"
+    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor"
     return {row[0]: row[1:] for row in history.query(sql, (since,))}
+
+
+def _all_sensors(history: History) -> list[str]:
+    "Return the sensors of the history; each is one step in the index, where DISTINCT reads all nights."
+    sql = (
+        "WITH RECURSIVE s(sensor) AS (SELECT min(sensor) FROM nights UNION ALL "
+        "SELECT (SELECT min(sensor) FROM nights WHERE sensor > s.sensor) FROM s WHERE s.sensor IS NOT NULL) "
+        "SELECT sensor FROM s WHERE sensor IS NOT NULL"
+    )
+    return [sensor for (sensor,) in history.query(sql)]
 
 
 def _audits(sensors: Sequence[str], k: int, last: str) -> set[str]:
@@ -170,13 +180,15 @@ def sensor_table(
     columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, r0, r1, r2"
     by_sensor: dict[str, list[tuple]] = {}
     for sensor, *row in history.query(
-        f"SELECT sensor, {columns} FROM nights WHERE night >= ? ORDER BY sensor, night", (since,)
+        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
+        (since,),
     ):
         by_sensor.setdefault(sensor, []).append(tuple(row))
-    lost = f"SELECT sensor, {columns}, max(night) FROM nights GROUP BY sensor HAVING max(night) < ?"
-    for sensor, *row in history.query(lost, (since,)):
-        by_sensor[sensor] = [tuple(row[:-1])]
-    p_values = _start_p_values(history, normal)
+    newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
+    for sensor in _all_sensors(history):
+        if sensor not in by_sensor:
+            by_sensor[sensor] = history.query(newest, (sensor,))
+    p_values = _start_p_values(history, list(by_sensor), normal)
     visits: dict[str, str] = {}
     for sensor, own in by_sensor.items():
         if own[-1][7] is not None:
