@@ -21,7 +21,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.dataset.run.pipeline import build_all
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.nightly import run as nightly_run
-from leakmel.learn.nightly.evidence import Budget
+from leakmel.learn.nightly.evidence import Budget, Evidence, night_logit
 from leakmel.learn.nightly.history import History, HistoryEntry
 from leakmel.learn.nightly.nights import flags_of, record_run
 from leakmel.learn.nightly.run import LISTED, VISITS_HTML
@@ -36,6 +36,12 @@ FAILURES = {"silent": 0.06, "quieter": 0.06, "no data": 0.06}  # share of the se
 PUMP_SHARE = 0.1  # of the sensors: a pump runs in every recording of three weeks
 PUMP_NIGHTS = 21
 REST_NIGHTS = 28  # a sensor is not visited again by the threshold after a visit
+# way to choose visits -> its name
+WAYS = {
+    "list": "evidence over nights",
+    "own nights": "single recordings against the sensor's own nights",
+    "threshold": "threshold on single recordings",
+}
 DELAYS = (1, 3, 7, 14, 30)  # nights
 MISSED = 10_000  # nights of delay of a leak that was not listed
 
@@ -189,14 +195,24 @@ def _counted(network: Network, false: np.ndarray, found_at: np.ndarray) -> Visit
     return Visits(false, normal.sum(1), delay, leaks)
 
 
-def visits_of_threshold(network: Network, threshold: float) -> Visits:
-    "Visit a sensor when a single recording reaches a threshold, but not again within four weeks."
+def own_history_values(network: Network) -> np.ndarray:  # [S, N]; NaN: not compared
+    "Compare each recording with the earlier nights of its sensor: minus the logarithm of the p-value that the evidence is made of."
+    n_sensors, n_nights = network.score.shape
+    evidence = Evidence.start(n_sensors)
+    usable = np.isfinite(network.score) & ~network.silent
+    x = np.where(usable, night_logit(np.nan_to_num(network.score)), np.nan)
+    p = np.stack([evidence.add(x[:, night]) for night in range(n_nights)], 1)
+    return -np.log(np.maximum(p, 1e-300))
+
+
+def visits_of_threshold(network: Network, values: np.ndarray, threshold: float) -> Visits:
+    "Visit a sensor when the value of a single recording reaches a threshold, but not again within four weeks."
     n_sensors, n_nights = network.score.shape
     false = np.zeros(n_sensors)
     found_at = np.full(n_sensors, -1)
     for s, plan in enumerate(network.plans):
         last = -REST_NIGHTS
-        for night in np.flatnonzero((network.score[s] >= threshold) & ~network.silent[s]).tolist():
+        for night in np.flatnonzero((values[s] >= threshold) & ~network.silent[s]).tolist():
             if night < last + REST_NIGHTS:
                 continue
             last = night
@@ -212,17 +228,21 @@ def false_rate(found: Sequence[Visits]) -> float:
     return 100 * sum(v.false.sum() for v in found) / sum(v.nights.sum() for v in found)
 
 
-def matched_threshold(networks: Sequence[Network], rate: float) -> float:
-    "Return the lowest threshold whose rate of false visits is at most a given one, on the same networks: as good as it can be chosen."
-    scores = np.unique(np.concatenate([n.score[np.isfinite(n.score)] for n in networks]))
-    low, high = 0, len(scores)  # the rate falls with the threshold, but for the rest of four weeks
+def matched_visits(networks: Sequence[Network], values: Sequence[np.ndarray], rate: float) -> list[Visits]:
+    "Visits by the lowest threshold whose rate of false visits is at most a given one, on the same networks: as good as it can be chosen."
+
+    def visits(threshold: float) -> list[Visits]:
+        return [visits_of_threshold(n, x, threshold) for n, x in zip(networks, values)]
+
+    steps = np.unique(np.concatenate([x[np.isfinite(x)] for x in values]))
+    low, high = 0, len(steps)  # the rate falls with the threshold, but for the rest of four weeks
     while low < high:
         middle = (low + high) // 2
-        if false_rate([visits_of_threshold(n, scores[middle]) for n in networks]) <= rate:
+        if false_rate(visits(steps[middle])) <= rate:
             high = middle
         else:
             low = middle + 1
-    return float(scores[low]) if low < len(scores) else 1.01
+    return visits(steps[low] if low < len(steps) else np.inf)
 
 
 def visit_figures(found: Sequence[Visits], *, n_draws: int = 1000, seed: int = 0) -> dict[str, Any]:
@@ -295,6 +315,7 @@ def bench_visits(
     for k in range(networks):
         log(f"network {k + 1} of {networks}")
         made.append(score_network(100 + k, sensors, nights, detector, work))
+    singles = {"threshold": [n.score for n in made], "own nights": list(map(own_history_values, made))}
     rows = []
     for per_100 in budgets:
         log(f"budget {per_100:g}")
@@ -303,15 +324,10 @@ def bench_visits(
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 found.append(visits_of_list(network, Budget(per_100), normal, Path(folder)))
         rate = false_rate(found)
-        threshold = matched_threshold(made, rate)
-        single = [visits_of_threshold(network, threshold) for network in made]
-        rows.append(
-            {
-                "budget": per_100,
-                "list": visit_figures(found),
-                "threshold": visit_figures(single) | {"score": threshold},
-            }
-        )
+        row = {"budget": per_100, "list": visit_figures(found)}
+        for kind, values in singles.items():
+            row[kind] = visit_figures(matched_visits(made, values, rate))
+        rows.append(row)
     return {
         "networks": networks,
         "sensors": sensors,
@@ -422,7 +438,7 @@ def bench_nightly(
     visits = bench_visits(work, networks, sensors, nights, n_files, wanted, log)
     year = bench_year(work, year_sensors, year_nights, 7, log)
     log(f"{(datetime.now() - began).total_seconds():.0f} s in all")
-    right = all(row["list"]["leaks"] == row["threshold"]["leaks"] for row in visits["rows"])
+    right = all(row[kind]["leaks"] == row["list"]["leaks"] for row in visits["rows"] for kind in WAYS)
     right &= year["known"] == year_sensors * min(6, year_nights - 1)
     return {**record_head("nightly"), "verified": {"all_ok": right}, "visits": visits, "year": year}
 
@@ -434,7 +450,7 @@ def nightly_table(record: dict[str, Any]) -> str:
         f" {'found in 7 nights':>22s} {'in 30 nights':>22s}"
     ]
     for row in record["visits"]["rows"]:
-        for kind in ("list", "threshold"):
+        for kind in WAYS:
             r = row[kind]
             low, high = r["false_interval"]
             rate = f"{r['false_per_100']:.2f} ({low:.2f} to {high:.2f})"
@@ -466,10 +482,7 @@ def nightly_figure(record: dict[str, Any]) -> Any:
     import plotly.graph_objects as go
 
     fig = go.Figure()
-    for kind, name, colour in (
-        ("list", "evidence over nights", "#1F82C6"),
-        ("threshold", "threshold on single recordings", "#D55E00"),
-    ):
+    for (kind, name), colour in zip(WAYS.items(), ("#1F82C6", "#009E73", "#D55E00")):
         rows = [row[kind] for row in record["visits"]["rows"]]
         share = [100 * r["within"]["14"]["share"] for r in rows]
         low, high = np.array([r["within"]["14"]["interval"] for r in rows]).T * 100
