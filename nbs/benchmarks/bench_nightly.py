@@ -52,7 +52,7 @@ class SensorPlan:
 
     sensor: Sensor
     leak_from: int
-    leak: dict[str, float]  # of the scene, except its level
+    leak: dict[str, Any]  # of the scene, except its level
     leak_db: float  # mean level
     fails_from: int
     failure: str  # one of FAILURES, or ""
@@ -66,7 +66,7 @@ def plan_sensor(index: int, seed: int, n_nights: int) -> SensorPlan:
     kinds = [*FAILURES, ""]
     failure = kinds[int(rng.choice(len(kinds), p=[*FAILURES.values(), 1 - sum(FAILURES.values())]))]
     has_leak = rng.random() < LEAK_SHARE
-    leak = {
+    leak: dict[str, Any] = {
         "leak_hz": float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
         "leak_octaves": rng.uniform(0.5, 1.1),
         "leak_place": rng.uniform(0.05, 0.5),

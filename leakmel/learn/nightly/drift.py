@@ -179,7 +179,8 @@ def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
     if len(normal) < MIN_RECORDINGS:
         return reference
     scores = ranges_of({"score": normal})
-    return Reference(reference.source, reference.n, reference.ranges | scores)
+    source = f"{reference.source}; scores: held-out recordings without a leak"
+    return Reference(source, reference.n, reference.ranges | scores)
 
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #30a87279
@@ -207,7 +208,7 @@ class Drift:
         more = "" if len(self.moved) == 1 else f"; also {', '.join(n for n in self.moved if n != name)}"
         return (
             f"Drift: the {name} of {100 * self.outside[name]:.0f} % of the recordings of the last {RECENT_DAYS} nights lies outside the central "
-            f"95 % of {self.reference.source} (5 % is usual){more}. Scores may be wrong: label some of these recordings and retrain."
+            f"95 % of the reference ({self.reference.source}; 5 % is usual){more}. Scores may be wrong: label some of these recordings and retrain."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def drift_plot(
     return _figure(
         [go.Bar(x=names, y=_f32(share), marker=dict(color=colours))],
         title,
-        f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of {drift.reference.source}; 5 % outside is usual",
+        f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
         height=340,
         xaxis=dict(title=dict(text="quantity (bands from low to high)")),
         yaxis=dict(title=dict(text="recordings outside, %"), range=[0, max(30, 1.1 * max(share, default=0))]),

@@ -151,7 +151,7 @@ def _drift_section(drift: Drift | None) -> str:
         "<th>reference (grey) and last nights (blue)</th></tr>"
     )
     intro = (
-        f"{drift.n:,} recordings of the last {RECENT_DAYS} nights against {drift.reference.n:,} of {drift.reference.source}. "
+        f"{drift.n:,} recordings of the last {RECENT_DAYS} nights against {drift.reference.n:,} of the reference ({drift.reference.source}). "
         "Bands from low to high, relative to their mean."
     )
     named = [f"{s} ({', '.join(what)})" for s, what in list(drift.sensors.items())[:_MAX_OUTSIDE]]
