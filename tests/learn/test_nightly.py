@@ -1,6 +1,7 @@
 "Nightly runs on folders of recordings: scores, repeated runs, crashes, copies, clocks, names, models, exit codes."
 
 import csv
+import errno
 import json
 import os
 import signal
@@ -285,6 +286,25 @@ def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
         assert dump(tmp_path / str(k)) == dump(tmp_path / "right"), words
         names = {p.name for p in (tmp_path / str(k)).iterdir()}
         assert names == {p.name for p in (tmp_path / "right").iterdir()}, words
+
+
+def test_a_full_disk_loses_nothing(tmp_path, model, monkeypatch):
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    before = tables(tmp_path / "s")
+    write_nights(folder, range(4, 6))
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "fsync", full)
+        error = refused("no-space", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    assert error.exit_code == 3
+    assert tables(tmp_path / "s") == before
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    nightly(folder, model, tmp_path / "fresh", **QUIET)
+    assert tables(tmp_path / "s") == tables(tmp_path / "fresh")
 
 
 def test_another_budget_gives_another_list(tmp_path, model):

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 import wave
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ import leakmel as lm
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly import run as module
 from leakmel.learn.nightly.drift import MIN_RECORDINGS, reference_from
-from leakmel.learn.nightly.history import HISTORY_FILE, History
+from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, History
 from leakmel.learn.nightly.page_parts import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
@@ -147,7 +148,7 @@ def test_drift_against_a_data_set(tmp_path):
     assert done.warnings[0] in "".join(read_page(tmp_path / "s").text)
     again = nightly(folder, detector, tmp_path / "s", **QUIET)
     assert again.drift is not None
-    assert again.drift.reference.source .startswith("data set set.h5")
+    assert again.drift.reference.source.startswith("data set set.h5")
     other = made_detector(lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
     with pytest.raises(DataError) as e:
         nightly(folder, other, tmp_path / "other", reference=built.path, **QUIET)
@@ -181,3 +182,20 @@ def test_the_whole_file_is_checked_only_where_it_is_another_one(tmp_path):
     assert opened() == 0
     (folder / f"{HISTORY_FILE}-journal").touch()
     assert opened() == 1
+    with pytest.raises(ZeroDivisionError), History(folder):
+        raise ZeroDivisionError
+    assert opened() == 1  # a run that failed
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(HISTORY_FILE)])
+def test_a_hostile_marker_does_no_harm(tmp_path, make):
+    for _ in range(2):
+        with History(tmp_path):
+            pass
+        (tmp_path / CHECKED_FILE).unlink()
+        make(tmp_path / CHECKED_FILE)
+        with History(tmp_path) as history:
+            assert not history._is_checked
+        if (tmp_path / CHECKED_FILE).is_dir():
+            (tmp_path / CHECKED_FILE).rmdir()
+        assert (tmp_path / HISTORY_FILE).read_bytes()[:6] == b"SQLite"

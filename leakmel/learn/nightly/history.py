@@ -168,8 +168,12 @@ class History:
             with suppress(sqlite3.Error):
                 self.db.execute("ROLLBACK")
         self.db.close()
-        with suppress(OSError, OutputError), replacing(self.path.with_name(CHECKED_FILE)) as new:
-            new.write_text(_identity(self.path))
+        marker = self.path.with_name(CHECKED_FILE)
+        with suppress(OSError, OutputError):
+            marker.unlink(missing_ok=True)
+            if exc[0] is None:
+                with replacing(marker) as new:
+                    new.write_text(_identity(self.path))
         self._open.close()
 
     def _error(self, e: Exception) -> Exception:
