@@ -45,6 +45,8 @@ _PUBLIC = {
     "suggest": "learn.review.suggest",
     "Suggestions": "learn.review.suggest",
     "SampleMix": "learn.review.sampling",
+    "nightly": "learn.nightly.run",
+    "NightlyRun": "learn.nightly.run",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -328,6 +328,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
+    "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
     "retrain": (
         "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",

@@ -245,6 +245,8 @@ LEARN_TRAIN = {
     "other-split": "The split belongs to other data sets.",
     "other-training": "The folder or state belongs to a training with other settings or data.",
     "output-in-source": "The output is inside the folder of the recordings.",
+    "no-sensor": "No recording has the name of its sensor.",
+    "other-model": "The state folder of a nightly run belongs to another model.",
     "scores-not-finite": "The model gives scores that are not numbers.",
     "training-diverged": "The loss became NaN or infinity.",
     "unused-option": "An option has no effect together with the other options.",

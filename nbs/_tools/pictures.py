@@ -1,12 +1,14 @@
-"""Draw the front page's pictures: two from a finished run, the chart of the comparison from its newest record.
+"""Draw the pictures of the documentation: two from a finished run, the chart of the comparison from its newest record, the top of visits.html.
 
 usage: python nbs/_tools/pictures.py RUN_FOLDER     (a folder below runs/ with TRAINING_DATASET.H5)
        python nbs/_tools/pictures.py --compare [RECORDS [IMAGES]]     (folders; runs/benchmarks and nbs/images where none is named)
+       python nbs/_tools/pictures.py --visits PAGE     (visits.html of a nightly run; needs playwright)
 
 The first writes mels.png and timeline.png into nbs/images, the second compare.png, in which it notes the record's time; a test compares that
 with the newest record. Needs kaleido and a Chromium.
 """
 
+import shutil
 import struct
 import sys
 import zlib
@@ -87,10 +89,24 @@ def draw_compare(records: Path = ROOT / "runs" / "benchmarks", images: Path = IM
     )
 
 
+def draw_visits(page: Path) -> None:
+    "The top of the page of a nightly run."
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1200, "height": 760}, color_scheme="light")
+        opened.goto(page.resolve().as_uri())
+        save(opened.screenshot(), IMAGES / "visits.png")
+        browser.close()
+
+
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["--compare"] and len(words) <= 3:
         draw_compare(*map(Path, words[1:]))
+    elif words[:1] == ["--visits"] and len(words) == 2:
+        draw_visits(Path(words[1]))
     elif len(words) == 1 and words[0][:1] != "-":
         draw_run(Path(words[0]))
     else:

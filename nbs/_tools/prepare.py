@@ -56,6 +56,7 @@ EXAMPLES = (
     "train",
     "evaluate",
     "predict",
+    "nightly",
     "retrain",
     "search",
     "explore",
@@ -70,6 +71,7 @@ FIRST = (
     "different_rates",
     "small_sets",
     "correct_labels",
+    "nightly_visits",
     "share_results",
     "cluster",
     "first_build",
@@ -459,6 +461,14 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
                 "model": str(learning_folder() / "model" / "model.pt"),
             }
             | {"out": str(learning_folder() / "scores"), "device": "cpu"},
+            make_detector,
+        ),
+        "nightly": (
+            {
+                "data_root": str(demo_folder() / "TESTING"),
+                "model": str(learning_folder() / "model" / "model.pt"),
+            }
+            | {"state": str(learning_folder() / "nightly"), "device": "cpu"},
             make_detector,
         ),
         "evaluate": (

@@ -31,6 +31,7 @@ SHIPPED = (
     "train",
     "evaluate",
     "predict",
+    "nightly",
     "retrain",
     "search",
     "tune",

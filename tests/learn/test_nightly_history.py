@@ -13,32 +13,34 @@ import pytest
 
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.nightly.evidence import Budget, Evidence
-from leakmel.learn.nightly.history import HISTORY_FILE, Heard, History
+from leakmel.learn.nightly.history import HISTORY_FILE, HistoryEntry, History
 from leakmel.learn.nightly.nights import read_visits, record_run
 from leakmel.learn.nightly.sensors import sensor_table
 
 
-def heard_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[Heard]:
+def scored_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[HistoryEntry]:
     "Two sensors, one recording a night; a leak begins at P2."
     rng = np.random.default_rng(seed)
-    heard: list[Heard] = []
+    entries: list[HistoryEntry] = []
     for k in range(n_nights):
         for sensor in ("P1", "P2"):
             night = f"2026-11-{k + 1:02d}"
             leak = 0.4 * (sensor == "P2" and k >= leak_from)
             score = float(np.clip(rng.normal(0.3 + leak, 0.05), 0, 1))
             name = f"{sensor}~{k}.wav"
-            digest = f"{len(heard):032x}"
-            heard.append(
-                Heard(digest, sensor, name, f"{night}T23:00:00", night, score, -40.0, -60.0, 0.0, "", "")
+            digest = f"{len(entries):032x}"
+            entries.append(
+                HistoryEntry(
+                    digest, sensor, name, f"{night}T23:00:00", night, score, -40.0, -60.0, 0.0, "", ""
+                )
             )
-    return heard
+    return entries
 
 
-def run(folder: Path, heard: list[Heard], visits: dict[str, str] | None = None) -> int:
+def run(folder: Path, entries: list[HistoryEntry], visits: dict[str, str] | None = None) -> int:
     with History(folder) as history:
         history.begin()
-        new = record_run(history, heard, Budget(), visits)
+        new = record_run(history, entries, Budget(), visits)
         history.commit()
     return len(new)
 
@@ -52,9 +54,9 @@ def content(folder: Path) -> list[str]:
 
 
 def test_the_same_recordings_again_change_nothing(tmp_path):
-    assert run(tmp_path, heard_nights()) == 40
+    assert run(tmp_path, scored_nights()) == 40
     before = (tmp_path / HISTORY_FILE).read_bytes()
-    assert run(tmp_path, heard_nights()) == 0
+    assert run(tmp_path, scored_nights()) == 0
     with History(tmp_path) as history:
         first = sensor_table(history, Budget())
         assert sensor_table(history, Budget()) == first
@@ -63,10 +65,10 @@ def test_the_same_recordings_again_change_nothing(tmp_path):
 
 
 def test_late_recordings_give_the_same_nights(tmp_path):
-    heard = heard_nights()
-    run(tmp_path / "once", heard)
-    run(tmp_path / "parts", heard[20:])
-    run(tmp_path / "parts", heard[:20])
+    entries = scored_nights()
+    run(tmp_path / "once", entries)
+    run(tmp_path / "parts", entries[20:])
+    run(tmp_path / "parts", entries[:20])
     nights = [
         [line for line in content(tmp_path / name) if 'INTO "nights"' in line] for name in ("once", "parts")
     ]
@@ -75,7 +77,7 @@ def test_late_recordings_give_the_same_nights(tmp_path):
 
 
 def test_a_visit_restarts_the_sensor(tmp_path):
-    run(tmp_path, heard_nights())
+    run(tmp_path, scored_nights())
     with History(tmp_path) as history:
         assert [r.sensor for r in sensor_table(history, Budget()) if r.visit == "evidence"] == ["P2"]
     run(tmp_path, [], {"P2": "2026-11-19"})
@@ -97,26 +99,26 @@ def test_visits_need_dates(tmp_path):
 _KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from test_nightly_history import heard_nights
+from test_nightly_history import scored_nights
 from leakmel.learn.nightly.evidence import Budget
 from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import record_run
 with History(sys.argv[1]) as history:
     history.db.execute("PRAGMA cache_size = 1")  # pages reach the file before the commit
     history.begin()
-    record_run(history, heard_nights(28, seed=2), Budget())
+    record_run(history, scored_nights(28, seed=2), Budget())
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_killed_run_leaves_the_history_as_it_was(tmp_path):
-    run(tmp_path, heard_nights(10))
+    run(tmp_path, scored_nights(10))
     before = content(tmp_path)
     done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert run(tmp_path, []) == 0  # the lock of a dead run does not block
     assert content(tmp_path) == before
-    assert run(tmp_path, heard_nights(28)) == 36
+    assert run(tmp_path, scored_nights(28)) == 36
 
 
 def _sql(statement: str) -> Callable[[Path], object]:
@@ -161,10 +163,10 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused(tmp_path, name):
-    run(tmp_path, heard_nights(10))
+    run(tmp_path, scored_nights(10))
     HOSTILE[name](tmp_path / HISTORY_FILE)
     with pytest.raises(LeakmelError) as e:
-        run(tmp_path, heard_nights(20))
+        run(tmp_path, scored_nights(20))
     assert e.value.code == "invalid-history"
     assert str(tmp_path) in str(e.value)
 

@@ -11,10 +11,12 @@ from notebook_runs import ROOT, Run, copy_project, error_of, papermill, titles_o
 import leakmel as lm
 from leakmel.learn.run_plans import (
     EVALUATION_DEFAULTS,
+    NIGHTLY_DEFAULTS,
     RETRAINING_DEFAULTS,
     SEARCH_DEFAULTS,
     evaluation_kinds,
     plan_retraining,
+    nightly_kinds,
     retraining_kinds,
     search_kinds,
 )
@@ -29,6 +31,7 @@ KINDS = {
     "evaluate": evaluation_kinds,
     "search": search_kinds,
     "retrain": retraining_kinds,
+    "nightly": nightly_kinds,
     "tune": tune_kinds,
 }
 
@@ -74,6 +77,16 @@ def test_evaluate(made: Path) -> None:
 
 
 @pytest.mark.slow
+def test_nightly(made: Path) -> None:
+    given = {"data_root": made / "demo" / "TRAINING", "model": made / "model", "state": made / "nightly"}
+    done, summary = run(made, "nightly", **given, device="cpu")
+    assert (summary["ok"], summary["rejected"]) == (True, 0)
+    assert summary["found"] == summary["new"] > 10
+    assert {"sensors.csv", "sensors.json", "visits.html"} <= {p.name for p in (made / "nightly").iterdir()}
+    assert titles_of(done)[0].endswith("sensors to visit")
+
+
+@pytest.mark.slow
 def test_retrain(made: Path) -> None:
     given = {"data": made / "new.H5", "replay": made / "sets", "champion": made / "model"}
     done, summary = run(made, "retrain", **given, **TINY, out=made / "retrain", n_draws=100)
@@ -116,6 +129,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     defaults = {
         "evaluate": EVALUATION_DEFAULTS,
         "search": SEARCH_DEFAULTS,
+        "nightly": NIGHTLY_DEFAULTS,
         "retrain": RETRAINING_DEFAULTS | vars(RoundRules()) | {"seed": None},
     }.get(name, {})
     assert {n: given[n] for n in given if n in defaults} == {n: defaults[n] for n in given if n in defaults}
@@ -132,6 +146,8 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
         ("retrain", {}, "no data set of the new recordings was given"),
         ("retrain", {"data": "/nowhere"}, "no data set of the champion's training recordings was given"),
         ("retrain", {"dropout": 0.5}, "dropout is unknown"),
+        ("nightly", {"budgets": 3.0}, "did you mean budget"),
+        ("nightly", {"model": "/nowhere"}, "/nowhere"),
         ("tune", {"budget": 3}, "did you mean budget_s"),
         ("tune", {"slots": 3}, "slots is unknown"),
         ("doctor", {"folder": "."}, "folder is unknown"),

@@ -261,7 +261,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
     return {name: facts for name, facts in found.items() if not name.startswith("_")}
 
 
-LEARNING = ("train", "search", "evaluate", "predict", "retrain")
+LEARNING = ("train", "search", "evaluate", "predict", "nightly", "retrain")
 COMMANDS = ("init", "demo", "scan", "build", "verify", *LEARNING, "page", "cache", "bench", "tune", "doctor")
 
 
@@ -306,6 +306,7 @@ OF_JSON = {
     "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
+    "nightly": "nightly {bad} --model {run} --state {state} --device cpu",
     "page": "page {run}.ipynb",
     "cache list": "cache list",
     "error": "build {missing} --out {x}",

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...core.errors import DataError
 from .evidence import BETS, Budget, Evidence, night_logit
-from .history import Heard, History
+from .history import HistoryEntry, History
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #6c07e648
 CLIPPED_SHARE = 0.01  # of the samples: from here on a recording is not used as evidence
@@ -120,16 +120,21 @@ def _changed_visits(history: History, visits: Mapping[str, str]) -> dict[str, st
 
 def record_run(
     history: History,  # in a transaction
-    heard: Sequence[Heard],
+    entries: Sequence[HistoryEntry],
     budget: Budget,
     visits: Mapping[str, str] | None = None,  # sensor -> night of the last visit
-) -> list[Heard]:  # the recordings that are new
+) -> list[HistoryEntry]:  # the recordings that are new
     "Add recordings and visits to the history, and compute the evidence of the sensors again from the first changed night on."
-    new = history.add_recordings(heard)
+    new = history.add_recordings(entries)
     since: dict[str, str] = {}  # sensor -> first changed night
     for h in new:
         since[h.sensor] = min(h.night, since.get(h.sensor, h.night))
     since |= dict.fromkeys(_changed_visits(history, visits or {}), "")
+    if history.meta("budget") != repr(
+        budget.per_100_nights
+    ):  # the first night above the limit is another one
+        history.set_meta("budget", repr(budget.per_100_nights))
+        since |= dict.fromkeys((s for (s,) in history.query("SELECT DISTINCT sensor FROM nights")), "")
     visited = dict(history.query("SELECT sensor, night FROM visits"))
     sensors = sorted(since)
     evidence = Evidence.start(len(sensors))

@@ -17,9 +17,11 @@ __all__ = [
 
 # %% ../../../nbs/learn/nightly/sensors.ipynb #613fe9a9
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import date, timedelta
 from hashlib import blake2b
+from statistics import median  # of a few numbers: ten times faster than numpy's
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +36,14 @@ SILENT_NIGHTS = 2  # without data, until they are reported
 _HEALTH = {"silent": "silent", "dry": "off the pipe (gain 1)", "clipped": "clipped"}
 
 
-def _moved_db(levels: np.ndarray) -> float:  # dB; 0 where nothing moved
+def _moved_db(levels: list[float]) -> float:  # dB; 0 where nothing moved
     "Return how far the median of the last nights is from that of the nights before, if it is far."
     recent, earlier = levels[-RECENT_NIGHTS:], levels[:-RECENT_NIGHTS]
     if len(earlier) < MIN_NIGHTS:
         return 0.0
-    middle = np.median(earlier)
-    by = float(np.median(recent) - middle)
-    spread = 1.4826 * float(np.median(np.abs(earlier - middle)))
+    middle = median(earlier)
+    by = median(recent) - middle
+    spread = 1.4826 * median([abs(x - middle) for x in earlier])
     return by if abs(by) >= max(MOVED_DB, 4 * spread) else 0.0
 
 
@@ -58,7 +60,7 @@ def sensor_health(
     if not nights[-1][3]:
         own = [n for n in nights if not n[3]]
         for name, column in (("level", 1), ("noise floor", 2)):
-            if by := _moved_db(np.array([n[column] for n in own])):
+            if by := _moved_db([n[column] for n in own]):
                 found.append(f"{name} moved by {by:+.0f} dB")
     return "; ".join(found) or "ok"
 
@@ -84,6 +86,10 @@ class SensorRow:
     loudest: str  # recording with the highest level of the last seven nights
     loudest_db: float | None  # its level, dB re full scale
 
+    def to_dict(self) -> dict[str, Any]:
+        "Plain values, by column."
+        return {name: getattr(self, name) for name in SENSOR_COLUMNS}
+
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _SHOWN_NIGHTS = 7  # in which recordings are looked for
@@ -91,6 +97,12 @@ _SHOWN_NIGHTS = 7  # in which recordings are looked for
 
 def _plural(n: float, word: str) -> str:
     return f"{n:.0f} {word}{'s' * (round(n) != 1)}"
+
+
+def _evidence_text(evidence: float, limit: float) -> str:
+    if evidence > 1000 * limit:
+        return f"evidence more than 1,000 times the limit of {limit:,.0f}"
+    return f"evidence {evidence:,.0f} with a limit of {limit:,.0f}"
 
 
 def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p: float | None) -> str:
@@ -101,7 +113,7 @@ def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p
         above = sum(row[0] >= first for row in own)
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
         return (
-            f"Scores rose against the sensor's own {_plural(n, 'night')}: evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}; "
+            f"Scores rose against the sensor's own {_plural(n, 'night')}: {_evidence_text(evidence, budget.limit)}; "
             f"on the list for {_plural(above, 'night')}.{back}"
         )
     if visit == "high from the start":
@@ -113,25 +125,35 @@ def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p
     return f"{text}No evidence: last night {last}, usually {usual:.2f}."
 
 
-def _start_p_values(history: History, normal: np.ndarray | None) -> dict[str, float]:
+def _start_p_values(history: History, sensors: Sequence[str], normal: np.ndarray | None) -> dict[str, float]:
     "Compare the first nights of each sensor with groups without a leak; empty without such groups."
     if normal is None or not len(normal):
         return {}
-    first: dict[str, list[float]] = {}
-    rows = history.query(
-        "SELECT sensor, score FROM (SELECT n.sensor, n.score, row_number() OVER (PARTITION BY n.sensor ORDER BY n.night) AS k FROM nights n "
-        "LEFT JOIN visits v ON v.sensor = n.sensor WHERE n.score IS NOT NULL AND v.sensor IS NULL) WHERE k <= ?",
-        (MIN_NIGHTS,),
-    )
-    for sensor, score in rows:
-        first.setdefault(sensor, []).append(score)
-    return {s: start_p_value(float(np.median(x)), normal) for s, x in first.items() if len(x) == MIN_NIGHTS}
+    visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
+    sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
+    found: dict[str, float] = {}
+    for sensor in sensors:
+        if sensor not in visited:
+            first = [score for (score,) in history.query(sql, (sensor, MIN_NIGHTS))]
+            if len(first) == MIN_NIGHTS:
+                found[sensor] = start_p_value(median(first), normal)
+    return found
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
     "Return path, digest and level of the recording with the highest value of a column, for each sensor."
-    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings WHERE night >= ? AND flags = '' GROUP BY sensor"
+    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor"
     return {row[0]: row[1:] for row in history.query(sql, (since,))}
+
+
+def _all_sensors(history: History) -> list[str]:
+    "Return the sensors of the history; each is one step in the index, where DISTINCT reads all nights."
+    sql = (
+        "WITH RECURSIVE s(sensor) AS (SELECT min(sensor) FROM nights UNION ALL "
+        "SELECT (SELECT min(sensor) FROM nights WHERE sensor > s.sensor) FROM s WHERE s.sensor IS NOT NULL) "
+        "SELECT sensor FROM s WHERE sensor IS NOT NULL"
+    )
+    return [sensor for (sensor,) in history.query(sql)]
 
 
 def _audits(sensors: Sequence[str], k: int, last: str) -> set[str]:
@@ -158,13 +180,15 @@ def sensor_table(
     columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, r0, r1, r2"
     by_sensor: dict[str, list[tuple]] = {}
     for sensor, *row in history.query(
-        f"SELECT sensor, {columns} FROM nights WHERE night >= ? ORDER BY sensor, night", (since,)
+        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
+        (since,),
     ):
         by_sensor.setdefault(sensor, []).append(tuple(row))
-    lost = f"SELECT sensor, {columns}, max(night) FROM nights GROUP BY sensor HAVING max(night) < ?"
-    for sensor, *row in history.query(lost, (since,)):
-        by_sensor[sensor] = [tuple(row[:-1])]
-    p_values = _start_p_values(history, normal)
+    newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
+    for sensor in _all_sensors(history):
+        if sensor not in by_sensor:
+            by_sensor[sensor] = history.query(newest, (sensor,))
+    p_values = _start_p_values(history, list(by_sensor), normal)
     visits: dict[str, str] = {}
     for sensor, own in by_sensor.items():
         if own[-1][7] is not None:
@@ -181,7 +205,7 @@ def sensor_table(
     ]
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, r.sensor))
-    return [SensorRow(**(asdict(r) | {"rank": k})) for k, r in enumerate(rows, 1)]
+    return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
 
 
 def _row(
@@ -197,7 +221,7 @@ def _row(
     "Return the row of a sensor."
     *_, first_above, r0, r1, r2 = own[-1]
     evidence = (r0 + r1 + r2) / 3
-    used = [night_logit(row[5]) for row in own if row[5] is not None]
+    used = night_logit(np.array([row[5] for row in own if row[5] is not None])).tolist()
     recent, earlier = used[-RECENT_NIGHTS:], used[:-RECENT_NIGHTS]
     score = next((row[5] for row in reversed(own) if row[5] is not None), None)
     return SensorRow(
@@ -208,7 +232,7 @@ def _row(
         first_above=first_above or "",
         reason=_reason(visit, own, evidence, budget, p),
         health=sensor_health(own, last),
-        trend=round(float(np.median(recent) - np.median(earlier)), 3) if earlier else 0.0,
+        trend=round(median(recent) - median(earlier), 3) if earlier else 0.0,
         last_night=own[-1][0],
         nights=int(own[-1][4]),
         score=score,

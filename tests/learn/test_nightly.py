@@ -1,0 +1,345 @@
+"Nightly runs on folders of recordings: scores, repeated runs, crashes, copies, clocks, names, models, exit codes."
+
+import csv
+import errno
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_learn_predict import made_detector, noise, put
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError
+from leakmel.learn.nightly import run as module
+from leakmel.learn.nightly.history import HISTORY_FILE
+from leakmel.learn.nightly.run import SENSORS_CSV, SENSORS_JSON, VISITS_HTML, RunCounts, nightly
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
+TABLES = (SENSORS_CSV, SENSORS_JSON, VISITS_HTML)
+WRITTEN = datetime(2025, 3, 1).timestamp()  # of every file
+
+
+def name(sensor: str, day: int, gain: int = 24) -> str:
+    return f"{sensor}~{day}~202501{day:02d}_230000~{gain}.wav"
+
+
+def put_at(folder: Path, path: str, samples: np.ndarray) -> None:
+    put(folder, path, samples)
+    os.utime(folder / path, (WRITTEN, WRITTEN))
+
+
+def write_nights(folder: Path, days: range, sensors: int = 2) -> Path:
+    for day in days:
+        for s in range(sensors):
+            put_at(folder, f"d{day}/{name(f'P{s}', day)}", noise(100 * day + s, level=300 + 40 * s))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return made_detector().save(tmp_path_factory.mktemp("model") / "model.pt")
+
+
+def dump(state: Path) -> list[str]:
+    db = sqlite3.connect(state / HISTORY_FILE)
+    try:
+        return list(db.iterdump())
+    finally:
+        db.close()
+
+
+def tables(state: Path) -> list[bytes]:
+    return [(state / table).read_bytes() for table in TABLES]
+
+
+def rows_of(state: Path) -> list[dict[str, str]]:
+    with (state / SENSORS_CSV).open(encoding="utf-8", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def refused(code: str, call: Callable[[], Any]) -> LeakmelError:
+    with pytest.raises(LeakmelError) as e:
+        call()
+    assert e.value.code == code
+    return e.value
+
+
+def test_scores_are_those_of_predict(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    put_at(folder, f"long/{name('P9', 3)}", noise(7, 40_000))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    db = sqlite3.connect(tmp_path / "s" / HISTORY_FILE)
+    stored = dict(db.execute("SELECT path, score FROM recordings"))
+    levels = dict(db.execute("SELECT path, rms_db FROM recordings"))
+    db.close()
+    table = lm.predict(folder, model, **QUIET).table
+    assert stored == dict(zip(table["path"], table["score"]))
+    assert levels == dict(zip(table["path"], table["rms_db"]))
+
+
+def test_a_second_run_reads_nothing_and_writes_the_same(tmp_path, model, monkeypatch):
+    folder = write_nights(tmp_path / "r", range(1, 9))
+    (folder / name("P0", 1)).write_bytes(b"broken")
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    before = tables(tmp_path / "s"), dump(tmp_path / "s")
+    monkeypatch.setattr(module, "predict", lambda *a, **k: pytest.fail("a recording was read"))
+    again = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (tables(tmp_path / "s"), dump(tmp_path / "s")) == before
+    assert again.counts == RunCounts(found=17, known=16, new=0, copies=0, rejected=1, times_from_file=0)
+    assert [(r.path, r.code) for r in again.rejected] == [(name("P0", 1).encode(), "not_wav")]
+
+
+def test_night_by_night_gives_the_tables_of_one_run(tmp_path, model):
+    folder = tmp_path / "r"
+    for day in range(1, 9):
+        write_nights(folder, range(day, day + 1))
+        nightly(folder, model, tmp_path / "parts", **QUIET)
+    nightly(folder, model, tmp_path / "once", **QUIET)
+    assert tables(tmp_path / "parts") == tables(tmp_path / "once")
+
+
+def test_a_file_that_changed_is_read_again(tmp_path, model):
+    folder = tmp_path / "r"
+    bad = folder / name("P1", 2)
+    put_at(folder, name("P0", 1), noise(1))
+    bad.write_bytes(b"broken")
+    os.utime(bad, (WRITTEN, WRITTEN))
+    assert nightly(folder, model, tmp_path / "s", **QUIET).counts.rejected == 1
+    put_at(folder, bad.name, noise(2))
+    counts = nightly(folder, model, tmp_path / "s", **QUIET).counts
+    assert (counts.known, counts.new, counts.rejected) == (1, 1, 0)
+
+
+def test_files_that_cannot_be_opened_are_tried_again(tmp_path, model):
+    if os.geteuid() == 0:
+        table = tmp_path / "t.csv"
+        table.write_text("path,label,sensor\na.wav,,P0\nb.wav,,P1\n")
+        put_at(tmp_path / "r", "a.wav", noise(1))
+        first = nightly(
+            tmp_path / "r", model, tmp_path / "s", manifest=lm.scan(tmp_path / "r", table=table), **QUIET
+        )
+        put_at(tmp_path / "r", "b.wav", noise(2))
+        second = nightly(
+            tmp_path / "r", model, tmp_path / "s", manifest=lm.scan(tmp_path / "r", table=table), **QUIET
+        )
+    else:
+        folder = write_nights(tmp_path / "r", range(1, 2))
+        closed = folder / "d1" / name("P0", 1)
+        closed.chmod(0)
+        first = nightly(folder, model, tmp_path / "s", **QUIET)
+        closed.chmod(0o644)
+        second = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (first.counts.new, first.counts.rejected) == (1, 1)
+    assert (second.counts.known, second.counts.new, second.counts.rejected) == (1, 1, 0)
+
+
+def test_copies_are_dropped_but_silence_is_not(tmp_path, model):
+    folder = tmp_path / "r"
+    put_at(folder, name("P0", 1), noise(1))
+    put_at(folder, name("P1", 1), noise(1))  # a copy under another sensor
+    for day in (1, 2, 3):
+        put_at(folder, name("P2", day), np.zeros_like(noise(1)))
+        put_at(folder, name("P3", day), np.zeros_like(noise(1)))
+    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (done.counts.new, done.counts.copies) == (7, 1)
+    health = {r.sensor: r.health for r in done.sensors}
+    assert (health["P2"], health["P3"]) == ("silent", "silent")
+
+
+def test_clocks_that_are_wrong(tmp_path, model):
+    folder = tmp_path / "r"
+    put_at(folder, name("P0", 1), noise(1))
+    for k, time in enumerate(("21060207_062815", "00010101_000000", "20251301_000000", "19700101_000000")):
+        put_at(folder, f"P{k + 1}~1~{time}~24.wav", noise(k + 2))
+    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (done.counts.new, done.counts.times_from_file) == (5, 4)
+    assert done.last_night == "2025-02-28"
+
+
+@pytest.mark.parametrize(
+    "sensor", ["P' OR 1=1; --", "<img src=x onerror=alert(1)>", "a\nb", "=cmd()", "x" * 190]
+)
+def test_hostile_names_of_sensors(tmp_path, model, sensor):
+    folder = tmp_path / "r"
+    put_at(folder, name(sensor.replace("/", ""), 1), noise(1))
+    odd = os.fsencode(folder) + b"/\xff\xfe~1~20250101_230000~24.wav"
+    (folder / name(sensor.replace("/", ""), 1)).rename(folder / "kept.wav")
+    os.link(folder / "kept.wav", odd)
+    (folder / "kept.wav").rename(folder / name(sensor.replace("/", ""), 1))
+    put_at(folder, name("P1", 1), noise(2))
+    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (done.counts.new, done.counts.copies) == (2, 1)
+    rows = rows_of(tmp_path / "s")
+    assert [r["sensor"] for r in rows] == [r.sensor for r in done.sensors]
+    assert json.loads((tmp_path / "s" / SENSORS_JSON).read_text())["sensors"][0]["rank"] == 1
+
+
+def test_recordings_without_a_sensor(tmp_path, model):
+    folder = tmp_path / "r"
+    put_at(folder, "one.wav", noise(1))
+    put_at(folder, "P7/20250101_230000.wav", noise(2))
+    error = refused("no-sensor", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    assert "--pattern" in str(error)
+    found = lm.scan(folder, pattern="{sensor}/{start_time}")
+    done = nightly(folder, model, tmp_path / "s", manifest=found, **QUIET)
+    assert [r.sensor for r in done.sensors] == ["P7"]
+    assert [(r.path, r.code) for r in done.rejected] == [(b"one.wav", "no_sensor")]
+
+
+def test_a_history_belongs_to_one_model(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 3))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    before = tables(tmp_path / "s"), dump(tmp_path / "s")
+    refused("other-model", lambda: nightly(folder, made_detector(seed=5), tmp_path / "s", **QUIET))
+    assert (tables(tmp_path / "s"), dump(tmp_path / "s")) == before
+    nightly(folder, made_detector(record={"note": "evaluated"}), tmp_path / "s", **QUIET)
+
+
+def test_a_second_run_at_the_same_time_is_refused(tmp_path, model, monkeypatch):
+    folder = write_nights(tmp_path / "r", range(1, 3))
+
+    def in_between(*args: Any, **given: Any) -> Any:
+        refused("output-locked", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+        return lm.predict(*args, **given)
+
+    monkeypatch.setattr(module, "predict", in_between)
+    assert nightly(folder, model, tmp_path / "s", **QUIET).counts.new == 4
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_files_of_others_are_not_replaced(tmp_path, model, table):
+    folder = write_nights(tmp_path / "r", range(1, 2))
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / table).write_text("pipe,position\n")
+    refused("other-file-in-the-way", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    (tmp_path / "s" / table).unlink()
+    (tmp_path / "s" / table).symlink_to(tmp_path / "elsewhere")
+    refused("other-file-in-the-way", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    (tmp_path / "s" / table).unlink()
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "s" / f".{table}.new").symlink_to(tmp_path / "victim")
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_the_state_folder_lies_outside_the_recordings(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 2))
+    (tmp_path / "link").symlink_to(folder)
+    for state in (folder / "state", tmp_path / "link" / "state"):
+        refused("output-in-source", lambda state=state: nightly(folder, model, state, **QUIET))  # type: ignore[misc]
+    (tmp_path / "file").write_text("")
+    refused("write-failed", lambda: nightly(folder, model, tmp_path / "file" / "state", **QUIET))
+
+
+_KILLED = """
+import os, signal, sys
+import leakmel as lm
+from leakmel.learn.nightly import run
+from leakmel.learn.nightly.history import History
+owner, name, after = {"History": History, "run": run, "os": os}[sys.argv[4]], sys.argv[5], sys.argv[6] == "after"
+real = getattr(owner, name)
+def killing(*args, **given):
+    if after: real(*args, **given)
+    os.kill(os.getpid(), signal.SIGKILL)
+def arm(*args, **given):
+    setattr(owner, name, killing)
+    return armed(*args, **given)
+armed, run._read_new = run._read_new, arm  # the model is loaded
+run.nightly(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu", progress="none")
+"""
+KILLS = [
+    ("run", "record_run", "before"),
+    ("run", "record_run", "after"),
+    ("run", "_keep_reference", "after"),
+    ("History", "commit", "before"),
+    ("History", "commit", "after"),
+    ("run", "sensor_table", "after"),
+    ("os", "fsync", "before"),
+    ("os", "replace", "before"),
+    ("os", "replace", "after"),
+]
+
+
+def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 7))
+    for state in ("right", *map(str, range(len(KILLS)))):
+        nightly(folder, model, tmp_path / state, **QUIET)
+    write_nights(folder, range(7, 9))
+    nightly(folder, model, tmp_path / "right", **QUIET)
+    for k, words in enumerate(KILLS):
+        command = [sys.executable, "-c", _KILLED, folder, model, tmp_path / str(k), *words]
+        done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        nightly(folder, model, tmp_path / str(k), **QUIET)
+        assert tables(tmp_path / str(k)) == tables(tmp_path / "right"), words
+        assert dump(tmp_path / str(k)) == dump(tmp_path / "right"), words
+        names = {p.name for p in (tmp_path / str(k)).iterdir()}
+        assert names == {p.name for p in (tmp_path / "right").iterdir()}, words
+
+
+def test_a_full_disk_loses_nothing(tmp_path, model, monkeypatch):
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    before = tables(tmp_path / "s")
+    write_nights(folder, range(4, 6))
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "fsync", full)
+        error = refused("no-space", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    assert error.exit_code == 3
+    assert tables(tmp_path / "s") == before
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    nightly(folder, model, tmp_path / "fresh", **QUIET)
+    assert tables(tmp_path / "s") == tables(tmp_path / "fresh")
+
+
+def test_another_budget_gives_another_list(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 9))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    nightly(folder, model, tmp_path / "s", budget=10.0, **QUIET)
+    nightly(folder, model, tmp_path / "fresh", budget=10.0, **QUIET)
+    assert tables(tmp_path / "s") == tables(tmp_path / "fresh")
+    refused("out-of-range", lambda: nightly(folder, model, tmp_path / "s", budget=0.0, **QUIET))
+    refused("out-of-range", lambda: nightly(folder, model, tmp_path / "s", audits=-1, **QUIET))
+
+
+def test_command_line(tmp_path, model, capsys, monkeypatch):
+    folder = write_nights(tmp_path / "r", range(1, 9))
+    visits = tmp_path / "visits.csv"
+    visits.write_text("sensor,night\nP0,2025-01-05\n")
+    words = [
+        "nightly",
+        str(folder),
+        "--model",
+        str(model),
+        "--state",
+        str(tmp_path / "s"),
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    assert main([*words, "--visited", str(visits), "--audits", "1"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["ok"], body["new"], body["sensors"], body["audits"]) == (True, 16, 2, 1)
+    rows = {r["sensor"]: r for r in rows_of(tmp_path / "s")}
+    assert (rows["P0"]["nights"], rows["P1"]["nights"]) == ("3", "8")
+    monkeypatch.setattr(lm.NightlyRun, "to_visit", (1,))
+    assert main([*words, "--exit-code"]) == 4
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert main(words[:4]) == 2
+    assert main([*words, "--budget", "0"]) == 2
+    assert main(["nightly", str(tmp_path / "none"), *words[2:]]) == 1
