@@ -502,5 +502,5 @@ def nightly_figure(record: dict[str, Any]) -> Any:
     fig.update_xaxes(title="false visits per 100 sensor-nights")
     fig.update_yaxes(title="leaks listed within 14 nights, %", range=[0, 102])
     title = f"Budget {at['budget']:g}: the list shows {ours:.0f} % of the leaks within 14 nights, a threshold {single:.0f} %"
-    fig.update_layout(title=title, height=420)
+    fig.update_layout(title=title, height=440, legend={"orientation": "h", "y": -0.25})
     return fig

@@ -49,7 +49,7 @@ def evidence_plot(
         yaxis=dict(title=dict(text="evidence"), type="log"),
         showlegend=True,
     )
-    found.add_hline(y=done.budget.limit, line_dash="dash", line_width=1)
+    found.add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
     return found
 
 
