@@ -45,6 +45,8 @@ _PUBLIC = {
     "suggest": "learn.review.suggest",
     "Suggestions": "learn.review.suggest",
     "SampleMix": "learn.review.sampling",
+    "review": "learn.review.app",
+    "ReviewApp": "learn.review.app",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -3,6 +3,7 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.review.queues import QUEUES, make_queue
 from leakmel.learn.review.recordings import ReviewRecordings, read_score_table, review_recordings
 
-QUIET = {"device": "cpu", "progress": "none"}
+QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 WHEN = "2026-01-31T08:15:00Z"
 
 
@@ -43,7 +44,7 @@ def paths(found, name: str, **more) -> list[str]:
     return [item.path for item in make_queue(found, name, **more).items]
 
 
-def write_rows(file: Path, rows: list[dict[str, object]]) -> Path:
+def write_rows(file: Path, rows: list[Any]) -> Path:
     with file.open("w", newline="") as f:
         writer = csv.DictWriter(f, list(rows[0]))
         writer.writeheader()
