@@ -362,6 +362,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
+    "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
         "out,champion,replay,testing,validation,also,human-labels,judged-by,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",

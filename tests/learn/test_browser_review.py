@@ -114,7 +114,7 @@ def test_thirty_decisions_by_keys_survive_a_killed_kernel(lab, watched, project)
     page.keyboard.type("lunch s")  # no key counts while a text field has the focus
     assert len(read_decisions(table)) == len(made)
     page.locator(".lm-key-l").click()
-    page.get_by_text(f"16 of").wait_for()
+    page.get_by_text("16 of").wait_for()
     last: Decision = read_decisions(table)[-1]
     assert (last.label, last.note) == ("LEAK", "lunch s")
     page.get_by_role("button", name="play").first.click()

@@ -263,7 +263,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 LEARNING = ("train", "search", "evaluate", "predict", "retrain")
 DATA = ("init", "demo", "scan", "build", "verify")
-COMMANDS = (*DATA, *LEARNING, "labels", "page", "cache", "bench", "tune", "doctor")
+COMMANDS = (*DATA, *LEARNING, "review", "labels", "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -308,6 +308,7 @@ OF_JSON = {
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "labels import": "labels import {heard} --into {labels}.csv --by ann",
+    "review": "review {heard} --out {lab} --no-lab",
     "labels export": "labels export {labels}.csv --recordings {heard} --to {tracks}",
     "page": "page {run}.ipynb",
     "cache list": "cache list",

@@ -195,7 +195,7 @@ def _row_text(session: ReviewSession, i: int) -> str:
     label, source = session.label_now(r)
     words = [label or "no label", *([f"by {source}"] if source not in ("", "folder") else [])]
     words += [] if math.isnan(r.score) else [f"score {r.score:.2f}"]
-    return f"<b>{escape(show_path(' '.join(words)))}</b> {escape(show_path(r.path))}"
+    return f"<b>{escape(show_path(', '.join(words)))}</b> {escape(show_path(r.path))}"
 
 
 def queue_html(
@@ -446,7 +446,8 @@ def review_of(
     p = dict(parameters)
     root, _ = find_data(p.pop("data_root"), progress=progress)
     tables = [word.strip() for word in p.pop("tables").split(",") if word.strip()]
-    return review(root, p.pop("model") or None, tables=tables, progress=progress, **p)
+    labels = p.pop("labels") or "labels.csv"
+    return review(root, p.pop("model") or None, tables=tables, labels=labels, progress=progress, **p)
 
 
 def review(

@@ -196,16 +196,16 @@ def spectrogram_svg(
     url = f"data:image/png;base64,{base64.b64encode(png_bytes(grey)).decode()}"
     has_scores = len(segment_scores) > 0 and segment_s > 0
     below = _TOP + _HEIGHT
-    height = below + 44 + (_BARS + 14 if has_scores else 0)
+    height = below + 44 + (_BARS + 20 if has_scores else 0)
     parts = [
         f"<image class='lm-image' x='{_LEFT}' y='{_TOP}' width='{_WIDTH}' height='{_HEIGHT}' preserveAspectRatio='none' href='{url}'/>"
     ]
     for hz in _steps(rate / 2, 5):
         y = below - _HEIGHT * hz / (rate / 2)
         parts.append(_text(_LEFT - 8, max(y + 4, _TOP + 10), f"{hz:,.0f}", "end"))
-    axis = below + (_BARS + 14 if has_scores else 0)
+    axis = below + (_BARS + 20 if has_scores else 0)
     if has_scores:
-        parts.append(_bars(segment_scores, threshold, segment_s, duration_s, below + 10))
+        parts.append(_bars(segment_scores, threshold, segment_s, duration_s, below + 16))
     for s in _steps(duration_s, 10):
         x = _LEFT + _WIDTH * s / duration_s
         parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{axis}' y2='{axis + 5}' stroke='currentColor'/>")
