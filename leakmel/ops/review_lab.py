@@ -9,6 +9,7 @@ __all__ = ["REVIEW", "write_review", "lab_command", "review_parameters"]
 import importlib.util, json, os, sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import MissingPackageError, UsageError, write_error
 from ..core.run_plan import run_folder
@@ -26,7 +27,7 @@ def write_review(
     notebook = json.loads((NOTEBOOKS / REVIEW).read_text(encoding="utf-8"))
     at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
     lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
-    cell = {"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []}
+    cell: dict[str, Any] = {"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []}
     cell |= {"metadata": {"tags": ["injected-parameters"]}, "source": lines}
     notebook["cells"].insert(at + 1, cell)
     path = run_folder(out, "review") / REVIEW
