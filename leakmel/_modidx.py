@@ -3267,6 +3267,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/learn/review/app.py'),
                                           'leakmel.learn.review.app.ReviewApp._ipython_display_': ( 'learn/review/app.html#reviewapp._ipython_display_',
                                                                                                     'leakmel/learn/review/app.py'),
+                                          'leakmel.learn.review.app.ReviewApp._make_buttons': ( 'learn/review/app.html#reviewapp._make_buttons',
+                                                                                                'leakmel/learn/review/app.py'),
                                           'leakmel.learn.review.app.ReviewApp._make_widgets': ( 'learn/review/app.html#reviewapp._make_widgets',
                                                                                                 'leakmel/learn/review/app.py'),
                                           'leakmel.learn.review.app.ReviewApp._on_button': ( 'learn/review/app.html#reviewapp._on_button',

@@ -288,21 +288,7 @@ class ReviewApp:
         self.note = w.Text(
             placeholder="note (kept with the decision)", continuous_update=True, layout={"width": "360px"}
         )
-        named = {
-            "l": (f"{show_path(s.found.leak_label)[:20]} (l)", "danger"),
-            "n": (f"{show_path(s.other_label)[:20]} (n)", "success"),
-            "u": ("unsure (u)", "warning"),
-            "s": ("skip (s)", ""),
-            "z": ("undo (z)", ""),
-        }
-        self.buttons = {}
-        for key, (title, colour) in named.items():
-            button = w.Button(
-                description=title, button_style=colour, layout={"width": "auto", "min_width": "100px"}
-            )
-            button.add_class(f"lm-key-{key}")
-            button.on_click(self._on_button(_KEYS[key]))
-            self.buttons[key] = button
+        self.buttons = self._make_buttons()
         self.neighbours = [self._other_row() for _ in range(N_NEIGHBOURS)]
         self.alike = [self._other_row() for _ in range(N_SIMILAR)]
         self.other_sound = w.HTML(layout=wide)
@@ -332,6 +318,28 @@ class ReviewApp:
         )
         self.box.add_class(self.name)
         self.show()
+
+    def _make_buttons(self) -> dict[str, Any]:  # by key
+        "Make a button for each key."
+        import ipywidgets as w
+
+        s = self.session
+        named = {
+            "l": (f"{show_path(s.found.leak_label)[:20]} (l)", "danger"),
+            "n": (f"{show_path(s.other_label)[:20]} (n)", "success"),
+            "u": ("unsure (u)", "warning"),
+            "s": ("skip (s)", ""),
+            "z": ("undo (z)", ""),
+        }
+        buttons = {}
+        for key, (title, colour) in named.items():
+            button = w.Button(
+                description=title, button_style=colour, layout={"width": "auto", "min_width": "100px"}
+            )
+            button.add_class(f"lm-key-{key}")
+            button.on_click(self._on_button(_KEYS[key]))
+            buttons[key] = button
+        return buttons
 
     def _other_row(self) -> tuple[Any, Any, Any]:
         "Make a row with a play button; `places` has its recording."
