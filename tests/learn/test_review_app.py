@@ -16,6 +16,7 @@ from leakmel.audio.labels import read_decisions, read_labels
 from leakmel.audio.wav import Recording
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
+from leakmel.dataset.run.plan import execute, plan_run
 from leakmel.learn.review import session as session_module
 from leakmel.learn.review.listening import MAX_PLAYED_S, playback, spectrogram_svg
 from leakmel.learn.review.recordings import review_recordings
@@ -188,3 +189,20 @@ def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_p
     assert main(["review", str(tmp_path / "none"), "--no-lab"]) == 1
     assert main([*words, "--queue", "loudest", "--no-lab"]) == 2
     capsys.readouterr()
+
+
+def test_labels_of_a_review_reach_the_notebook_of_builds(folder, tmp_path):
+    "The parameter `labels` of build.ipynb."
+    s = opened(folder, tmp_path / "labels.csv")
+    changed = 0
+    for _ in range(4):
+        assert s.recording is not None
+        changed += s.recording.label != "LEAK"
+        s.leak()
+    given = {"data_root": str(folder), "labels": str(s.labels), "out": str(tmp_path / "out"), "tuned": False}
+    (built,) = execute(plan_run(given, progress="none"), progress="none")
+    assert built.summary["labels_by_people"]["changed"] == changed
+    (tmp_path / "wrong.csv").write_text("by,when\n")
+    with pytest.raises(LeakmelError) as e:
+        plan_run(given | {"labels": str(tmp_path / "wrong.csv")}, progress="none")
+    assert e.value.code == "table-columns"
