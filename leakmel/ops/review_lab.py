@@ -51,7 +51,8 @@ def lab_command(
             code="missing-package",
             remedy="install it: pip install 'leakmel[learn,notebook]'",
         )
-    words = [sys.executable, "-m", "jupyterlab", os.fspath(notebook), "--ServerApp.ip=127.0.0.1"]
+    words = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"]
+    words += [f"--ServerApp.root_dir={notebook.parent}", f"--LabApp.default_url=/lab/tree/{notebook.name}"]
     words += ["--allow-root"] if os.geteuid() == 0 else []
     return words if browser else [*words, "--no-browser"]
 
