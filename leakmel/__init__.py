@@ -47,6 +47,8 @@ _PUBLIC = {
     "SampleMix": "learn.review.sampling",
     "nightly": "learn.nightly.run",
     "NightlyRun": "learn.nightly.run",
+    "review": "learn.review.app",
+    "ReviewApp": "learn.review.app",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

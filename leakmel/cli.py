@@ -11,6 +11,7 @@ __all__ = [
     "run_scan",
     "run_build",
     "run_verify",
+    "run_labels",
     "run_cache",
     "run_page",
     "run_bench",
@@ -225,6 +226,39 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 
 
 # %% ../nbs/cli.ipynb #78ab1cc9
+def run_labels(args: argparse.Namespace) -> Outcome:
+    "Import label tracks of Audacity and Raven into labels.csv, or export labels by people as such tracks."
+    from leakmel.audio.label_files import export_tracks, import_tracks
+    from leakmel.audio.labels import login_name
+
+    is_import = args.what == "import"
+    of_import = {"into": args.into, "classes": args.classes, "by": args.by, "column": args.column}
+    of_export = {"format": args.format, "to": args.to}
+    needed, lost = ("into", of_export) if is_import else ("to", of_import)
+    if wrong := [name for name, value in lost.items() if value is not None]:
+        raise UsageError(
+            f"The option --{wrong[0]} does not belong to labels {args.what}", code="invalid-arguments"
+        )
+    if getattr(args, needed) is None or not is_import and len(args.files) > 1:
+        raise UsageError(
+            f"labels {args.what} needs {'label tracks and a table' if is_import else 'one table and a folder'}",
+            code="invalid-arguments",
+            expected=SHORT_HELP["labels"][1] if is_import else "leakmel labels export labels.csv --to DIR",
+        )
+    if not is_import:
+        given = {"format": args.format or "audacity", "recordings": args.recordings}
+        made = export_tracks(args.files[0], args.to, **given)
+        return 0, made.summary, repr(made)
+    words = {
+        "leak_label": args.leak_label,
+        "column": args.column or "Annotation",
+        "recordings": args.recordings,
+    }
+    classes = [name.strip() for name in (args.classes or "LEAK,NOLEAK").split(",") if name.strip()]
+    done = import_tracks(args.files, args.into, by=args.by or login_name(), classes=classes, **words)
+    return 0, done.summary, repr(done)
+
+
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or remove the cache files of mode memmap."
     from leakmel.core.monitor import size_text
@@ -329,10 +363,12 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
     "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
+    "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
         "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
+    "labels": (None, "leakmel labels import recordings --into labels.csv"),
     "page": (None, "leakmel page out.ipynb"),
     "cache": (None, "leakmel cache clear --unused-days 30"),
     "bench": (None, "leakmel bench work --suite build --files 8000"),
@@ -452,6 +488,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
         "build": (run_build, _add_build, None),
         "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
+        "labels": (run_labels, _LABELS, None),
         "page": (run_page, _PAGE, None),
         "cache": (run_cache, _CACHE, None),
         "bench": (run_bench, _BENCH, None),
@@ -658,6 +695,42 @@ _CACHE: Options = {
         metavar="N",
         help="clear only files that were not used for N days (default 0: all)",
     ),
+}
+
+
+_LABELS: Options = {
+    "what": dict(
+        choices=["import", "export"],
+        metavar="import|export",
+        help="import label tracks into a table of decisions, or export the labels of such a table as tracks",
+    ),
+    "files": dict(
+        nargs="+",
+        metavar="FILE|DIR",
+        help="import: label tracks of Audacity, selection tables of Raven, or folders of them; export: the table (labels.csv)",
+    ),
+    "--into": dict(metavar="FILE", help="import: table that the decisions are appended to (labels.csv)"),
+    "--to": dict(metavar="DIR", help="export: folder of the tracks; existing files are not replaced"),
+    "--format": dict(
+        choices=["audacity", "raven"], metavar="NAME", help="export: audacity or raven (default audacity)"
+    ),
+    "--recordings": dict(
+        metavar="DIR",
+        help="folder of the recordings (default: import: the folder of the tracks; export: the folder of the table)",
+    ),
+    "--classes": dict(
+        metavar="NAME,NAME",
+        help="import: texts that are labels; other texts are comments (default LEAK,NOLEAK)",
+    ),
+    "--leak-label": dict(
+        default="LEAK",
+        metavar="NAME",
+        help="import: the label of leaks, which a recording has if it is marked anywhere (default LEAK)",
+    ),
+    "--column": dict(
+        metavar="NAME", help="import: column of selection tables that holds the text (default Annotation)"
+    ),
+    "--by": dict(metavar="NAME", help="import: the person who made the tracks (default: the login name)"),
 }
 
 

@@ -9,6 +9,7 @@ __all__ = [
     "COLUMNS",
     "PREDICT",
     "SUGGEST",
+    "REVIEW",
     "NIGHTLY",
     "TO_VISIT",
     "COMMANDS",
@@ -25,11 +26,12 @@ __all__ = [
     "run_retrain",
     "run_predict",
     "run_suggest",
+    "run_review",
     "run_nightly",
 ]
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
-import argparse, sys, warnings
+import argparse, subprocess, sys, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .core.errors import OutputError, UsageError, show_path
+from .core.errors import DataError, OutputError, UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
@@ -842,6 +844,58 @@ def run_suggest(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return 0, found.summary, found.text()
 
 
+REVIEW: Options = {
+    "folder": dict(help="folder of recordings in any subfolders"),
+    "--model": dict(metavar="FILE", help=f"{_MODEL} (default: no scores)"),
+    "--scores": dict(
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="table of scores of leakmel predict, or cross_validation.csv (repeat for several)",
+    ),
+    "--queue": dict(
+        default="",
+        choices=["errors", "threshold", "kinds", "random", "duplicates", "level", "disagreements"],
+        metavar="NAME",
+        help="recordings to begin with: errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors that "
+        "disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) "
+        "(default: as the scores allow)",
+    ),
+    "--n": dict(type=int, default=60, metavar="N", help="recordings in a queue (default 60)"),
+    "--labels": dict(
+        default="labels.csv",
+        metavar="FILE",
+        help="table that decisions are appended to (default labels.csv)",
+    ),
+    "--by": dict(default="", metavar="NAME", help="name of the person (default: the login name)"),
+    "--out": dict(metavar="DIR", help="new folder of the notebook (default: a new folder below runs/)"),
+    "--no-browser": dict(action="store_true", help="start JupyterLab, but open no browser"),
+    "--no-lab": dict(action="store_true", help="write the notebook, but do not start JupyterLab"),
+}
+
+
+def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    "Listen to recordings and label them, in JupyterLab on this machine."
+    from leakmel.ops.review_lab import lab_command, review_parameters, write_review
+
+    if not user_path(args.folder).is_dir():
+        raise DataError("the folder does not exist", code="no-such-folder", path=args.folder)
+    words = (args.model, args.scores, args.queue, args.labels, args.by, args.n)
+    given = review_parameters(args.folder, *words)
+    lab_command(Path(), not args.no_browser)  # a missing package is an error now
+    path = write_review(given, args.out)
+    command = lab_command(path, not args.no_browser)
+    status = 0
+    if not args.no_lab:
+        print(f"{show_path(path)}: run all cells; Ctrl-C here ends JupyterLab", file=sys.stderr, flush=True)
+        status = int(subprocess.run(command, stdout=sys.stderr).returncode != 0)
+    return (
+        status,
+        {"notebook": show_path(path), "labels": given["labels"], "command": command},
+        show_path(path),
+    )
+
+
 # %% ../nbs/cli_learn.ipynb #825ece6e
 NIGHTLY: Options = {
     "folder": dict(
@@ -933,6 +987,7 @@ COMMANDS = {
             "2 usage; 3 no space; 4 with --exit-code: sensors have evidence for a leak; 128+n on signal n: run the same command again"
         ),
     ),
+    "review": (run_review, REVIEW, None),
     "retrain": (
         run_retrain,
         add_retrain,

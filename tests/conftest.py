@@ -82,6 +82,7 @@ LONGEST_FIRST = (
     "test_install",
     "test_promise_counts",
     "test_browser_explore",
+    "test_browser_review",
     "test_project",
     "test_cli",
     "test_dashboard",

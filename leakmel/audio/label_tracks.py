@@ -7,6 +7,7 @@ __all__ = [
     "TimeRange",
     "read_label_track",
     "write_label_track",
+    "is_selection_table",
     "read_selections",
     "write_selections",
     "label_of",
@@ -74,6 +75,14 @@ def write_label_track(
 
 # %% ../../nbs/audio/label_tracks.ipynb #2f0a842b
 _SELECTION, _BEGIN, _END = "Selection", "Begin Time (s)", "End Time (s)"
+
+
+def is_selection_table(
+    file: str | os.PathLike,
+) -> bool:
+    "Return whether a text file is a selection table of Raven, by its header."
+    head = [cell.strip() for cell in read_text(file).partition("\n")[0].split("\t")]
+    return _BEGIN in head and _END in head
 
 
 def read_selections(

@@ -14,6 +14,7 @@ __all__ = [
     "BEFORE_COLUMN",
     "LabelTable",
     "Decision",
+    "login_name",
     "now_utc",
     "append_decision",
     "read_text",
@@ -30,14 +31,15 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/labels.ipynb #f03d5638
-import csv, fcntl, io, logging, os, re, stat
+import csv, fcntl, getpass, io, logging, os, re, stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .tables import read_table
-from ..core.errors import DataError, show_path, write_error
+from ..core.errors import DataError, UsageError, show_path, write_error
 
 log = logging.getLogger("leakmel")
 
@@ -98,6 +100,18 @@ def _moment(when: str) -> datetime | None:
         return None
 
 
+def login_name() -> str:  # for `Decision.by`; raises UsageError
+    "Return the name of the person who is logged in."
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as e:  # no such user, as in some containers
+        raise UsageError(
+            "the login name is not known",
+            code="wrong-value",
+            remedy="give the name of the person: by, --by NAME",
+        ) from e
+
+
 def now_utc() -> str:  # for `Decision.when`
     "Return the present time as ISO 8601 in UTC, to a millisecond."
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -107,13 +121,26 @@ def now_utc() -> str:  # for `Decision.when`
 _BOM = b"\xef\xbb\xbf"
 
 
-def _line(cells: Iterable[str]) -> bytes:
+def _line(cells: Iterable[str], delimiter: str = ",") -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
+    csv.writer(text, lineterminator="\n", delimiter=delimiter).writerow(cells)
     return text.getvalue().encode()
 
 
 _HEADER = _line(LABELS_COLUMNS)
+_DELIMITERS = ",;\t"  # a spreadsheet may save another one than the comma
+
+
+def _header(data: bytes) -> tuple[list[str], str]:  # [] if the first line is not valid; delimiter
+    "Return the names of the columns of a table, and the delimiter by which most of them are known."
+    known, delimiter = list[str](), _DELIMITERS[0]
+    with suppress(UnicodeDecodeError, csv.Error):
+        line = data.removeprefix(_BOM).split(b"\n", 1)[0][:10_000].decode()
+        for d in _DELIMITERS:
+            cells = [cell.strip().casefold() for cell in next(csv.reader([line], delimiter=d), [])]
+            if not known or len({*cells} & {*LABELS_COLUMNS}) > len({*known} & {*LABELS_COLUMNS}):
+                known, delimiter = cells, d
+    return known, delimiter
 
 
 def _regular(fd: int, file: Path) -> None:
@@ -132,7 +159,7 @@ def append_decision(
         if not decision.digest:
             raise _invalid("a path that is not printable needs a digest", show_path(decision.path))
         cells["path"] = show_path(decision.path)
-    row = _line(cells[name] for name in LABELS_COLUMNS)
+    row = [cells[name] for name in LABELS_COLUMNS]
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(file, flags, 0o666)
@@ -148,24 +175,26 @@ def append_decision(
         raise write_error(e, file) from e
 
 
-def _append(fd: int, row: bytes, file: Path) -> bool:  # whether the file was empty
-    "Repair the end of the open and locked table, and append a row."
+def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the file was empty
+    "Repair the end of the open and locked table, and append a row with the delimiter of the table."
     size = os.fstat(fd).st_size
     head = os.pread(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
+    delimiter = _header(head)[1]
+    row = _line(cells, delimiter)
     if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
         os.ftruncate(fd, 0)
-        size, row = 0, _HEADER + row
-    elif not head.replace(b"\r\n", b"\n").startswith(_HEADER):
+        size, row = 0, _HEADER + _line(cells)
+    elif not head.replace(b"\r\n", b"\n").startswith(_line(LABELS_COLUMNS, delimiter)):
         raise DataError(
-            "the file is no table of decisions",
+            "decisions cannot be appended to this file: its columns are others",
             code="table-columns",
             path=file,
             found=show_path(head.split(b"\n")[0]),
             expected=_HEADER.decode().strip(),
-            remedy="choose another file for the decisions",
+            remedy="save the table with these columns in this order, or choose another file for the decisions",
         )
     else:
-        end, is_whole = _last_line(fd, size)
+        end, is_whole = _last_line(fd, size, delimiter)
         if not is_whole:
             log.warning("%s: an incomplete last line was removed", show_path(file))
             os.ftruncate(fd, size := end)
@@ -182,19 +211,19 @@ def _append(fd: int, row: bytes, file: Path) -> bool:  # whether the file was em
     return size == 0
 
 
-def _last_line(fd: int, size: int) -> tuple[int, bool]:
+def _last_line(fd: int, size: int, delimiter: str) -> tuple[int, bool]:
     "Return where the last unfinished line begins, and whether its row is complete; the size and True without one."
     most = 1 << 16  # bytes; no row is longer
     start = max(0, size - most)
     tail = os.pread(fd, most, start)
     at = tail.rfind(b"\n") + 1
-    return start + at, not tail[at:] or _whole_row(tail[at:])
+    return start + at, not tail[at:] or _whole_row(tail[at:], delimiter)
 
 
-def _whole_row(line: bytes) -> bool:
+def _whole_row(line: bytes, delimiter: str) -> bool:
     "Return whether a line without a line break is a decision with all its cells."
     try:
-        (cells,) = csv.reader([line.decode()], strict=True)
+        (cells,) = csv.reader([line.decode()], delimiter=delimiter, strict=True)
         Decision(*cells)
         return len(cells) == len(LABELS_COLUMNS)
     except (ValueError, TypeError, csv.Error, DataError):
@@ -242,15 +271,6 @@ def read_text(
         raise DataError("the text is not UTF-8", code="table-unreadable", path=Path(file)) from e
 
 
-def _header_cells(data: bytes) -> list[str]:
-    "Return the names of the columns; [] if the first line is not valid."
-    try:
-        line = data.removeprefix(_BOM).split(b"\n", 1)[0][:10_000].decode()
-        return [cell.strip().casefold() for cell in next(csv.reader([line]), [])]
-    except (UnicodeDecodeError, csv.Error):
-        return []
-
-
 def read_decisions(
     file: str | os.PathLike,  # as `append_decision` writes it
 ) -> list[Decision]:  # in the order of the lines; raises DataError
@@ -262,7 +282,7 @@ def read_decisions(
 def _parse(file: Path, data: bytes) -> list[Decision]:
     "Return the decisions of a table that was read."
     data = data.removeprefix(_BOM)
-    columns = _header_cells(data)
+    columns, delimiter = _header(data)
     if not _HEADER.startswith(data) and any(columns.count(name) != 1 for name in LABELS_COLUMNS):
         raise DataError(
             "the file is no table of decisions",
@@ -273,12 +293,12 @@ def _parse(file: Path, data: bytes) -> list[Decision]:
         )
     places = [columns.index(name) for name in LABELS_COLUMNS if name in columns]
     at = data.rfind(b"\n") + 1
-    if at < len(data) and not _is_row(data[at:], places):
+    if at < len(data) and not _is_row(data[at:], places, delimiter):
         log.warning("%s: the last line is incomplete and is left out", show_path(file))
         data = data[:at]
     line, found = 1, list[Decision]()
     try:
-        rows = csv.reader(io.StringIO(data.decode(), newline=""), strict=True)
+        rows = csv.reader(io.StringIO(data.decode(), newline=""), delimiter=delimiter, strict=True)
         for cells in rows:
             if line > 1 and any(cell.strip() for cell in cells):
                 found.append(_decision(cells, places))
@@ -296,9 +316,9 @@ def _decision(cells: Sequence[str], places: Sequence[int]) -> Decision:
     return Decision(path, digest.strip(), label.strip(), by.strip(), when.strip(), note)
 
 
-def _is_row(line: bytes, places: Sequence[int]) -> bool:
+def _is_row(line: bytes, places: Sequence[int], delimiter: str) -> bool:
     try:
-        (cells,) = csv.reader([line.decode()], strict=True)
+        (cells,) = csv.reader([line.decode()], delimiter=delimiter, strict=True)
         return bool(_decision(cells, places))
     except (ValueError, csv.Error, DataError):
         return False
@@ -488,7 +508,7 @@ def read_labels(
         return table
     file = Path(os.path.abspath(table))
     data = _read_bytes(file)
-    if {"by", "when"} <= set(_header_cells(data)):
+    if {"by", "when"} <= set(_header(data)[0]):
         return current_labels(_parse(file, data))
     names = read_table(file)
     when = "1970-01-01T00:00:00Z"  # any decision with a time is later

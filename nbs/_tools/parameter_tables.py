@@ -21,6 +21,11 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
                 "",
                 "columns of the table that have other names, for example `sensor=pipe,recording=file`",
             ),
+            (
+                "labels",
+                None,
+                "table of labels by people (labels.csv), which replace those of folders and tables",
+            ),
             ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
             ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
         ]

@@ -60,6 +60,7 @@ EXAMPLES = (
     "retrain",
     "search",
     "explore",
+    "review",
     "dashboard",
     "tune",
     "doctor",
@@ -490,6 +491,11 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
         "tune": ({"data_root": str(demo_folder()), "out": str(DOCS / "tune"), "budget_s": 10.0}, make_demo),
         "doctor": ({"data_root": str(demo_folder()), "out": str(DOCS / "doctor")}, make_demo),
         "explore": ({"data_root": str(demo_folder())}, make_demo),
+        "review": (
+            {"data_root": str(demo_folder() / "TESTING"), "model": str(learning_folder() / "model")}
+            | {"labels": str(learning_folder() / "labels.csv"), "by": "ann", "device": "cpu"},
+            make_detector,
+        ),
         "dashboard": ({"run": str(DOCS / "runs")}, make_runs),
         "benchmark": ({"run": False, "suites": "all"}, None),
     }

@@ -37,6 +37,7 @@ SHIPPED = (
     "tune",
     "doctor",
     "explore",
+    "review",
     "dashboard",
 )
 # nbdev writes one blank line between cells and its own `__all__`; the formatter has the last word.

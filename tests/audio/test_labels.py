@@ -100,6 +100,9 @@ def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
         (b"path,label\nLEAK/a.wav,LEAK\n", "table-columns"),
         (b"\x7fELF\0\0\0\0" * 100, "table-columns"),
         (b"a;b\n" * 1000, "table-columns"),
+        (HEADER.encode().replace(b",", b";")[:-1] + b";path\n", "table-columns"),
+        (HEADER.encode().replace(b",", b"|"), "table-columns"),
+        (HEADER.encode().replace(b",", b";") + b"LEAK/a.wav,,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
         (HEADER.encode()[:-1] + b",path\n", "table-columns"),
         (HEADER.encode() + b"LEAK/a.wav,,LEAK\nx\n", "table-row"),
         (HEADER.encode() + b"../a.wav,,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
@@ -143,6 +146,42 @@ def test_other_columns_and_order(tmp_path):
     file.write_bytes(HEADER.replace("\n", "\r\n").encode())
     append_decision(file, said("LEAK"))
     assert read_decisions(file) == [said("LEAK")]
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_another_delimiter(tmp_path, delimiter, bom):
+    "A spreadsheet saves the table with the delimiter of its country; appending keeps it."
+    file = tmp_path / "labels.csv"
+    first = Decision('LEAK/a;"b",c.wav', A, "LEAK", "ann", "2026-01-31T08:00:00.125Z", "a; b, c")
+    append_decision(file, first)
+    rows = list(csv.reader(file.read_text().splitlines()))
+    with open(file, "w", newline="") as f:
+        csv.writer(f, delimiter=delimiter).writerows(rows)
+    file.write_bytes(bom + file.read_bytes())
+    assert read_decisions(file) == [first]
+    assert read_labels(file).last[A] == (first,)
+    append_decision(file, said("NOLEAK", "ben", 30))
+    assert read_decisions(file) == [first, said("NOLEAK", "ben", 30)]
+    assert list(read_labels(file).disagreements) == [A]
+    whole = file.read_bytes()
+    for n in range(1, 40):  # a crash while the last row was written
+        file.write_bytes(whole[:-n])
+        append_decision(file, said("NOLEAK", "cid", 45))
+        assert read_decisions(file)[0] == first
+        assert read_decisions(file)[-1].by == "cid"
+
+
+def test_appending_to_moved_columns_is_refused(tmp_path):
+    file = tmp_path / "labels.csv"
+    content = ";".join(reversed(LABELS_COLUMNS)).encode() + b"\n"
+    file.write_bytes(content)
+    assert read_decisions(file) == []
+    with pytest.raises(DataError) as e:
+        append_decision(file, said("LEAK"))
+    assert (e.value.code, e.value.path) == ("table-columns", file)
+    assert "save the table" in (e.value.remedy or "")
+    assert file.read_bytes() == content
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):

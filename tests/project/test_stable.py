@@ -261,8 +261,9 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
     return {name: facts for name, facts in found.items() if not name.startswith("_")}
 
 
-LEARNING = ("train", "search", "evaluate", "predict", "nightly", "retrain")
-COMMANDS = ("init", "demo", "scan", "build", "verify", *LEARNING, "page", "cache", "bench", "tune", "doctor")
+LEARNING = ("train", "search", "evaluate", "predict", "suggest", "nightly", "retrain")
+DATA = ("init", "demo", "scan", "build", "verify")
+COMMANDS = (*DATA, *LEARNING, "review", "labels", "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -304,9 +305,13 @@ OF_JSON = {
     "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --device cpu",
     "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --device cpu",
     "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
-    "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
+    "evaluate": "evaluate {sets} --model {run} --draws 100 --out {evaluation} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "nightly": "nightly {bad} --model {run} --state {state} --device cpu",
+    "suggest": "suggest {bad} --model {run} --n 4",
+    "labels import": "labels import {labelled} --into {labels}.csv --by ann",
+    "review": "review {labelled} --out {lab} --no-lab",
+    "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",
     "page": "page {run}.ipynb",
     "cache list": "cache list",
     "error": "build {missing} --out {x}",
@@ -368,9 +373,17 @@ def write_notebook(path: Path) -> None:
     nbformat.write(v4.new_notebook(cells=[cell]), path)
 
 
+def write_track(folder: Path) -> None:
+    """Write a recording with a label track next to it."""
+    folder.mkdir()
+    (folder / "a.wav").write_bytes(canonical(n_bytes=2 * 4096) + bytes(2 * 4096))
+    (folder / "a.txt").write_text("0.1\t0.5\tLEAK\n")
+
+
 def json_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of what commands say to machines, and of the files beside a data set."""
     write_notebook(folder / "run.ipynb")
+    write_track(folder / "labelled")
     found = {name: json.loads(run(f"{command} --json", folder)[1]) for name, command in OF_JSON.items()}
     assert [name for name, body in found.items() if "error" in body] == ["error", "usage error"]
     for part in ("report", "timeline"):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ...audio.labels import read_labels
 from ...audio.manifest import Manifest, scan, unlabelled_hint
 from ...audio.problems import count_kinds
 from ...core.errors import DataError, UsageError, show_path
@@ -52,6 +53,7 @@ def build_kinds() -> Kinds:
         "table": (str, None),
         "columns": (str,),
         "pattern": (str, None),
+        "labels": (str, None),
         "out": (str, None),
         "spec_file": (str, None),
         "preset": (str,),
@@ -235,6 +237,9 @@ def plan_run(
             expected=", ".join(ANALYSES),
         )
     root, note = find_data(p["data_root"], progress=progress)
+    if p["labels"] is not None:
+        read_labels(p["labels"])  # a wrong table is an error now
+        note += f"; labels by people in {show_path(p['labels'])}"
     named_by = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     note += "".join(f"; names by {what} {show_path(v)}" for what, v in named_by.items() if v is not None)
     manifest = scan(root, **named_by)
@@ -296,6 +301,7 @@ def execute(
         mode=plan.parameters["mode"],
         pipeline=plan.config,
         check=plan.parameters["check"],
+        labels=plan.parameters["labels"],
         manifest=plan.manifest,
         progress=progress,
         with_waveforms=plan.parameters["with_waveforms"],
