@@ -33,7 +33,16 @@ def evidence_plot(
         x = np.arange(1 - len(values), 1)
         y = _f32(np.maximum(values, 0.1))
         style = dict(color=_colour(k), width=1.6)
-        traces.append(go.Scatter(x=x, y=y, name=f"{r.sensor} ({r.visit})", mode="lines", line=style))
+        traces.append(
+            go.Scatter(
+                x=x,
+                y=y,
+                name=f"{r.sensor} ({r.visit})",
+                mode="lines+markers",
+                line=style,
+                marker=dict(size=4),
+            )
+        )
     n = len(done.to_visit)
     title = f"{n:,} of {len(done.sensors):,} sensors to visit"
     found = _figure(
