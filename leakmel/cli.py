@@ -349,7 +349,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
-        "out,validation,testing,group,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
+        "out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
         "leakmel train mels --out model --group sensor",
     ),
     "search": (
@@ -357,7 +357,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "leakmel search mels --out search --trials 30 --hours 8",
     ),
     "evaluate": (
-        "model,out,figures,training,validation,votes,group,metric,draws,seed,allow-leaky-split,device",
+        "model,out,figures,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
         "leakmel evaluate mels --model model --out report --figures",
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),

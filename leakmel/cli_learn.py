@@ -851,14 +851,23 @@ REVIEW: Options = {
         action="append",
         default=[],
         metavar="FILE",
-        help="table of scores of leakmel predict, or cross_validation.csv (repeat for several)",
+        help="table of leakmel predict or leakmel suggest, or cross_validation.csv (repeat for several)",
     ),
     "--queue": dict(
         default="",
-        choices=["errors", "threshold", "kinds", "random", "duplicates", "level", "disagreements"],
+        choices=[
+            "suggested",
+            "errors",
+            "threshold",
+            "kinds",
+            "random",
+            "duplicates",
+            "level",
+            "disagreements",
+        ],
         metavar="NAME",
-        help="recordings to begin with: errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors that "
-        "disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) "
+        help="recordings to begin with: suggested (by leakmel suggest), errors (worst errors of the cross-validation), threshold "
+        "(near it), kinds (of detectors that disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) "
         "(default: as the scores allow)",
     ),
     "--n": dict(type=int, default=60, metavar="N", help="recordings in a queue (default 60)"),
@@ -874,12 +883,38 @@ REVIEW: Options = {
 }
 
 
+def _check_review(args: argparse.Namespace) -> None:
+    "Report errors of the arguments now, not in the notebook."
+    from leakmel.learn.model.detector import load_detector
+    from leakmel.learn.model.locate import model_file
+    from leakmel.learn.review.recordings import read_score_table
+
+    tables = [read_score_table(user_path(table)) for table in args.scores]
+    if args.model is not None:
+        load_detector(model_file(user_path(args.model)))
+    has = {
+        "errors": any(table.is_held_out for table in tables),
+        "suggested": any(table.is_suggestions for table in tables),
+        "threshold": args.model is not None or any(not (t.is_held_out or t.is_suggestions) for t in tables),
+    }
+    needs = {
+        "errors": "--scores cross_validation.csv",
+        "suggested": "--scores with the table of leakmel suggest",
+        "threshold": "--model, or --scores with a table of leakmel predict",
+    }
+    if not has.get(args.queue, True):
+        raise UsageError(
+            f"the queue {args.queue} needs scores", code="invalid-arguments", expected=needs[args.queue]
+        )
+
+
 def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Listen to recordings and label them, in JupyterLab on this machine."
     from leakmel.ops.review_lab import lab_command, review_parameters, write_review
 
     if not user_path(args.folder).is_dir():
         raise DataError("the folder does not exist", code="no-such-folder", path=args.folder)
+    _check_review(args)
     words = (args.model, args.scores, args.queue, args.labels, args.by, args.n)
     given = review_parameters(args.folder, *words)
     lab_command(Path(), not args.no_browser)  # a missing package is an error now

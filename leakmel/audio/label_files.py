@@ -139,7 +139,15 @@ def import_tracks(
     roots: dict[Path, _Recordings] = {}
     new: dict[str, Decision] = {}
     lost, unlabelled, n_same = list[str](), list[str](), 0
-    for track, folder in _track_files(tracks):
+    files = _track_files(tracks)
+    if not files:
+        raise DataError(
+            "no label track was found",
+            code="no-recordings",
+            path=tracks[0],
+            expected="label tracks of Audacity or selection tables of Raven: NAME.txt for the recording NAME.wav",
+        )
+    for track, folder in files:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
         found = roots.setdefault(root, roots.get(root) or _Recordings(root))
         path = found.of_track(track)
@@ -165,7 +173,7 @@ def import_tracks(
                 code="ambiguous-recording",
                 path=track,
                 found=f"{decision.label} and {new[decision.key].label}",
-                remedy="import the tracks of each person separately (by)",
+                remedy="import the tracks of each person separately (by=, --by)",
             )
     for decision in new.values():
         append_decision(into, decision)

@@ -117,7 +117,9 @@ def test_a_damaged_recording_and_special_files(tmp_path, heard):
     assert os.fsdecode(e.value.path) == str(heard / "LEAK/a.wav")
     (heard / "LEAK/a.txt").unlink()
     os.mkfifo(heard / "LEAK/a.txt")
-    assert import_tracks([heard], tmp_path / "l.csv", by="ann").written == ()
+    with pytest.raises(DataError) as e:
+        import_tracks([heard], tmp_path / "l.csv", by="ann")
+    assert e.value.code == "no-recordings"  # a named pipe is no track
 
 
 def test_tracks_that_contradict_each_other(tmp_path, heard):
@@ -150,3 +152,10 @@ def test_a_recording_of_other_rate(tmp_path):
     (tmp_path / "l.csv").write_text("path,label\na.wav,LEAK\n")
     export_tracks(tmp_path / "l.csv", tmp_path / "t", format="raven", recordings=tmp_path)
     assert "0.100000\t0.0\t4000\tLEAK" in (tmp_path / "t/a.selections.txt").read_text()
+
+
+def test_a_folder_without_tracks_is_an_error(tmp_path):
+    with pytest.raises(DataError) as e:
+        import_tracks([tmp_path], tmp_path / "labels.csv", by="ann")
+    assert (e.value.code, e.value.path) == ("no-recordings", tmp_path)
+    assert not (tmp_path / "labels.csv").exists()

@@ -1,6 +1,7 @@
 "Queues of recordings to review: their order, what is left out, and hostile tables of scores."
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.audio.labels import Decision, current_labels
+from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.review.queues import QUEUES, make_queue
@@ -126,6 +128,35 @@ def test_a_cross_validation_gives_the_worst_errors(folder, plain, tmp_path):
     assert paths(found, "errors") == [names[2], names[1]]
     assert found.held_out_from == str(table)
     assert make_queue(found, "threshold").unavailable
+
+
+def test_suggestions_are_a_queue(folder, plain, tmp_path):
+    out = tmp_path / "to_label.csv"
+    chosen = lm.suggest(folder, made_detector(), n=4, out=out, **QUIET)
+    assert read_score_table(out).is_suggestions
+    found = review_recordings(folder, tables=[out], progress="none")
+    queue = make_queue(found, "suggested")
+    assert sorted(i.path for i in queue.items) == sorted(s.path.decode() for s in chosen.items)
+    assert queue.items[0].reason.split(":")[0] in ("uncertain", "diverse", "random")
+    assert found.scores_from == found.held_out_from == ""
+    assert make_queue(plain, "suggested").unavailable
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--queue", "errors"], "invalid-arguments"),
+        (["--queue", "suggested"], "invalid-arguments"),
+        (["--queue", "threshold"], "invalid-arguments"),
+        (["--model", "missing"], "file-missing"),
+        (["--scores", "missing.csv"], "table-unreadable"),
+    ],
+)
+def test_the_command_checks_its_arguments(folder, tmp_path, capsys, words, code):
+    given = ["review", str(folder), "--no-lab", "--out", str(tmp_path / "new"), "--json", *words]
+    assert main(given) in (1, 2)
+    assert json.loads(capsys.readouterr().out)["code"] == code
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_path_that_several_recordings_end_with_is_not_used(tmp_path):

@@ -466,7 +466,9 @@ def review(
     n: int = 60,  # recordings in a queue
     labels: str | os.PathLike = "labels.csv",  # table of decisions; made with the first one
     by: str = "",  # the person; "": the login name
-    tables: Sequence[str | os.PathLike] = (),  # scores.csv of `leakmel predict`, cross_validation.csv
+    tables: Sequence[
+        str | os.PathLike
+    ] = (),  # scores.csv of `leakmel predict`, cross_validation.csv, table of `leakmel suggest`
     leak_label: str = "",  # "": the detector's, or LEAK
     other_label: str = "",  # of recordings without a leak; "": as in the folder, or NOLEAK
     manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
@@ -479,5 +481,7 @@ def review(
     given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}
     found = review_recordings(folder, model, tables=tables, leak_label=leak_label, **given)
     first = "errors" if found.held_out_from else "threshold" if found.scores_from else "random"
+    if any(r.suggestion for r in found.recordings):
+        first = "suggested"
     wanted: dict[str, Any] = {"queue": queue or first, "n": n, "other_label": other_label, "seed": seed}
     return ReviewApp(ReviewSession(found, labels, by=by, **wanted), controls=controls, progress=progress)

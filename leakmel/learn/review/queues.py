@@ -40,6 +40,11 @@ class _Ranked:
     reason: str
 
 
+def _suggested(found: ReviewRecordings) -> Iterable[_Ranked]:
+    "Recordings of a table of suggestions."
+    return (_Ranked(i, i, r.suggestion) for i, r in enumerate(found.recordings) if r.suggestion)
+
+
 def _errors(found: ReviewRecordings) -> Iterable[_Ranked]:
     "Recordings that a detector that was not trained on them scores against their label, the worst first."
     for i, r in enumerate(found.recordings):
@@ -101,6 +106,7 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
 
 # %% ../../../nbs/learn/review/queues.ipynb #9aacc161
 QUEUES = {
+    "suggested": "suggested to label next",
     "errors": "worst errors of the cross-validation",
     "threshold": "near the threshold",
     "kinds": "disagreement of kinds of detectors",
@@ -110,6 +116,7 @@ QUEUES = {
     "disagreements": "people disagree",
 }
 _RANKS: dict[str, Callable[[ReviewRecordings], Iterable[_Ranked]]] = {
+    "suggested": _suggested,
     "errors": _errors,
     "threshold": _threshold,
     "kinds": _kinds,
@@ -139,6 +146,8 @@ class ReviewQueue:
 
 def _lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
     "Say what a queue needs and the recordings lack."
+    if name == "suggested" and not any(r.suggestion for r in found.recordings):
+        return "needs the table of leakmel suggest"
     if name == "errors" and not found.held_out_from:
         return "needs held-out scores: cross_validation.csv of leakmel train --cross-validate"
     if name == "threshold" and not found.scores_from:

@@ -41,19 +41,22 @@ class TableScore:
     segment_s: float = math.nan  # from one segment to the next
     is_leak: bool = False  # label in the data set; of a cross-validation only
     by_kind: Mapping[str, float] = field(default_factory=dict)  # kind of detector -> score
+    suggestion: str = ""  # kind and reason; of a table of suggestions only
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreTable:
-    "Table of scores that `leakmel predict` or a cross-validation wrote."
+    "Table of scores that `leakmel predict`, `leakmel suggest` or a cross-validation wrote."
 
     file: Path
     rows: tuple[TableScore, ...]
     is_held_out: bool  # of a cross-validation
     threshold: float
+    is_suggestions: bool = False
 
 
 _PREDICTIONS, _HELD_OUT = {"path", "score", "threshold", "segment_scores"}, {"path", "score", "fold", "leak"}
+_SUGGESTIONS = {"path", "score", "kind", "reason", "digest"}
 _KINDS = ("spectral", "cnn", "blend")
 
 
@@ -67,6 +70,8 @@ def _table_score(row: Mapping[str, str], is_held_out: bool) -> TableScore:  # ra
     if is_held_out:
         by_kind = {k: float(row[f"score_{k}"]) for k in _KINDS if row.get(f"score_{k}")}
         return TableScore(path, score, is_leak={"True": True, "False": False}[row["leak"]], by_kind=by_kind)
+    if row.keys() >= _SUGGESTIONS:
+        return TableScore(path, score, suggestion=show_path(f"{row['kind']}: {row['reason']}"[:200]))
     every_s = float(row.get("scored_s") or "nan") / len(segments) if segments else math.nan
     return TableScore(path, score, segments, every_s)
 
@@ -80,18 +85,19 @@ def read_score_table(
     try:
         columns = set(reader.fieldnames or [])
         is_held_out = columns >= _HELD_OUT
-        if not is_held_out and not columns >= _PREDICTIONS:
+        is_suggestions = not is_held_out and columns >= _SUGGESTIONS
+        if not (is_held_out or is_suggestions or columns >= _PREDICTIONS):
             raise DataError(
-                "the table holds neither predictions nor held-out scores",
+                "the table holds no scores",
                 code="table-columns",
                 path=file,
                 found=", ".join(map(show_path, sorted(columns)))[:300],
-                expected="a table of leakmel predict, or cross_validation.csv of leakmel train --cross-validate",
+                expected="a table of leakmel predict or leakmel suggest, or cross_validation.csv of leakmel train --cross-validate",
             )
         rows, threshold = list[TableScore](), 0.5
         for row in reader:
             rows.append(_table_score(row, is_held_out))
-            threshold = float(row["threshold"]) if not is_held_out else 0.5
+            threshold = 0.5 if is_held_out or is_suggestions else float(row["threshold"])
     except (ValueError, KeyError, TypeError, csv.Error, binascii.Error) as e:
         raise DataError(
             f"line {reader.line_num}: the row holds no scores of a recording",
@@ -99,7 +105,7 @@ def read_score_table(
             path=file,
             found=e,
         ) from e
-    return ScoreTable(file, tuple(rows), is_held_out, threshold)
+    return ScoreTable(file, tuple(rows), is_held_out, threshold, is_suggestions)
 
 
 # %% ../../../nbs/learn/review/recordings.ipynb #dccbdedd
@@ -121,6 +127,7 @@ class ReviewRecording:
     held_out: float = math.nan  # score by a detector that was not trained on it
     is_leak: bool = False  # where there is a held-out score: its label in the data set
     by_kind: Mapping[str, float] = field(default_factory=dict)  # kind of detector -> score
+    suggestion: str = ""  # why `leakmel suggest` chose it; "": it did not
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,7 +241,9 @@ def _with_table(found: ReviewRecordings, table: ScoreTable) -> ReviewRecordings:
         if len(fits) != 1:
             continue
         given: dict[str, Any] = {"held_out": row.score, "is_leak": row.is_leak}
-        if not table.is_held_out:
+        if table.is_suggestions:
+            given = {"suggestion": row.suggestion}
+        elif not table.is_held_out:
             given = {"score": row.score, "segment_scores": row.segment_scores}
         new[fits[0]] = replace(
             found.recordings[fits[0]], **given | ({"by_kind": row.by_kind} if row.by_kind else {})
@@ -248,6 +257,8 @@ def _with_table(found: ReviewRecordings, table: ScoreTable) -> ReviewRecordings:
             expected=f"paths relative to {show_path(found.folder)}, or to the folder of a split in it",
         )
     both = tuple(new.get(i, r) for i, r in enumerate(found.recordings))
+    if table.is_suggestions:
+        return replace(found, recordings=both)
     if table.is_held_out:
         return replace(found, recordings=both, held_out_from=show_path(table.file))
     every_s = next((row.segment_s for row in table.rows if not math.isnan(row.segment_s)), math.nan)

@@ -234,9 +234,10 @@ class Suggestions:
         if left:
             lines.append(f"  not suggested: {left}")
         if len(self) < self.n:
-            lines.append(
-                f"  fewer than {self.n}: no others may be chosen with at most {self.per_sensor} per sensor"
-            )
+            why = f"with at most {self.per_sensor} per sensor"
+            if len(self) + sum(self.left_out.values()) >= self.n_scored + self.left_out["rejected"]:
+                why = "the others are left out"
+            lines.append(f"  fewer than {self.n}: no others may be chosen ({why})")
         if not self.is_calibrated:
             lines.append("  the model has no held-out scores: the scores are not calibrated")
         if not self.provenance_known:
