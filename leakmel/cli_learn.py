@@ -762,7 +762,13 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     manifest = (
         None
         if (args.table, args.columns) == (None, None)
-        else lm.scan(args.folder, table=args.table, columns=args.columns, progress=progress_mode(args))
+        else lm.scan(
+            args.folder,
+            table=args.table,
+            columns=args.columns,
+            with_labels=False,
+            progress=progress_mode(args),
+        )
     )
     done = lm.predict(
         args.folder,
@@ -955,12 +961,13 @@ NIGHTLY: Options = {
         type=float,
         default=0.2,
         metavar="N",
-        help="false visits per 100 sensor-nights that are accepted (default 0.2)",
+        help="false visits per 100 sensor-nights that are accepted, above 0 and at most 10 (default 0.2)",
     ),
     "--audits": dict(type=int, default=2, metavar="N", help="random visits per night (default 2)"),
     "--visited": dict(
         metavar="FILE",
-        help="CSV file of visits, with the columns sensor and night (YYYY-MM-DD): the evidence of these sensors starts again",
+        help="CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit): the evidence of these "
+        "sensors starts again",
     ),
     "--reference": dict(
         metavar="FILE",
@@ -978,7 +985,7 @@ def run_nightly(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     manifest = None
     if (args.table, args.columns, args.pattern) != (None, None, None):
         named = {name: getattr(args, name) for name in ("table", "columns", "pattern")}
-        manifest = lm.scan(args.folder, **named, progress=progress_mode(args))
+        manifest = lm.scan(args.folder, **named, with_labels=False, progress=progress_mode(args))
     done = lm.nightly(
         args.folder,
         args.model,

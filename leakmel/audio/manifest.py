@@ -494,6 +494,7 @@ def scan(
     | None = None,  # columns of the table that have other names: {"sensor": "pipe"}, or "sensor=pipe"
     pattern: str
     | None = None,  # pattern of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
+    with_labels: bool = True,  # False: the table needs no column label
     progress: str = "auto",  # progress display: "auto", "notebook", "terminal", "log" or "none"
 ) -> Manifest:  # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
     "List the recordings of a data folder, using only names and stat unless `content` is set."
@@ -523,7 +524,9 @@ def scan(
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             wanted = table_columns(columns)
-            manifest = _by_table(root, split, read_table(table, wanted), wanted, count.add)
+            manifest = _by_table(
+                root, split, read_table(table, wanted, with_labels=with_labels), wanted, count.add
+            )
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     manifest = replace(manifest, seconds=time.perf_counter() - began)

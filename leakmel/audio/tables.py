@@ -144,7 +144,7 @@ def _mapped(names: list[str], columns: dict[str, str], file: Path) -> dict[str, 
     return places
 
 
-def _header(cells: list[str], file: Path, columns: dict[str, str]) -> _Header:
+def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: bool) -> _Header:
     "Return the places of the columns, checked."
     given = [cell.strip() for cell in cells]
     places = _mapped(given, columns, file)
@@ -169,7 +169,7 @@ def _header(cells: list[str], file: Path, columns: dict[str, str]) -> _Header:
                 extra[name] = i
             else:
                 ignored.append(cell)
-    for wanted in ("path", "label"):
+    for wanted in ("path", "label") if with_labels else ("path",):
         if wanted not in known and (wanted == "label" or "path_base64" not in known):
             raise DataError(
                 f"the table has no column {wanted}",
@@ -278,6 +278,8 @@ def _parts_in(cells: dict[str, str], decimal: str, wrong: Callable[..., NoReturn
 def read_table(
     file: str | os.PathLike,  # CSV
     columns: Mapping[str, str] | str | None = None,  # as for `table_columns`
+    *,
+    with_labels: bool = True,  # False: the table needs no column label
 ) -> NameTable:  # raises DataError that names the line
     "Read a table of recordings."
     wanted = table_columns(columns)
@@ -298,7 +300,7 @@ def read_table(
             path=file,
             expected="a line of column names, for example path,label",
         )
-    header = _header(head, file, wanted)
+    header = _header(head, file, wanted, with_labels)
     table = NameTable(file, [], [], [], [], header.ignored, {name: [] for name in header.extra})
     lines: dict[bytes, int] = {}
     for line, row, _ in rows:
@@ -339,7 +341,7 @@ def _take_row(
         wrong("the split is unknown", "split", "write training, validation or testing")
     lines[path] = line
     table.paths.append(path)
-    table.labels.append(cells["label"].strip())
+    table.labels.append(cells.get("label", "").strip())
     table.parts.append(_parts_in(cells, decimal, wrong))
     if table.splits is not None:
         table.splits.append(split_name(split) or "")

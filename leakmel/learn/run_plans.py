@@ -340,7 +340,12 @@ def plan_nightly(
     manifest = None
     if p["table"] is not None or p["pattern"] is not None or p["columns"]:
         manifest = lm.scan(
-            folder, table=p["table"], columns=p["columns"], pattern=p["pattern"], progress=progress
+            folder,
+            table=p["table"],
+            columns=p["columns"],
+            pattern=p["pattern"],
+            with_labels=False,
+            progress=progress,
         )
     state = user_path(p["state"]) if p["state"] else runs_folder() / "nightly"
     inputs = {

@@ -124,7 +124,7 @@ def test_predict_in_jupyterlab(lab, watched, project):
 def test_without_a_browser_no_server_is_started(tmp_path):
     "Each of these files skips before anything else is done."
     files = sorted((ROOT / "tests").rglob("test_browser*.py"))
-    assert len(files) == 3
+    assert len(files) == 5
     env = {k: v for k, v in os.environ.items() if k != "LEAKMEL_REQUIRE_ALL"} | {"PATH": str(tmp_path)}
     words = [
         sys.executable,

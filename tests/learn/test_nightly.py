@@ -164,7 +164,7 @@ def test_clocks_that_are_wrong(tmp_path, model):
         put_at(folder, f"P{k + 1}~1~{time}~24.wav", noise(k + 2))
     done = nightly(folder, model, tmp_path / "s", **QUIET)
     assert (done.counts.new, done.counts.times_from_file) == (5, 4)
-    assert done.last_night == "2025-02-28"
+    assert done.last_night == "2025-01-01"  # that of the clock that is right
 
 
 @pytest.mark.parametrize(
@@ -343,3 +343,33 @@ def test_command_line(tmp_path, model, capsys, monkeypatch):
     assert main(words[:4]) == 2
     assert main([*words, "--budget", "0"]) == 2
     assert main(["nightly", str(tmp_path / "none"), *words[2:]]) == 1
+
+
+def test_a_table_without_labels_and_times(tmp_path, model):
+    "Times come from the names; recordings that the table lacks are scored and counted."
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    rows = [f"d{day}/{name(f'P{s}', day)},pipe {s},{50 + s},14" for day in (1, 2) for s in range(2)]
+    (tmp_path / "t.csv").write_text("\n".join(["path,sensor,lat,lon", *rows]) + "\n")
+    words = ["nightly", str(folder), "--model", str(model), "--state", str(tmp_path / "s"), "--device", "cpu"]
+    assert main([*words, "--table", str(tmp_path / "t.csv"), "--quiet"]) == 0
+    body = json.loads((tmp_path / "s" / SENSORS_JSON).read_text())
+    assert {r["sensor"]: r["nights"] for r in body["sensors"]} == {"pipe 0": 2, "pipe 1": 2, "P0": 1, "P1": 1}
+    assert body["last_night"] == "2025-01-03"
+    assert any("2 of 6 recordings are not in the table" in text for text in body["warnings"])
+
+
+def test_visits_that_cannot_be_are_reported_and_ignored(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    visits = tmp_path / "visited.csv"
+    visits.write_text("sensor,night\nP0,2026-01-02\nP7,2025-01-02\nP1,2025-01-02\n")
+    done = nightly(folder, model, tmp_path / "s", visited=visits, **QUIET)
+    assert {r.sensor: r.nights for r in done.sensors} == {"P0": 3, "P1": 1}
+    (text,) = done.warnings
+    assert "P0 (2026-01-02), P7 (2025-01-02)" in text
+
+
+def test_a_wrong_clock_does_not_move_the_last_night(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
+    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (done.last_night, done.counts.times_from_file) == ("2025-01-03", 1)

@@ -27,12 +27,13 @@ class Budget:
     )
 
     def __post_init__(self) -> None:
-        for name, most in (("per_100_nights", 10), ("start_share", 0.5)):
+        budget = "the budget (false visits per 100 sensor-nights)"
+        for name, what, most in (("per_100_nights", budget, 10), ("start_share", "start_share", 0.5)):
             value = getattr(self, name)
             ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most
             if not ok:
                 raise UsageError(
-                    f"{name} must be above 0 and at most {most}", code="out-of-range", found=repr(value)
+                    f"{what} must be above 0 and at most {most}", code="out-of-range", found=repr(value)
                 )
 
     @property

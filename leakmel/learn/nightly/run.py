@@ -107,6 +107,36 @@ def _check_model(history: History, digest: str, model: str) -> None:
 _TRIED_AGAIN = ("unreadable", "changed")  # the file itself may be good
 
 
+def _find(
+    folder: str | os.PathLike, manifest: Manifest | None, progress: str
+) -> tuple[RecordingList, tuple[str, ...]]:
+    "List the recordings, and name those that the table lacks; what the table does not say is taken from the file name."
+    listed = find_recordings(folder, manifest=manifest, progress=progress)
+    if manifest is None or manifest.table_path is None:
+        return listed, ()
+    every = find_recordings(folder, progress=progress)
+    own = dict(zip(every.listing.paths, every.names))
+    names = [
+        own.get(path, row)._replace(**{k: v for k, v in row._asdict().items() if v != "" and v == v})
+        for path, row in zip(listed.listing.paths, listed.names)
+    ]
+    known = set(listed.listing.paths)
+    missing = [k for k, path in enumerate(every.listing.paths) if path not in known]
+    if not missing:
+        return replace(listed, names=names), ()
+    x, y = listed.listing, every.listing
+    paths = [*x.paths, *(y.paths[k] for k in missing)]
+    names += [every.names[k] for k in missing]
+    sizes, mtimes_ns = (
+        np.concatenate([getattr(x, n), getattr(y, n)[missing]]) for n in ("sizes", "mtimes_ns")
+    )
+    both = Listing(
+        "", x.folder, paths, sizes, mtimes_ns, np.full(len(paths), -1, np.int16), parts=tuple(names)
+    )
+    text = f"{len(missing):,} of {len(own):,} recordings are not in the table, first {show_path(y.paths[missing[0]])}"
+    return RecordingList(both, [""] * len(paths), names), (text,)
+
+
 @dataclass(frozen=True, eq=False)
 class _Files:
     "Files of the folder: those to read, and what is known of the others."
@@ -270,12 +300,20 @@ def _read_new(files: _Files, detector: Detector, device: str, progress: str) -> 
     rows: list[tuple] = []
     rejected = list(done.rejections)
     n_from_file = 0
+    times = {
+        s.path: recording_time(found.names[k].start_time, int(x.mtimes_ns[k]))
+        for s in done.scored
+        for k in (place[s.path],)
+    }
+    latest = max((when.text for when in times.values() if not when.from_file), default="")
     for s, levels in zip(done.scored, measured):
         k = place[s.path]
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
-        when = recording_time(found.names[k].start_time, int(x.mtimes_ns[k]))
+        when = times[s.path]
+        if when.from_file and latest:  # a wrong clock must not move the last night of the network
+            when = replace(when, text=min(when.text, latest))
         n_from_file += when.from_file
         entries.append(_entry(s, done.rule.score(s.segment_scores), levels, when))
         rows.append((s.path, int(x.sizes[k]), int(x.mtimes_ns[k]), entries[-1].digest, ""))
@@ -320,6 +358,7 @@ class NightlyRun:
     sensors: tuple[SensorRow, ...]  # those to visit first
     drift: Drift | None  # None: no reference yet
     curves: Mapping[str, list[float]]  # sensor of the list -> evidence of its last nights
+    notes: tuple[str, ...] = ()  # on tables of recordings and visits
     seconds: float = 0.0
 
     @property
@@ -333,9 +372,17 @@ class NightlyRun:
         return tuple(r for r in self.sensors if r.visit in LISTED)
 
     @property
+    def headline(self) -> str:
+        "How many sensors are to be visited, and why."
+        n = sum(r.visit == "audit" for r in self.sensors)
+        audits = f", and {n:,} random audit visit{'s' * (n != 1)}" if n else ""
+        return f"{len(self.to_visit):,} of {len(self.sensors):,} sensors to visit for their scores{audits}"
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         "Sentences on the network and the model."
-        return (self.drift.warning,) if self.drift is not None and self.drift.warning else ()
+        drift = "" if self.drift is None else self.drift.warning
+        return (*self.notes, *([drift] if drift else []))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -385,7 +432,7 @@ class NightlyRun:
         "Return the list of visits and the counts as text."
         c = self.counts
         lines = [
-            f"{len(self.to_visit):,} of {len(self.sensors):,} sensors to visit after the night {self.last_night or '(none)'}",
+            f"{self.headline} after the night {self.last_night or '(none)'}",
             f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
             f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
             f"  detector: {self.evaluation}",
@@ -568,14 +615,20 @@ def nightly(
     )
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     digest = model_digest(detector)
-    found = find_recordings(folder, manifest=manifest, progress=progress)
+    found, notes = _find(folder, manifest, progress)
     with History(target) as history:
         _check_model(history, digest, named)
         files = _sort_files(history, found)
         new = _read_new(files, detector, device, progress)
         history.begin()
         history.set_meta("model", digest)
-        added = record_run(history, new.entries, rule, visits)
+        done_visits = _known_visits(history, new.entries, visits)
+        added = record_run(history, new.entries, rule, done_visits)
+        ignored = [f"{sensor} ({visits[sensor]})" for sensor in sorted(visits.keys() - done_visits.keys())]
+        if ignored:
+            notes += (
+                f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}",
+            )
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", new.rows)
         _keep_reference(history, detector, reference)
         history.commit()
@@ -595,10 +648,27 @@ def nightly(
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             curves=_curves(history, rows),
+            notes=notes,
         )
         clips = _clips(rows, files.digests | new.digests, done.folder, detector)
         write_tables(done, visits_page(done, clips, manifest_places(manifest)))
     return replace(done, seconds=time.perf_counter() - began)
+
+
+_AHEAD_DAYS = 7  # recordings may arrive after a visit
+
+
+def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping[str, str]) -> dict[str, str]:
+    "Return the visits of known sensors that do not lie in the future."
+    if not visits:
+        return {}
+    stored = dict(history.query("SELECT sensor, max(night) FROM nights GROUP BY sensor"))
+    known = {*stored, *(e.sensor for e in entries)}
+    last = max([*stored.values(), *(e.night for e in entries)], default="")
+    if not last:
+        return {}
+    latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).date().isoformat()
+    return {sensor: night for sensor, night in visits.items() if sensor in known and night <= latest}
 
 
 def _all_rejected(files: _Files, new: _New) -> tuple[Rejected, ...]:

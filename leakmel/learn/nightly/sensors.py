@@ -110,11 +110,10 @@ def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p
     n, score, mean, first = own[-1][4], own[-1][5], own[-1][6], own[-1][7]
     usual = 1 / (1 + np.exp(-mean))
     if visit == "evidence":
-        above = sum(row[0] >= first for row in own)
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
         return (
             f"Scores rose against the sensor's own {_plural(n, 'night')}: {_evidence_text(evidence, budget.limit)}; "
-            f"on the list for {_plural(above, 'night')}.{back}"
+            f"on the list since {first}.{back}"
         )
     if visit == "high from the start":
         return f"The first nights already had higher scores than {100 * (1 - (p or 0)):.0f} % of the places without a leak that the model was evaluated on."

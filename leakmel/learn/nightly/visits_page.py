@@ -175,7 +175,7 @@ def visits_page(
     listed = [r for r in rows if r.visit]
     ill = sum(r.health != "ok" for r in rows)
     n = len(done.to_visit)
-    verdict = f"{n:,} of {len(rows):,} sensors to visit after the night of {done.last_night or '(none)'}"
+    verdict = f"{done.headline} after the night of {done.last_night or '(none)'}"
     audits = sum(r.visit == "audit" for r in rows)
     facts = [
         f"Budget: {done.budget.per_100_nights:g} false visits per 100 sensor-nights, hence a limit of {limit:,.0f} for the evidence. "
