@@ -144,7 +144,7 @@ def _mapped(names: list[str], columns: dict[str, str], file: Path) -> dict[str, 
     return places
 
 
-def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: bool) -> _Header:
+def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: bool = True) -> _Header:
     "Return the places of the columns, checked."
     given = [cell.strip() for cell in cells]
     places = _mapped(given, columns, file)

@@ -47,7 +47,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .bar { width: 240px; height: 30px; } .ref { fill: var(--dim); opacity: .55; } .now { fill: var(--line); opacity: .75; } .median { fill: var(--fg); }
 .map { width: 100%; background: var(--card); border-radius: 6px; } .p-none { fill: var(--dim); opacity: .6; } .p-evidence { fill: var(--hot); }
 .p-high { fill: var(--warm); } .p-audit { fill: none; stroke: var(--cool); stroke-width: 3; } footer { margin-top: 3rem; color: var(--dim); font-size: 13px; }
-@media (max-width: 60rem) { .mel, .visits audio { width: 14rem; } }"""
+@media (max-width: 60rem) { .visits thead { display: none; } .visits tr { display: block; padding: .6rem 0; border-bottom: 1px solid var(--rule); }
+  .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
 
 
