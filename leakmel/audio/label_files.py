@@ -139,6 +139,14 @@ def import_tracks(
     roots: dict[Path, _Recordings] = {}
     new: dict[str, Decision] = {}
     lost, unlabelled, n_same = list[str](), list[str](), 0
+    if leak_label not in classes:
+        raise UsageError(
+            "the leak label is not one of the classes",
+            code="unknown-label",
+            found=repr(leak_label),
+            expected=f"one of {', '.join(classes)}",
+            remedy="name it (leak_label=, --leak-label)",
+        )
     files = _track_files(tracks)
     if not files:
         raise DataError(

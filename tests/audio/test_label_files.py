@@ -159,3 +159,9 @@ def test_a_folder_without_tracks_is_an_error(tmp_path):
         import_tracks([tmp_path], tmp_path / "labels.csv", by="ann")
     assert (e.value.code, e.value.path) == ("no-recordings", tmp_path)
     assert not (tmp_path / "labels.csv").exists()
+
+
+def test_the_leak_label_is_one_of_the_classes(tmp_path):
+    with pytest.raises(LeakmelError) as e:
+        import_tracks([tmp_path], tmp_path / "labels.csv", by="ann", classes=("crack", "ok"))
+    assert e.value.code == "unknown-label"

@@ -373,3 +373,25 @@ def test_a_wrong_clock_does_not_move_the_last_night(tmp_path, model):
     put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
     done = nightly(folder, model, tmp_path / "s", **QUIET)
     assert (done.last_night, done.counts.times_from_file) == ("2025-01-03", 1)
+
+
+@pytest.mark.parametrize("written", [0, datetime(2099, 1, 1).timestamp()])
+def test_a_file_without_a_plausible_time(tmp_path, model, written):
+    "A name with a plausible time counts, one that lies in the future does not."
+    folder = write_nights(tmp_path / "r", range(1, 3))
+    put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
+    for file in folder.rglob("*.wav"):
+        os.utime(file, (written, written))
+    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert (done.last_night, done.counts.times_from_file) == ("2025-01-02", 1)
+
+
+def test_another_program_uses_the_history(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 3))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    write_nights(tmp_path / "r", range(3, 4))
+    with sqlite3.connect(tmp_path / "s" / HISTORY_FILE, isolation_level=None) as db:
+        db.execute("BEGIN IMMEDIATE")
+        refused("output-locked", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+    db.close()
+    assert nightly(folder, model, tmp_path / "s", **QUIET).counts.new == 2

@@ -179,6 +179,13 @@ class History:
     def _error(self, e: Exception) -> Exception:
         "Tell a full disk and a damaged file apart."
         name = getattr(e, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return OutputError(
+                "another program uses the history",
+                code="output-locked",
+                path=self.path,
+                remedy="wait until it ends, and run the command again",
+            )
         if name.startswith("SQLITE_FULL"):
             return SpaceError("there is no room left for the history", code="no-space", path=self.path)
         if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
@@ -217,7 +224,10 @@ class History:
 
     def begin(self) -> None:
         "Begin the transaction of a run."
-        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            self.db.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as e:
+            raise self._error(e) from e
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."

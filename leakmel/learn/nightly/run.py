@@ -239,6 +239,9 @@ def recording_time(
 ) -> RecordingTime:
     "Choose the time of a recording."
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
+    now = datetime.now()
+    if not _FIRST_YEAR <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
+        changed = now
     latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
     if start_time and _FIRST_YEAR <= start_time <= latest:
         return RecordingTime(start_time, False)
