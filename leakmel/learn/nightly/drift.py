@@ -154,19 +154,27 @@ def _nights(history: History, since: date, until: date) -> _Nights:
     return _Nights([row[0] for row in rows], quantities(level, score, bands))
 
 
+_FIRST_NIGHTS = 100  # in which the reference is looked for
+
+
 def reference_of_history(
     history: History,
 ) -> Reference | None:  # None: there are too few nights or recordings yet
     "Measure the first 28 nights of a network, once they are over."
-    ((first, last),) = history.query(
-        "SELECT (SELECT min(night) FROM nights), (SELECT max(night) FROM nights)"
+    ((last,),) = history.query("SELECT max(night) FROM nights")
+    rows = history.query(
+        "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT ?", (_FIRST_NIGHTS,)
     )
-    if first is None:
+    counts = {date.fromisoformat(night): n for night, n in rows}
+    for first in counts:  # single recordings of a wrong clock do not begin the reference
+        end = first + timedelta(days=REFERENCE_DAYS - 1)
+        if sum(n for night, n in counts.items() if first <= night <= end) >= MIN_RECORDINGS:
+            break
+    else:
         return None
-    end = date.fromisoformat(first) + timedelta(days=REFERENCE_DAYS - 1)
     if date.fromisoformat(last) < end + timedelta(days=RECENT_DAYS):
         return None
-    found = _nights(history, date.fromisoformat(first), end)
+    found = _nights(history, first, end)
     if len(found.sensor) < MIN_RECORDINGS:
         return None
     source = f"the first {REFERENCE_DAYS} nights of this network"

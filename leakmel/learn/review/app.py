@@ -276,7 +276,13 @@ class ReviewApp:
         self.queue = w.Dropdown(
             options=options, value=s.queue.name, description="queue", style=style, layout={"width": "340px"}
         )
-        self.by = w.Text(value=s.by, description="person", style=style, layout={"width": "240px"})
+        self.by = w.Text(
+            value=s.by,
+            description="person",
+            continuous_update=False,
+            style=style,
+            layout={"width": "240px"},
+        )
         self.status = w.HTML(layout=wide)
         self.facts = w.HTML(layout=wide)
         self.sound = w.HTML(layout=wide)
@@ -375,6 +381,8 @@ class ReviewApp:
     def _renamed(self, change: dict[str, Any]) -> None:
         if change["new"].strip():
             self.session.by = change["new"].strip()
+        else:  # decisions need a person
+            self.by.value = self.session.by
 
     def _play(self, index: int) -> None:
         "Play another recording."
