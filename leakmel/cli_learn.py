@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
-import argparse, subprocess, sys, warnings
+import argparse, signal, subprocess, sys, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -929,7 +929,12 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     status = 0
     if not args.no_lab:
         print(f"{show_path(path)}: run all cells; Ctrl-C here ends JupyterLab", file=sys.stderr, flush=True)
-        status = int(subprocess.run(command, stdout=sys.stderr).returncode != 0)
+        lab = subprocess.Popen(command, stdout=sys.stderr)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # JupyterLab asks, and ends in its own time
+        try:
+            status = int(lab.wait() != 0)
+        finally:
+            signal.signal(signal.SIGINT, before)
     return (
         status,
         {"notebook": show_path(path), "labels": given["labels"], "command": command},

@@ -379,7 +379,7 @@ def _year_scores(k: int, n_sensors: int) -> nightly_run._New:
             )
         )
         rows.append((path.encode(), 81_964, 0, digest, ""))
-    return nightly_run._New(entries, rows, [], 0, {})
+    return nightly_run._New(entries, rows, [], 0, 0, {})
 
 
 def bench_year(

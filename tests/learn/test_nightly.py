@@ -356,6 +356,7 @@ def test_a_table_without_labels_and_times(tmp_path, model):
     assert {r["sensor"]: r["nights"] for r in body["sensors"]} == {"pipe 0": 2, "pipe 1": 2, "P0": 1, "P1": 1}
     assert body["last_night"] == "2025-01-03"
     assert any("2 of 6 recordings are not in the table" in text for text in body["warnings"])
+    assert "leakmel retrain" not in (tmp_path / "s" / VISITS_HTML).read_text()  # advice on drift
 
 
 def test_visits_that_cannot_be_are_reported_and_ignored(tmp_path, model):
@@ -395,3 +396,24 @@ def test_another_program_uses_the_history(tmp_path, model):
         refused("output-locked", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
     db.close()
     assert nightly(folder, model, tmp_path / "s", **QUIET).counts.new == 2
+
+
+def test_a_wrong_clock_alone_does_not_move_the_last_night(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 3))
+    nightly(folder, model, tmp_path / "s", **QUIET)
+    put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
+    assert nightly(folder, model, tmp_path / "s", **QUIET).last_night == "2025-01-02"
+    put_at(folder, "P0~without a time~24.wav", noise(10))
+    found = lm.scan(folder, pattern="{sensor}~{*}")
+    assert nightly(folder, model, tmp_path / "s", manifest=found, **QUIET).last_night == "2025-02-28"
+
+
+def test_touched_files_are_known(tmp_path, model):
+    folder = write_nights(tmp_path / "r", range(1, 3))
+    put_at(folder, "silent/P5~1~x~24.wav", np.zeros_like(noise(1)))
+    first = nightly(folder, model, tmp_path / "s", **QUIET)
+    for file in folder.rglob("*.wav"):
+        os.utime(file, (WRITTEN + 9, WRITTEN + 9))
+    second = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert first.counts.new == 5
+    assert (second.counts.known, second.counts.new, second.counts.copies) == (5, 0, 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -83,3 +84,17 @@ def test_a_night_after_half_a_year_takes_the_steps_of_one_after_two_months(tmp_p
     early, late = np.array(work[60:74]).mean(0), np.array(work[-14:]).mean(0)
     assert late[0] < 1.3 * early[0]
     assert late[1] == early[1]
+
+
+def test_a_reset_clock_does_not_begin_the_reference(tmp_path):
+    with History(tmp_path) as history:
+        history.begin()
+        stray = replace(
+            night_of_network(0)[0], digest="f" * 32, time="2000-01-01T23:00:00", night="2000-01-01"
+        )
+        record_run(history, [stray], Budget())
+        for k in range(40):
+            record_run(history, night_of_network(k), Budget())
+        reference = reference_of_history(history)
+    assert reference is not None
+    assert reference.n == 28 * N_SENSORS

@@ -134,6 +134,9 @@ def _is_as_left(path: Path) -> bool:
         return False
 
 
+_AT_ONCE = 500  # digests of a query
+
+
 class History:
     "The history of a state folder; a context manager that holds the lock of the folder."
 
@@ -266,18 +269,14 @@ class History:
         entries: Sequence[HistoryEntry],
     ) -> list[HistoryEntry]:  # those that were not in the history
         "Add recordings; one whose content is known changes nothing."
-        known = {d for (d,) in self.query("SELECT digest FROM recordings")} if len(entries) > 2000 else set()
-        new = []
-        for h in entries:
-            if h.digest not in known and (
-                len(entries) > 2000
-                or not self.query("SELECT 1 FROM recordings WHERE digest = ?", (h.digest,))
-            ):
-                known.add(h.digest)
-                new.append(h)
+        first = {h.digest: h for h in reversed(entries)}  # of equal ones
+        digests = list(first)
+        for start in range(0, len(digests), _AT_ONCE):
+            some = digests[start : start + _AT_ONCE]
+            marks = ", ".join("?" * len(some))
+            for (known,) in self.query(f"SELECT digest FROM recordings WHERE digest IN ({marks})", some):
+                del first[known]
+        new = list(reversed(first.values()))
         marks = ", ".join("?" * len(fields(HistoryEntry)))
-        self.write(
-            f"INSERT OR IGNORE INTO recordings VALUES ({marks})",
-            map(astuple, {h.digest: h for h in new}.values()),
-        )
-        return list({h.digest: h for h in new}.values())
+        self.write(f"INSERT OR IGNORE INTO recordings VALUES ({marks})", map(astuple, new))
+        return new

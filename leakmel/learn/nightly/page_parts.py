@@ -9,7 +9,6 @@ __all__ = [
     "MAX_SECONDS",
     "MAX_CLIP_BYTES",
     "MAX_PLACES",
-    "png_bytes",
     "mel_picture",
     "Clip",
     "clip_of",
@@ -22,7 +21,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/nightly/page_parts.ipynb #e1e10446
-import base64, math, struct, zlib
+import base64, math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -30,45 +29,11 @@ from html import escape
 import numpy as np
 
 from ...audio.synth import wav_bytes
+from ...insight.page_figures import png_bytes
 from .levels import RecordingFeatures
 
 # %% ../../../nbs/learn/nightly/page_parts.ipynb #3538b878
-_ANCHORS = (
-    (0, 0, 4),
-    (87, 16, 110),
-    (188, 55, 84),
-    (249, 142, 9),
-    (252, 255, 164),
-)  # of the colour map, from dark to bright
 MAX_COLUMNS = 480  # of a picture
-
-
-def _palette() -> bytes:  # [256, 3] uint8
-    "Interpolate the colour map."
-    at = np.linspace(0, len(_ANCHORS) - 1, 256)
-    channels = [np.interp(at, range(len(_ANCHORS)), [a[k] for a in _ANCHORS]) for k in range(3)]
-    return np.stack(channels, 1).round().astype(np.uint8).tobytes()
-
-
-def png_bytes(
-    picture: np.ndarray,  # [H, W] uint8, numbers of colours; the first row is at the top
-) -> bytes:
-    "Return a PNG file with 256 colours (ISO/IEC 15948)."
-    height, width = picture.shape
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    lines = np.zeros((height, width + 1), np.uint8)  # each begins with filter 0
-    lines[:, 1:] = picture
-    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
-    parts = [
-        (b"IHDR", head),
-        (b"PLTE", _palette()),
-        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
-        (b"IEND", b""),
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 def mel_picture(
@@ -233,5 +198,10 @@ def sensor_map(
         points.append(
             f"<circle cx='{_number(20 + x)}' cy='{_number(height - 20 - y)}' r='{7 if reason else 4}' class='p-{kind}'><title>{title}</title></circle>"
         )
+        if reason:
+            side, anchor = (10, "start") if x < width / 2 else (-10, "end")
+            points.append(
+                f"<text x='{_number(20 + x + side)}' y='{_number(height - 16 - y)}' text-anchor='{anchor}'>{escape(s)}</text>"
+            )
     style = f"max-width:{max(160, width):.0f}px"
     return f"<svg class='map' style='{style}' viewBox='0 0 {_number(width)} {_number(height)}' role='img'>{''.join(points)}</svg>"

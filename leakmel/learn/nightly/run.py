@@ -109,11 +109,11 @@ _TRIED_AGAIN = ("unreadable", "changed")  # the file itself may be good
 
 def _find(
     folder: str | os.PathLike, manifest: Manifest | None, progress: str
-) -> tuple[RecordingList, tuple[str, ...]]:
-    "List the recordings, and name those that the table lacks; what the table does not say is taken from the file name."
+) -> tuple[RecordingList, list[bytes]]:  # and the paths that the table lacks
+    "List the recordings of the folder; what the table does not say is taken from the file name."
     listed = find_recordings(folder, manifest=manifest, progress=progress)
     if manifest is None or manifest.table_path is None:
-        return listed, ()
+        return listed, []
     every = find_recordings(folder, progress=progress)
     own = dict(zip(every.listing.paths, every.names))
     names = [
@@ -123,7 +123,7 @@ def _find(
     known = set(listed.listing.paths)
     missing = [k for k, path in enumerate(every.listing.paths) if path not in known]
     if not missing:
-        return replace(listed, names=names), ()
+        return replace(listed, names=names), []
     x, y = listed.listing, every.listing
     paths = [*x.paths, *(y.paths[k] for k in missing)]
     names += [every.names[k] for k in missing]
@@ -133,8 +133,7 @@ def _find(
     both = Listing(
         "", x.folder, paths, sizes, mtimes_ns, np.full(len(paths), -1, np.int16), parts=tuple(names)
     )
-    text = f"{len(missing):,} of {len(own):,} recordings are not in the table, first {show_path(y.paths[missing[0]])}"
-    return RecordingList(both, [""] * len(paths), names), (text,)
+    return RecordingList(both, [""] * len(paths), names), [y.paths[k] for k in missing]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +145,7 @@ class _Files:
     unnamed: np.ndarray  # [m] int64, numbers of files without a sensor
     rejected: list[Rejected]  # known to be unusable
     digests: dict[str, bytes]  # of known recordings -> path
+    touched: dict[bytes, str]  # paths that are known with another size or time -> digest
 
     @property
     def n_known(self) -> int:
@@ -202,7 +202,8 @@ def _sort_files(history: History, found: RecordingList) -> _Files:
             expected="names like SENSOR~RECORDING~20261124_230000~GAIN.wav",
             remedy="give a pattern of the paths (--pattern '{sensor}/{start_time}'), or a table with a column sensor (--table, --columns)",
         )
-    return _Files(found, np.array(to_read, int), np.array(unnamed, int), rejected, digests)
+    touched = {path: stored[path][2] for path in (x.paths[k] for k in to_read) if path in stored}
+    return _Files(found, np.array(to_read, int), np.array(unnamed, int), rejected, digests, touched)
 
 
 def _manifest_of(found: RecordingList, chosen: np.ndarray) -> Manifest:
@@ -249,12 +250,13 @@ def recording_time(
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0ffb97eb
-def _key(s: ScoredRecording, time: str) -> str:
-    "Identity of a recording: the digest of its samples; silent ones have equal samples, so sensor and time belong to theirs."
+def _key(s: ScoredRecording, time: RecordingTime) -> str:
+    "Identity of a recording: the digest of its samples; silent ones have equal samples, so sensor and time, or path, belong to theirs."
     digest = s.facts["digest"].decode()
     if not s.facts["silent"]:
         return digest
-    return blake2b(f"{digest} {show_path(s.sensor)} {time}".encode(), digest_size=16).hexdigest()
+    which = show_path(s.path) if time.from_file else time.text
+    return blake2b(f"{digest} {show_path(s.sensor)} {which}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,6 +267,7 @@ class _New:
     rows: list[tuple]  # of the table `files`
     rejected: list[Rejected]
     n_from_file: int  # recordings whose time is that of the file
+    n_touched: int  # recordings that the history has under the same path; size or time of the file changed
     digests: dict[str, bytes]  # -> path
 
 
@@ -273,7 +276,7 @@ def _entry(s: ScoredRecording, score: float, levels: Levels, time: RecordingTime
     f = s.facts
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
-        digest=_key(s, time.text),
+        digest=_key(s, time),
         sensor=_sensor_name(s.sensor),
         path=show_path(s.path),
         time=time.text,
@@ -287,11 +290,17 @@ def _entry(s: ScoredRecording, score: float, levels: Levels, time: RecordingTime
     )
 
 
-def _read_new(files: _Files, detector: Detector, device: str, progress: str) -> _New:
+def _read_new(
+    files: _Files,
+    detector: Detector,
+    last: str,  # last night of the history; empty: none
+    device: str,
+    progress: str,
+) -> _New:
     "Score and measure the files that are not known."
     found, x = files.found, files.found.listing
     if not len(files.to_read):
-        return _New([], [], [], 0, {})
+        return _New([], [], [], 0, 0, {})
     place = {x.paths[k]: int(k) for k in files.to_read}
     done: Predictions = predict(
         x.folder, detector, manifest=_manifest_of(found, files.to_read), device=device, progress=progress
@@ -315,8 +324,9 @@ def _read_new(files: _Files, detector: Detector, device: str, progress: str) -> 
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
         when = times[s.path]
-        if when.from_file and latest:  # a wrong clock must not move the last night of the network
-            when = replace(when, text=min(when.text, latest))
+        if when.from_file:  # a wrong clock must not move the last night of the network
+            wrong = latest or (f"{last}T23:59:59" if last and found.names[k].start_time else "")
+            when = replace(when, text=min(when.text, wrong or when.text))
         n_from_file += when.from_file
         entries.append(_entry(s, done.rule.score(s.segment_scores), levels, when))
         rows.append((s.path, int(x.sizes[k]), int(x.mtimes_ns[k]), entries[-1].digest, ""))
@@ -324,7 +334,8 @@ def _read_new(files: _Files, detector: Detector, device: str, progress: str) -> 
         if r.code not in _TRIED_AGAIN:
             k = place[r.path]
             rows.append((r.path, int(x.sizes[k]), int(x.mtimes_ns[k]), "", r.code))
-    return _New(entries, rows, rejected, n_from_file, {row[3]: row[0] for row in rows if row[3]})
+    n_touched = sum(row[3] != "" and files.touched.get(row[0]) == row[3] for row in rows)
+    return _New(entries, rows, rejected, n_from_file, n_touched, {row[3]: row[0] for row in rows if row[3]})
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fb6faa79
@@ -339,11 +350,12 @@ class RunCounts:
     "Files of the folder: known + new + copies + rejected = found."
 
     found: int
-    known: int  # in the history, not read
+    known: int  # in the history under the same path
     new: int  # scored
     copies: int  # scored, but their samples were in the history under another name
     rejected: int  # unusable, in this run or an earlier one, or without a sensor
     times_from_file: int  # new recordings whose time is the modification time of the file
+    not_in_table: int = 0  # recordings that the table does not name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -618,11 +630,16 @@ def nightly(
     )
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     digest = model_digest(detector)
-    found, notes = _find(folder, manifest, progress)
+    found, missing = _find(folder, manifest, progress)
+    notes: tuple[str, ...] = ()
+    if missing:
+        n = f"{len(missing):,} of {len(found.listing):,}"
+        notes = (f"{n} recordings are not in the table, first {show_path(missing[0])}",)
     with History(target) as history:
         _check_model(history, digest, named)
         files = _sort_files(history, found)
-        new = _read_new(files, detector, device, progress)
+        ((last,),) = history.query("SELECT max(night) FROM nights")
+        new = _read_new(files, detector, last or "", device, progress)
         history.begin()
         history.set_meta("model", digest)
         done_visits = _known_visits(history, new.entries, visits)
@@ -646,7 +663,7 @@ def nightly(
             evaluation=evaluation_text(detector.evaluations),
             evaluation_result=evaluation_result(detector.evaluations),
             budget=rule,
-            counts=_counts(files, new, len(added)),
+            counts=replace(_counts(files, new, len(added)), not_in_table=len(missing)),
             rejected=_all_rejected(files, new),
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
@@ -685,9 +702,9 @@ def _counts(files: _Files, new: _New, n_added: int) -> RunCounts:
     "Count the files of the folder."
     return RunCounts(
         found=len(files.found.listing),
-        known=files.n_known,
+        known=files.n_known + new.n_touched,
         new=n_added,
-        copies=len(new.entries) - n_added,
+        copies=len(new.entries) - n_added - new.n_touched,
         rejected=len(files.rejected) + len(new.rejected) + len(files.unnamed),
         times_from_file=new.n_from_file,
     )

@@ -11,6 +11,7 @@ __all__ = [
     "SENSOR_COLUMNS",
     "sensor_health",
     "SensorRow",
+    "plural",
     "sensor_table",
     "normal_medians",
 ]
@@ -95,7 +96,8 @@ SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _SHOWN_NIGHTS = 7  # in which recordings are looked for
 
 
-def _plural(n: float, word: str) -> str:
+def plural(n: float, word: str) -> str:
+    "Return a number with its noun."
     return f"{n:.0f} {word}{'s' * (round(n) != 1)}"
 
 
@@ -112,7 +114,7 @@ def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
         return (
-            f"Scores rose against the sensor's own {_plural(n, 'night')}: {_evidence_text(evidence, budget.limit)}; "
+            f"Scores rose against the sensor's own {plural(n, 'night')}: {_evidence_text(evidence, budget.limit)}; "
             f"on the list since {first}.{back}"
         )
     if visit == "high from the start":

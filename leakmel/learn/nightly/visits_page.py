@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import leakmel
 from .drift import RECENT_DAYS, Drift
 from .page_parts import Clip, Place, data_uri, drift_bar, evidence_curve, sensor_map
-from .sensors import SensorRow
+from .sensors import SensorRow, plural
 
 if TYPE_CHECKING:
     from leakmel.learn.nightly.run import NightlyRun
@@ -46,6 +46,7 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .limit { stroke: var(--hot); stroke-dasharray: 4 3; stroke-width: 1; } .line { fill: none; stroke: var(--line); stroke-width: 1.6; } .dot { fill: var(--line); }
 .bar { width: 240px; height: 30px; } .ref { fill: var(--dim); opacity: .55; } .now { fill: var(--line); opacity: .75; } .median { fill: var(--fg); }
 .map { width: 100%; background: var(--card); border-radius: 6px; } .p-none { fill: var(--dim); opacity: .6; } .p-evidence { fill: var(--hot); }
+.map text { font-size: 12px; fill: var(--fg); }
 .p-high { fill: var(--warm); } .p-audit { fill: none; stroke: var(--cool); stroke-width: 3; } footer { margin-top: 3rem; color: var(--dim); font-size: 13px; }
 @media (max-width: 60rem) { .visits thead { display: none; } .visits tr { display: block; padding: .6rem 0; border-bottom: 1px solid var(--rule); }
   .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
@@ -96,7 +97,9 @@ def _visits_table(
     lines = []
     for row in rows:
         first = f"<br>above the limit since {escape(row.first_above)}" if row.first_above else ""
-        facts = f"trend {_trend(row.trend)}; health {_health(row.health)}; {row.nights} nights{first}"
+        facts = (
+            f"trend {_trend(row.trend)}; health {_health(row.health)}; {plural(row.nights, 'night')}{first}"
+        )
         title = f"evidence of {row.sensor} over nights, limit {limit:,.0f}"
         curve = evidence_curve(curves[row.sensor], limit, title) if curves.get(row.sensor) else ""
         lines.append(
@@ -180,25 +183,29 @@ def visits_page(
     audits = sum(r.visit == "audit" for r in rows)
     facts = [
         f"Budget: {done.budget.per_100_nights:g} false visits per 100 sensor-nights, hence a limit of {limit:,.0f} for the evidence. "
-        f"{audits:,} audit visits are chosen at random: they show what the list misses.",
+        f"Audit visits are chosen at random ({audits:,}): they show what the list misses.",
         f"Detector: {done.evaluation}",
         f"Loggers to check: {ill:,}",
     ]
+    drift = done.drift
+    retrain = f" See <code>leakmel retrain --help</code> and the tutorial <code>{_DOCUMENTATION}</code>."
     body = [
         "<h1>Sensors to visit</h1>",
         f"<p class='verdict{' hot' if n else ''}'>{escape(verdict)}</p>",
         *(
-            f"<p class='warning'>{escape(text)} See <code>leakmel retrain --help</code> and the tutorial <code>{_DOCUMENTATION}</code>.</p>"
+            f"<p class='warning'>{escape(text)}{retrain if drift is not None and text == drift.warning else ''}</p>"
             for text in done.warnings
         ),
         *(f"<p class='facts'>{escape(text)}</p>" for text in facts),
         _visits_table(listed, done.curves, clips, limit) if listed else "<p>No sensor is on the list.</p>",
     ]
     if drawn := sensor_map(places, {r.sensor: r.visit for r in listed}):
+        n_lost = len({r.sensor for r in rows} - places.keys())
+        lost = f" {plural(n_lost, 'sensor')} without valid coordinates not drawn." if n_lost else ""
         body += [
             "<h2>Map</h2>",
             drawn,
-            "<p class='facts'>Red: evidence; orange: high from the start; blue ring: audit.</p>",
+            f"<p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{lost}</p>",
         ]
     body += ["<h2>All sensors</h2>", _all_table(rows), "<h2>Drift</h2>", _drift_section(done.drift)]
     body.append(f"<footer>leakmel {escape(leakmel.__version__)}</footer>")

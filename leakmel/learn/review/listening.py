@@ -13,14 +13,13 @@ __all__ = [
     "Sound",
     "mono",
     "playback",
-    "png_bytes",
     "spectrogram_levels",
     "spectrogram_svg",
     "player_html",
 ]
 
 # %% ../../../nbs/learn/review/listening.ipynb #fab4bebc
-import base64, math, struct, zlib
+import base64, math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ import numpy as np
 
 from ...audio.synth import wav_bytes
 from ...audio.wav import Recording
+from ...insight.page_figures import png_bytes
 
 # %% ../../../nbs/learn/review/listening.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale
@@ -91,49 +91,8 @@ def playback(
 # %% ../../../nbs/learn/review/listening.ipynb #2a39d107
 MAX_COLUMNS = 900
 MAX_BARS = 300  # of segments; from more, the largest of each group
-_ANCHORS = (
-    "440154",
-    "472d7b",
-    "3b528b",
-    "2c728e",
-    "21918c",
-    "28ae80",
-    "5ec962",
-    "addc30",
-    "fde725",
-)  # viridis
 _LEFT, _TOP, _WIDTH, _HEIGHT, _BARS = 66, 8, 1122, 250, 74
 WIDTH = _LEFT + _WIDTH + 12
-
-
-def _palette() -> bytes:
-    "256 colours."
-    anchors = np.array([[int(a[k : k + 2], 16) for k in (0, 2, 4)] for a in _ANCHORS], np.float64)
-    at = np.linspace(0, len(anchors) - 1, 256)
-    return (
-        np.stack([np.interp(at, np.arange(len(anchors)), c) for c in anchors.T], 1).astype(np.uint8).tobytes()
-    )
-
-
-def png_bytes(
-    values: np.ndarray,  # [rows, columns] uint8, the first row on top
-) -> bytes:
-    "Encode a picture with the colours of viridis as PNG."
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    rows, columns = values.shape
-    lines = np.zeros((rows, columns + 1), np.uint8)  # each line begins with its filter: none
-    lines[:, 1:] = values
-    head = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    parts = [
-        (b"IHDR", head),
-        (b"PLTE", _palette()),
-        (b"IDAT", zlib.compress(lines.tobytes(), 6)),
-        (b"IEND", b""),
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 def spectrogram_levels(
