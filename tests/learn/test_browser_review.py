@@ -110,10 +110,15 @@ def test_thirty_decisions_by_keys_survive_a_killed_kernel(lab, watched, project)
     assert {d.by for d in read_decisions(table)} == {"ann"}
     assert len({path for path, _ in made}) == 30
 
-    page.get_by_placeholder("note").click()
-    page.keyboard.type("lunch s")  # no key counts while a text field has the focus
-    assert len(read_decisions(table)) == len(made)
-    page.locator(".lm-key-l").click()
+    kernel = kernel_of(project)
+    kernel.suspend()  # a busy kernel: what is typed and clicked meanwhile must arrive in this order
+    try:
+        page.get_by_placeholder("note").click()
+        page.keyboard.type("lunch s")  # no key counts while a text field has the focus
+        assert len(read_decisions(table)) == len(made)
+        page.locator(".lm-key-l").click()
+    finally:
+        kernel.resume()
     page.get_by_text("16 of").wait_for()
     last: Decision = read_decisions(table)[-1]
     assert (last.label, last.note) == ("LEAK", "lunch s")

@@ -292,7 +292,9 @@ class ReviewApp:
             layout={"width": "170px", "margin": "2px 0 2px 12px"},
         )
         self.note = w.Text(
-            placeholder="note (kept with the decision)", continuous_update=True, layout={"width": "360px"}
+            placeholder="note (kept with the decision)",
+            continuous_update=False,  # sent whole when the field is left, before the click that stores it
+            layout={"width": "360px"},
         )
         self.buttons = self._make_buttons()
         self.neighbours = [self._other_row() for _ in range(N_NEIGHBOURS)]
