@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,12 @@ def bench_small(
     *,
     sources: str = "",  # folder with the repositories of SETS; sets that are not there are left out
     sizes: Sequence[int] = (24, 48, 100, 300),  # recordings of a task
-    draws: int = 5,  # random cuts of each set to each size
+    draws: Sequence[int] = (
+        20,
+        20,
+        5,
+        5,
+    ),  # random cuts of each set to each size: the smaller, the more they differ
     kinds: Sequence[str] = ("spectral", "cnn", "auto"),  # cnn is fitted on the first draw only: it takes long
     synthetic: bool = True,  # also tasks from the demo generator
     log: Callable[[str], None] = lambda text: None,
@@ -202,8 +206,12 @@ def bench_small(
     work, tasks, right = Path(folder), [], True
     work.mkdir(parents=True, exist_ok=True)
     names = [name for name, s in SETS.items() if sources and (Path(sources) / s.source).is_dir()]
-    for n, name, draw in product(sizes, [*names, *(["synthetic"] if synthetic else [])], range(draws)):
-        log(f"{name}, {n} recordings, draw {draw + 1} of {draws}")
+    names += ["synthetic"] if synthetic else []
+    wanted = [
+        (n, name, k) for n, most in zip(sizes, draws, strict=True) for name in names for k in range(most)
+    ]
+    for n, name, draw in wanted:
+        log(f"{name}, {n} recordings, draw {draw + 1}")
         if name == "synthetic":
             about = {"leak": "leak", "group": "sensor"}
             path, ok = _synthetic_task(work, n, draw)
@@ -211,9 +219,9 @@ def bench_small(
             about = {"leak": SETS[name].leak, "group": SETS[name].group}
             path, ok = _cut_task(name, Path(sources) / SETS[name].source, work, n, draw)
         right &= ok
-        wanted = [kind for kind in kinds if kind != "cnn" or draw == 0]
+        fitted = [kind for kind in kinds if kind != "cnn" or draw == 0]
         try:
-            found = measure_task(path, path.with_suffix(""), wanted)
+            found = measure_task(path, path.with_suffix(""), fitted)
         except DataError as e:
             if e.code != "label-in-one-part":
                 raise

@@ -62,6 +62,7 @@ from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings, with_length
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
+    ONE_KIND,
     FoldTrainer,
     blend_scores,
     choose_kind,
@@ -122,6 +123,8 @@ def _fold_scores(
     asked = trainer.settings.detector
     if asked in ("spectral", "cnn"):
         return trainer.scores(asked, learned, held_out, seed), asked, f"{asked} was asked for.", 1
+    if kinds_to_fit(asked, len(learned)) == ("spectral",):
+        return trainer.scores("spectral", learned, held_out, seed), "spectral", ONE_KIND, 1
     try:
         choice = choose_kind(trainer, learned, detector=asked, seed=seed)
     except DataError as e:
@@ -400,7 +403,7 @@ def _plan_fits(
         return most
     settings, asked = trainer.settings, trainer.settings.detector
     n, kinds = n_outer, kinds_to_fit(asked, len(trainer.rows))
-    if asked in ("auto", "blend"):
+    if len(kinds) > 1:
         n *= 1 + (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1)
     seconds, parts = 0.0, []
     if "spectral" in kinds:

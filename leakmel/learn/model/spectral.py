@@ -6,6 +6,7 @@
 __all__ = [
     "N_TREES",
     "REGULARISATION",
+    "WEIGHTS",
     "segment_statistics",
     "window_numbers",
     "window_features",
@@ -93,6 +94,8 @@ class SpectralSettings:
     n_nodes: int = 1  # of all trees together
     n_trees: int = 1  # of each of the two forests
     depth: int = 0  # decisions on the longest way from a root to a leaf
+    # of logistic regression, trees on recordings and trees on windows; earlier files hold none and used equal ones
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def __post_init__(self):
         least = {"n_mels": 1, "n_classes": 2, "window": 1, "n_nodes": 1, "n_trees": 1, "depth": 0}
@@ -104,6 +107,11 @@ class SpectralSettings:
                     code="invalid-net",
                     found=repr(found),
                 )
+        given = tuple(self.weights)
+        if len(given) != 3 or not all(isinstance(w, float) and 0 <= w < 1e6 for w in given) or not sum(given):
+            raise UsageError(
+                "weights must be three numbers, not all 0", code="invalid-net", found=repr(given)
+            )
         if self.depth > self.n_nodes:
             raise UsageError(
                 "depth must be at most n_nodes", code="invalid-net", found=self.depth, expected=self.n_nodes
@@ -122,7 +130,7 @@ class SpectralSettings:
 
 
 class SpectralClassifier(nn.Module):
-    "Mean of a logistic regression on whole recordings, of trees on whole recordings and of trees on windows."
+    "Weighted mean of a logistic regression on whole recordings, of trees on whole recordings and of trees on windows."
 
     kind = "spectral"
 
@@ -192,7 +200,9 @@ class SpectralClassifier(nn.Module):
         trees = self.tree_probabilities(windows.flatten(0, 1), 1).unflatten(0, windows.shape[:2])  # [B, W, K]
         of_segment = trees.gather(1, numbers[:, :, None].expand(-1, -1, s.n_classes))
         of_whole = self.tree_probabilities(whole[:, 0], 0)[:, None]  # [B, 1, K]
-        return (linear + of_whole + of_segment) / 3
+        of_line, of_recordings, of_windows = s.weights
+        total = of_line * linear + of_recordings * of_whole + of_windows * of_segment
+        return total / sum(s.weights)
 
     def extra_repr(self) -> str:
         return f"2 x {self.settings.n_trees} trees, {self.settings.n_features} features"
@@ -202,6 +212,7 @@ class SpectralClassifier(nn.Module):
 _BLOCK_RECORDINGS = 256  # recordings that are read at once
 N_TREES = 200  # of each forest
 REGULARISATION = 0.1  # C of scikit-learn: inverse strength, for standardised features
+WEIGHTS = (1.0, 2.0, 1.0)  # of logistic regression, trees on recordings and trees on windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,6 +367,7 @@ def _from_fitted(
         n_nodes=int(starts[-1]),
         n_trees=N_TREES,
         depth=max(int(p.max_depth) for p in parts),
+        weights=WEIGHTS,
     )
     classifier = SpectralClassifier(settings)
     arrays = children | {

@@ -8,6 +8,7 @@ __all__ = [
     "KINDS",
     "MOST_FOR_FOLDS",
     "MIN_FOR_NETWORK",
+    "ONE_KIND",
     "joined_groups",
     "make_folds",
     "calibration_line",
@@ -45,7 +46,7 @@ from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
-from ..model.spectral import SpectralFeatures, fit_spectral, spectral_features
+from ..model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
 from .inputs import TrainingData
 from .state import TrainingState, detector_of
 
@@ -217,6 +218,8 @@ class FoldTrainer:
         settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
         settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
         about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
+        if kind == "spectral":  # fits of a release with other weights are not used
+            about["weights"] = WEIGHTS
         facts = json.dumps(about, sort_keys=True).encode()
         digest = digest_of(b"\0".join([facts, self.rows[learned].tobytes(), self.rows[held_out].tobytes()]))
         path = None if self.folder is None else self.folder / f"{kind}-{digest}.npy"
@@ -244,6 +247,7 @@ class FoldTrainer:
 KINDS = ("spectral", "cnn", "blend")  # the simplest first
 MOST_FOR_FOLDS = 500  # recordings
 MIN_FOR_NETWORK = 300  # recordings; with fewer, "auto" tries no network
+ONE_KIND = f"Below {MIN_FOR_NETWORK} recordings only spectral is tried."
 
 
 def kinds_to_fit(
@@ -347,7 +351,7 @@ def choose_kind(
     tried = [_evaluate_kind(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
     kind, reason = detector, f"{detector} was asked for."
     if detector == "auto" and len(wanted) == 1:
-        kind, reason = "spectral", f"Below {MIN_FOR_NETWORK} recordings only spectral is tried."
+        kind, reason = "spectral", ONE_KIND
     elif detector == "auto":
         best = max(tried, key=lambda t: t.auc)
         kind = next(t.kind for t in tried if t.auc >= best.auc - best.error)
