@@ -1,6 +1,7 @@
 "Bad input, broken machines, wrong engines, signals: a clear error with its cause, no thread left, nothing half written, the old data set intact."
 
 import errno
+import fcntl
 import os
 import re
 import signal
@@ -796,10 +797,13 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
-@pytest.mark.parametrize("place", ["fcntl.flock", "os.pwrite", "os.posix_fallocate", "os.unlink"])
+@pytest.mark.parametrize("place", ["fcntl.flock", "os.pwrite", "writer.fallocate", "os.unlink"])
 def test_ctrl_c_while_files_are_created_or_removed_leaves_none(tmp_path, data, monkeypatch, place):
     "Between the step that makes a file and the one that notes it."
-    target, owner = tmp_path / "out" / "x.h5", {"fcntl": writer.fcntl, "os": os}[place.split(".")[0]]
+    target, owner = (
+        tmp_path / "out" / "x.h5",
+        {"fcntl": fcntl, "writer": writer, "os": os}[place.split(".")[0]],
+    )
     name, came = place.split(".")[1], list[str]()
     real = getattr(owner, name)
 

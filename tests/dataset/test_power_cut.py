@@ -22,6 +22,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
+from leakmel.dataset.file import writer
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.pipeline import PipelineConfig
 from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
@@ -95,6 +96,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Log]:
 
 def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     "Log what goes through the system's calls; a file that HDF5 or Python's own files wrote is seen when it is moved or opened."
+    allocate = writer.fallocate
     real = {
         name: getattr(os, name)
         for name in (
@@ -102,7 +104,6 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
             "pwrite",
             "write",
             "ftruncate",
-            "posix_fallocate",
             "fsync",
             "fdatasync",
             "replace",
@@ -135,12 +136,12 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
             if (number := log.number_of(fd)) >= 0:
                 log.ops.append(Op("size", number, size))
 
-    def reserved(fd: int, at: int, n: int) -> None:
+    def reserved(fd: int, n: int) -> None:
         with log.lock:
             before = os.fstat(fd).st_size
-            real["posix_fallocate"](fd, at, n)
-            if (number := log.number_of(fd)) >= 0 and at + n > before:
-                log.ops.append(Op("size", number, at + n))
+            allocate(fd, n)
+            if (number := log.number_of(fd)) >= 0 and n > before:
+                log.ops.append(Op("size", number, n))
 
     def confirmed(name: str) -> Callable[[int], None]:
         def confirm(fd: int) -> None:
@@ -179,13 +180,13 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
         "pwrite": written,
         "write": written,
         "ftruncate": sized,
-        "posix_fallocate": reserved,
         "fsync": confirmed("fsync"),
         "fdatasync": confirmed("fdatasync"),
         "replace": replaced,
         "unlink": unlinked,
     }.items():
         monkeypatch.setattr(os, name, wrapped)
+    monkeypatch.setattr(writer, "fallocate", reserved)
 
 
 def after_the_cut(log: Log, rng: random.Random) -> dict[str, bytes]:

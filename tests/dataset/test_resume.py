@@ -22,6 +22,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
+from leakmel.dataset.file import writer
 from leakmel.dataset.run import existing, open_jobs
 from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run import journal
@@ -1113,14 +1114,13 @@ STEPS = [
         "write",
         "ftruncate",
         "truncate",
-        "posix_fallocate",
         "fsync",
         "fdatasync",
         "replace",
         "unlink",
         "open",
     )
-] + [(h5py.File, "close"), (h5py.Group, "create_dataset")]
+] + [(writer, "fallocate"), (h5py.File, "close"), (h5py.Group, "create_dataset")]
 
 
 def crash(data: Path, target: Path, at: int, **options: Any) -> bool:

@@ -15,6 +15,7 @@ SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms 
 AT_A_STEP = """
 import itertools, time
 import h5py
+from leakmel.dataset.file import writer
 number, at, marker = {number}, {at}, {marker!r}
 count = itertools.count(1)
 def stepping(real):
@@ -26,8 +27,8 @@ def stepping(real):
         return real(*args, **named)
     return step
 real_open = open
-for owner, names in ((os, ("pwrite", "write", "ftruncate", "posix_fallocate", "fsync", "fdatasync", "replace", "unlink", "open", "preadv")),
-                     (h5py.File, ("close",)), (h5py.Group, ("create_dataset",)), (loader.BatchReader, ("fill",)), (engines.ReferenceEngine, ("run",)),
+for owner, names in ((os, ("pwrite", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink", "open", "preadv")),
+                     (writer, ("fallocate",)), (h5py.File, ("close",)), (h5py.Group, ("create_dataset",)), (loader.BatchReader, ("fill",)), (engines.ReferenceEngine, ("run",)),
                      (job.Job, ("take",))):
     for name in names: setattr(owner, name, stepping(getattr(owner, name)))
 if at == 0:

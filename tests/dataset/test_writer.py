@@ -1,5 +1,6 @@
 "Rows at a fixed offset, metadata around them, and a final name only for complete files."
 
+import ctypes
 import errno
 import os
 import signal
@@ -498,10 +499,10 @@ def test_insufficient_space_is_reported_before_work(tmp_path, monkeypatch):
 def test_disk_full_while_reserving(tmp_path, monkeypatch):
     old = build(tmp_path / "a.h5", np.ones(2, bool))
 
-    def full(fd, at, n):
+    def full(fd, n):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(writer, "fallocate", full)
     with raises("no-space", SpaceError, path=tmp_path / ".a.h5.partial") as e:
         RowFile(tmp_path / "a.h5", SMALL.row_shape, 100)
     assert e.value.exit_code == 3
@@ -509,22 +510,60 @@ def test_disk_full_while_reserving(tmp_path, monkeypatch):
     assert (tmp_path / "a.h5").read_bytes() == old
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_file_systems_that_cannot_reserve(tmp_path, monkeypatch, code):
     whole = build(tmp_path / "a.h5", np.ones(4, bool))
 
-    def refuse(fd, at, n):
+    def refuse(fd, n):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(writer, "fallocate", refuse)
     assert build(tmp_path / "b.h5", np.ones(4, bool)) == whole
 
 
+def test_where_blocks_cannot_be_allocated_nothing_is_written(tmp_path, monkeypatch):
+    "The C library's `posix_fallocate` would write into every block there."
+
+    def refused(fd, mode, at, n):
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(writer, "_system_fallocate", lambda: refused)
+    written = Path("/proc/self/io")
+
+    def bytes_written() -> int:
+        return int(dict(line.split(": ") for line in written.read_text().splitlines())["wchar"])
+
+    with open(tmp_path / "x", "wb") as f:
+        before = bytes_written()
+        reserve(f.fileno(), 1 << 30, tmp_path / "x")
+        assert bytes_written() == before
+    assert (tmp_path / "x").stat().st_size == 1 << 30
+    assert (tmp_path / "x").stat().st_blocks == 0
+    monkeypatch.setattr(writer, "_system_fallocate", lambda: None)  # a C library without the call
+    with open(tmp_path / "y", "wb") as f:
+        reserve(f.fileno(), 1 << 30, tmp_path / "y")
+    assert (tmp_path / "y").stat().st_blocks == 0
+
+
+def test_a_signal_while_reserving_repeats_the_call(tmp_path, monkeypatch):
+    codes = [errno.EINTR, errno.EINTR, 0]
+
+    def interrupted(fd, mode, at, n):
+        ctypes.set_errno(code := codes.pop(0))
+        return -1 if code else 0
+
+    monkeypatch.setattr(writer, "_system_fallocate", lambda: interrupted)
+    with open(tmp_path / "x", "wb") as f:
+        reserve(f.fileno(), 1 << 20, tmp_path / "x")
+    assert codes == []
+
+
 def test_other_faults_of_reserving(tmp_path, monkeypatch):
-    def broken(fd, at, n):
+    def broken(fd, n):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "posix_fallocate", broken)
+    monkeypatch.setattr(writer, "fallocate", broken)
     with raises("write-failed", OutputError, path=tmp_path / ".a.h5.partial", says="EIO"):
         RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     assert leftovers(tmp_path) == []

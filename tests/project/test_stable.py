@@ -335,7 +335,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         around.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if command.startswith(FULL_DISK):
             no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            around.enter_context(mock.patch("os.posix_fallocate", side_effect=no_space))
+            around.enter_context(mock.patch("leakmel.dataset.file.writer.fallocate", side_effect=no_space))
         try:
             status = main(words)
         except SystemExit as end:

@@ -9,6 +9,7 @@ __all__ = [
     "OutputLock",
     "delayed_signals",
     "require_space",
+    "fallocate",
     "reserve",
     "allocated_bytes",
     "replacing",
@@ -19,9 +20,10 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/file/writer.ipynb #323da97f
-import errno, fcntl, os, signal, stat, threading
+import ctypes, errno, fcntl, os, signal, stat, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -164,13 +166,36 @@ def require_space(
         )
 
 
+@cache
+def _system_fallocate() -> Callable[[int, int, int, int], int] | None:
+    "Return fallocate(2) of the C library; None where there is none."
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return function
+
+
+def fallocate(fd: int, n_bytes: int) -> None:  # raises OSError
+    "Allocate the blocks of a file without writing them; the file grows to n_bytes if it is shorter."
+    if (function := _system_fallocate()) is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while function(fd, 0, 0, n_bytes):
+        if (
+            code := ctypes.get_errno()
+        ) != errno.EINTR:  # Python handles the signal, then the call is repeated
+            raise OSError(code, os.strerror(code))
+
+
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
 def reserve(fd: int, n_bytes: int, path: Path) -> None:
     "Reserve disk space for a file, so that later writes do not fail; raises OutputError, SpaceError."
     try:
-        os.posix_fallocate(fd, 0, n_bytes)
+        fallocate(fd, n_bytes)
     except OSError as e:
-        if e.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-            os.ftruncate(fd, n_bytes)  # a file system that cannot reserve
+        if e.errno in _CANNOT_RESERVE:
+            os.ftruncate(fd, n_bytes)
             return
         if e.errno == errno.ENOSPC:
             require_space(path.parent, n_bytes - allocated_bytes(path))  # reports how many bytes are missing
