@@ -31,15 +31,16 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/labels.ipynb #f03d5638
-import csv, fcntl, getpass, io, logging, os, re, stat
+import csv, getpass, io, logging, os, re, stat
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .tables import read_table
 from ..core.errors import DataError, UsageError, show_path, write_error
+from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
 
@@ -148,6 +149,17 @@ def _regular(fd: int, file: Path) -> None:
         raise DataError("the table is not a regular file", code="table-unreadable", path=file)
 
 
+_LOCK_WAIT_S = 30  # a decision is written in milliseconds
+
+
+def _open_table(file: Path, stack: ExitStack) -> int:
+    "Open a table to append to it; the stack closes it."
+    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    stack.callback(os.close, fd)
+    _regular(fd, file)
+    return fd
+
+
 def append_decision(
     file: str | os.PathLike,  # labels.csv; made if it does not exist
     decision: Decision,
@@ -160,15 +172,15 @@ def append_decision(
             raise _invalid("a path that is not printable needs a digest", show_path(decision.path))
         cells["path"] = show_path(decision.path)
     row = [cells[name] for name in LABELS_COLUMNS]
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        fd = os.open(file, flags, 0o666)
-        try:
-            _regular(fd, file)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            fd = _open_table(file, stack)
+            if not flock(fd, wait=True):
+                stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+                fd = _open_table(
+                    file, stack
+                )  # NFS shows what others wrote to those who open the file after them
             is_new = _append(fd, row, file)
-        finally:
-            os.close(fd)
         if is_new:
             _sync_folder(file.parent)
     except OSError as e:

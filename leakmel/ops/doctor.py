@@ -324,6 +324,7 @@ FIGURES = {
     "hdf5_locking": "HDF5_USE_FILE_LOCKING",
     "hdf5_same": "the values that were read are those that were written",
     "kernel_locks": "files can be locked by the kernel",
+    "lock": "lock that works in the folder: flock, owner (a link that names the owner), or empty",
     "lanes": "float32 numbers in a vector of the compiled code",
     "vectors": "vector instructions of the compiled code",
     "cache_folders": "folders of compiled code",

@@ -49,6 +49,7 @@ from typing import Any
 
 import leakmel
 from ..core.errors import show_path
+from ..core.locks import lock_kind
 from ..core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
 from ..core.monitor import free_memory, size_text, usable_cores
 
@@ -376,12 +377,12 @@ def examine_recordings(folder: str | os.PathLike) -> Check:
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9
 def examine_hdf5(folder: str | os.PathLike) -> Check:
     "Check the HDF5 library: version, locking, and a file that is written and read."
-    import fcntl, h5py
+    import h5py
     import numpy as np
 
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
-    same, locks, advice = False, False, ""
+    same, advice = False, ""
     found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}"
     with scratch(folder) as place:
         try:
@@ -396,17 +397,18 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
             )
         except Exception as e:
             result = f"a file cannot be written and read: {type(e).__name__}: {e}"
-        with open(place / "lock", "wb") as f, contextlib.suppress(OSError):
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locks = True
+        lock = lock_kind(place)
         elsewhere = not os.path.samefile(place.parent, folder)
     if not same:
         advice = "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)"
-    elif not locks:
+    elif not lock:
         result = "the file system does not lock files"
-        advice = "Write data sets to another disk: a build needs file locks"
+        advice = "Write data sets to another disk: a build needs locks"
+    elif lock == "owner":
+        result += "; the file system does not lock files, so links name who writes a file"
+        advice = "Mount the file system with locks (Lustre: -o flock; NFS: its lock service): else the link of a computer that failed has to be deleted by hand"
     elif elsewhere:
         result += " in the system's temporary folder, because the folder is not writable"
     figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
-    figures |= {"hdf5_same": same, "kernel_locks": locks}
+    figures |= {"hdf5_same": same, "kernel_locks": lock == "flock", "lock": lock}
     return make_check("hdf5", f"{found}; {result}", figures, advice, blocks=not same)

@@ -28,7 +28,8 @@ def stepping(real):
     return step
 real_open = open
 for owner, names in ((os, ("pwrite", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink", "open", "preadv")),
-                     (writer, ("fallocate",)), (h5py.File, ("close",)), (h5py.Group, ("create_dataset",)), (loader.BatchReader, ("fill",)), (engines.ReferenceEngine, ("run",)),
+                     (writer, ("fallocate",)), (h5py.File, ("close",)),
+                     (h5py.Group, ("create_dataset",)), (loader.BatchReader, ("fill",)), (engines.ReferenceEngine, ("run",)),
                      (job.Job, ("take",))):
     for name in names: setattr(owner, name, stepping(getattr(owner, name)))
 if at == 0:

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/file/writer.ipynb #323da97f
-import ctypes, errno, fcntl, os, signal, stat, threading
+import ctypes, errno, math, os, signal, stat, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -31,6 +31,7 @@ import h5py
 import numpy as np
 
 from ...core.errors import OutputError, SpaceError
+from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
 from .schema import PARTS, Metadata, create_parts, new_file, write_metadata
 
@@ -71,24 +72,31 @@ class OutputLock:
         self.path = target.with_name(f".{target.name}.lock")
         self.wait = wait
         self.fd = -1
+        self.owner: OwnerLock | None = None  # where there is no flock
 
     def __enter__(self) -> Self:
         try:
-            while self.fd < 0:  # repeat if the last holder removed the file between open and lock
+            while (
+                self.fd < 0 and self.owner is None
+            ):  # repeat if the last holder removed the file between open and lock
                 self.fd = self._lock()
         except OSError as e:
             raise output_error(e, self.path) from e
         return self
 
     def _lock(self) -> int:
-        "Lock the lock file and return its descriptor; -1 if the file was removed or replaced."
+        "Lock the lock file and return its descriptor; -1 if the file was removed or replaced, or cannot be locked."
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         locked = False
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_flock = flock(fd, wait=False)
             except BlockingIOError:
-                self._wait_for_holder(fd)
+                has_flock = self._wait_for_holder(fd)
+            if not has_flock:
+                self.path.unlink(missing_ok=True)
+                self.owner = self._lock_by_owner()
+                return -1
             st = os.fstat(fd)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), st):
@@ -104,21 +112,24 @@ class OutputLock:
                 os.close(fd)
         return fd if locked else -1
 
-    def _wait_for_holder(self, fd: int) -> None:
-        "Wait for the lock, or raise OutputError."
+    def _lock_by_owner(self) -> OwnerLock:
+        "Lock where the file system has no flock."
+        if self.wait is None:
+            return OwnerLock(self.target).__enter__()
+        return OwnerLock(self.target, wait_s=math.inf, say=self.wait).__enter__()
+
+    def _wait_for_holder(self, fd: int) -> bool:
+        "Wait for the lock, or raise OutputError; return what `flock` returns."
         holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
         if self.wait is None:
-            raise OutputError(
-                "another process is writing this file",
-                code="output-locked",
-                path=self.target,
-                found=holder,
-                remedy="wait until it ends, or write to another file",
-            )
+            raise locked_error(self.target, holder)
         self.wait(holder)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        return flock(fd, wait=True)
 
     def __exit__(self, *exc) -> None:
+        if self.owner is not None:
+            self.owner.__exit__(*exc)
+            return
         self.path.unlink(missing_ok=True)
         os.close(self.fd)
 
