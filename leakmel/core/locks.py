@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "NO_FLOCK",
     "flock",
     "locked_error",
     "Owner",
@@ -15,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, math, os, secrets, socket, time
+import errno, fcntl, json, os, secrets, socket, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from typing import Self
 from .errors import OutputError, show_path
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
-_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def flock(
@@ -37,7 +38,7 @@ def flock(
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as e:
-        if e.errno not in _NO_FLOCK:
+        if e.errno not in NO_FLOCK:
             raise
         return False
     return True

@@ -380,15 +380,17 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
     import h5py
     import numpy as np
 
+    from leakmel.dataset.file.schema import open_file
+
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
     same, advice = False, ""
     found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}"
     with scratch(folder) as place:
         try:
-            with h5py.File(place / "x.h5", "w", libver=("v108", "v108")) as f:
+            with open_file(place / "x.h5", "w", libver=("v108", "v108")) as f:
                 f["segments_mel"] = values
-            with h5py.File(place / "x.h5", "r") as f:
+            with open_file(place / "x.h5") as f:
                 same = np.array_equal(f["segments_mel"][:], values)
             result = (
                 "a file was written and read"

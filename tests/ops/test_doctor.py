@@ -420,7 +420,11 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     check = doctor_checks.examine_hdf5(tmp_path)
     assert (check.status, check.blocks) == ("warn", False)
     assert (check.figures["kernel_locks"], check.figures["hdf5_locking"]) == (False, "FALSE")
-    assert "does not lock files" in check.found
+    assert check.figures["lock"] == "owner"
+    assert check.figures["hdf5_same"]
+    monkeypatch.setattr(os, "symlink", failing(OSError(errno.EPERM, "no links")))
+    check = doctor_checks.examine_hdf5(tmp_path)
+    assert (check.status, check.blocks, check.figures["lock"]) == ("warn", False, "")
 
 
 # ---- compiled code, GPU --------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from leakmel.dataset.file.schema import (
     WAVEFORMS,
     metadata_digest,
     name_columns,
+    open_file,
     read_column,
     stored_spec,
     unsafe_parts,
@@ -435,7 +436,7 @@ def check_data_set(
                 path=path,
                 remedy="give a leakmel data set",
             )
-        with h5py.File(path, "r") as f:
+        with open_file(path) as f:
             _check_integrity(f, report)
             if not report.problems:
                 _check_origin(f, report, root, sample, accounting, edges, names, sources, progress)

@@ -25,6 +25,7 @@ from leakmel.dataset.file.schema import (
     SCHEMA_VERSION,
     WAVEFORMS,
     file_columns,
+    open_file,
     stored_spec,
     unsafe_parts,
 )
@@ -194,7 +195,7 @@ class MelDataset:
         try:
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # a named pipe would block
                 raise VerifyError("the path is not a regular file", code="not-a-file", path=self.path)
-            self._file = h5py.File(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
+            self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
         except FileNotFoundError as e:
             raise DataError("there is no such data set", code="no-such-file", path=self.path) from e
         except OSError as e:

@@ -28,6 +28,7 @@ __all__ = [
     "root_attributes",
     "create_rows",
     "create_parts",
+    "open_file",
     "new_file",
     "Metadata",
     "metadata_digest",
@@ -51,6 +52,7 @@ from ...audio.file_names import NameParts, columns_of_names
 from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM
 from ...core.errors import show_path
+from ...core.locks import NO_FLOCK
 from ...mel.spec import MelSpec, spec_from_dict
 
 # %% ../../../nbs/dataset/file/schema.ipynb #59f87d6a
@@ -240,10 +242,26 @@ def create_parts(
     return offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS)
 
 
+def open_file(
+    path: str | os.PathLike,
+    mode: str = "r",
+    **options: Any,  # of h5py.File
+) -> h5py.File:
+    "Open an HDF5 file; without the lock of the HDF5 library where the file system has none."
+    try:
+        return h5py.File(path, mode, **options)
+    except OSError as e:
+        if e.errno not in NO_FLOCK:
+            raise
+    if mode == "x":  # the file was made, and could not be locked
+        Path(path).unlink(missing_ok=True)
+    return h5py.File(path, mode, locking=False, **options)
+
+
 def new_file(path: str | os.PathLike) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
     Path(path).unlink(missing_ok=True)  # never write through a symbolic link
-    return h5py.File(path, "x", libver=LIBVER, track_order=False)
+    return open_file(path, "x", libver=LIBVER, track_order=False)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687

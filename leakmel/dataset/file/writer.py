@@ -27,13 +27,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import h5py
 import numpy as np
 
 from ...core.errors import OutputError, SpaceError
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
-from .schema import PARTS, Metadata, create_parts, new_file, write_metadata
+from .schema import PARTS, Metadata, create_parts, new_file, open_file, write_metadata
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #858593e5
@@ -416,7 +415,7 @@ class RowFile:
         "Rewrite the complete partial file with rows and waveforms in gzip chunks."
         packed = self.partial.with_name(self.partial.name + ".gz")
         try:
-            with h5py.File(self.partial, "r") as whole:
+            with open_file(self.partial) as whole:
                 parts = [whole[name] for name in PARTS if name in whole]
                 room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
                 require_space(packed.parent, room)

@@ -38,6 +38,7 @@ from leakmel.dataset.file.schema import (
     WAVEFORMS,
     Rejected,
     metadata_digest,
+    open_file,
     read_column,
     unsafe_parts,
 )
@@ -226,7 +227,7 @@ def open_existing(
         DIGEST_ATTRIBUTE: state.digest,
     }
     try:
-        with h5py.File(target, "r") as f:
+        with open_file(target) as f:
             if next(unsafe_parts(f), None) or metadata_digest(f) != state.digest:
                 return None
             if any(f.attrs[k] != v for k, v in expected.items()) or (WAVEFORMS in f) != with_waveforms:

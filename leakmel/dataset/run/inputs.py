@@ -364,10 +364,10 @@ def decide_spec(
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
 def _is_data_set(path: Path) -> bool:
-    import h5py
+    from leakmel.dataset.file.schema import open_file
 
     try:
-        with h5py.File(path, "r") as f:
+        with open_file(path) as f:
             return "segments_mel" in f
     except OSError:
         return False

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from ...audio.conform import digests_of
@@ -19,7 +18,7 @@ from ...audio.listing import Listing
 from ...core.errors import MachineError, OutputError, show_path
 from ...core.timeline import Span
 from ..check.verify import check_data_set
-from ..file.schema import ROWS, WAVEFORMS
+from ..file.schema import ROWS, WAVEFORMS, open_file
 from leakmel.dataset.file.writer import (
     OutputLock,
     RowFile,
@@ -113,7 +112,7 @@ def _copy_rows(
     ]
     if file.waveform_bytes:
         parts.append((WAVEFORMS, "waveform_digest", file.waveform_bytes, file.write_waveform))
-    with h5py.File(existing.path, "r") as f:
+    with open_file(existing.path) as f:
         for part, name, item_bytes, write in parts:
             for run in consecutive_runs(known["number"], places, item_bytes):
                 start = int(places[run.start])
