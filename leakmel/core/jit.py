@@ -22,6 +22,7 @@ __all__ = [
     "half_bits",
     "source_key",
     "compiled",
+    "has_fma",
 ]
 
 # %% ../../nbs/core/jit.ipynb #335be665
@@ -288,3 +289,23 @@ def compiled(
             return made
 
     return decorate
+
+
+# %% ../../nbs/core/jit.ipynb #4d8f1b62
+@emitted
+def _square_plus(builder, x, y, out):
+    store(load(builder, x).fma(load(builder, x), load(builder, y)), out)
+
+
+@cache
+def has_fma() -> bool:
+    "Return whether compiled code rounds a product and a sum once."
+
+    @compiled("void(f4[::1], f4[::1], f4[::1])")
+    def fma(x, y, out):
+        _square_plus((address(x), address(y), address(out)))
+
+    x = np.full(LANES, 1 + 2**-12, np.float32)  # its square is 1 + 2^-11 + 2^-24, which float32 cannot hold
+    y, out = np.full(LANES, -1 - 2**-11, np.float32), np.zeros(LANES, np.float32)
+    fma(x, y, out)
+    return bool((out == 2**-24).all())

@@ -167,7 +167,7 @@ class OwnerLock:
 
     def __enter__(self) -> Self:  # raises OutputError if there is another holder, OSError
         owner = this_owner()
-        until, said = time.monotonic() + self.wait_s, False
+        until, reported = time.monotonic() + self.wait_s, False
         while not self._made(owner):
             found = read_owner(self.path)
             if found is None:  # just released
@@ -177,9 +177,9 @@ class OwnerLock:
                 continue
             if time.monotonic() >= until:
                 raise self._error(found)
-            if not said:
+            if not reported:
                 self.say(str(found))
-                said = True
+                reported = True
             time.sleep(_POLL_S)  # nothing reports that a link is gone
         self.token = owner.token
         return self

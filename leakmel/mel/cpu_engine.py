@@ -6,12 +6,13 @@
 __all__ = ["make_tables", "CpuEngine"]
 
 # %% ../../nbs/mel/cpu_engine.ipynb #6fe99f32
-import threading
+import platform, threading
 
 import numpy as np
 
 from ..audio.conform import int16_moments, moments_of
 from ..core.errors import EngineError
+from ..core.jit import has_fma
 from ..core.monitor import usable_cores
 from .cpu_kernel import BINS_AT_ONCE, RADICES, kernel, places_of, work_space
 from .engines import DeviceOptions, Engine, UnsupportedSpec
@@ -97,6 +98,14 @@ class CpuEngine(Engine):
         }
         self._numbers = (spec.n_mels, spec.row_shape[-1], int(spec.power))
         self._local = threading.local()
+
+    @property
+    def processor(self) -> str:
+        "Empty for x86 processors with FMA (AVX2 and AVX-512 give the same bits); no other processor is known to give them."
+        machine = platform.machine()
+        if machine not in ("x86_64", "AMD64"):
+            return machine
+        return "" if has_fma() else "without-fma"
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute all recordings in one call; thread-safe. Rejects arrays of the wrong shape, which the kernel would overrun."

@@ -77,10 +77,12 @@ class Device:
     "CUDA device, and its pinned host memory."
 
     kind = "cuda"  # part of an engine's identity
+    processor = ""  # also part of it: compute capability, on which the order of sums depends
 
     def __init__(self, index: int):
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
+        self.processor = "{}.{}".format(*torch.cuda.get_device_capability(index))
         self._pinned: dict[int, tuple[torch.Tensor, mmap.mmap]] = {}  # by address
 
     def free_bytes(self) -> int:

@@ -49,6 +49,7 @@ from leakmel.mel.engines import (
     Ticket,
     check_recording,
     check_rows,
+    engine_identity,
     load_class,
     log_skipped_engine,
 )
@@ -344,8 +345,16 @@ class DeviceEngine(Engine):
         self.runners: list[DeviceRunner] = []
         self._arrays: list[torch.Tensor] = []  # pinned
         self._turns = itertools.count()
+        self._processors = sorted({device.processor for device in devices})
         if not devices:
             return
+        if len(self._processors) > 1:
+            raise EngineError(
+                "these devices give different bits",
+                code="devices-differ",
+                found=f"compute capabilities {' and '.join(self._processors)}",
+                remedy="name one device, for example device='cuda:0'",
+            )
         self.device = devices[0].name if len(devices) == 1 else devices[0].kind
         self.workers = len(devices)
         title = f"engine {self.identity}"
@@ -361,6 +370,11 @@ class DeviceEngine(Engine):
             for device in devices[n_open + 1 :]:
                 device.close()
             raise
+
+    @property
+    def processor(self) -> str:
+        "Compute capability of the devices; empty without devices."
+        return "".join(self._processors)
 
     def host_array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
         "Pinned zeros; ordinary memory after `close`."
@@ -413,7 +427,7 @@ def open_chain(
 def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_block: int) -> tuple[Chain, str]:
     "Create the chain of an engine, and check it on `check_recording`, from int16 and from float32."
     cls: Any = load_class(name)
-    identity = f"{cls.name}@{cls.version}/{device.kind}"
+    identity = engine_identity(cls.name, cls.version, device.kind, device.processor)
     samples = check_recording(spec)
     right = reference_features(samples, spec)
     try:

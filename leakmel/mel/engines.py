@@ -14,6 +14,7 @@ __all__ = [
     "Ticket",
     "EngineLane",
     "DeviceOptions",
+    "engine_identity",
     "Engine",
     "ReferenceEngine",
     "check_recording",
@@ -101,6 +102,16 @@ class DeviceOptions:
 
 
 # %% ../../nbs/mel/engines.ipynb #bfa208df
+def engine_identity(
+    name: str,
+    version: str,
+    kind: str,  # of device
+    processor: str,  # what tells processors apart whose rows differ in a bit; empty where none do
+) -> str:
+    "Identity of an engine, as it is stored in data sets."
+    return f"{name}@{version}/{kind}" + (f"-{processor}" if processor else "")
+
+
 class Engine(ABC):
     "Base class: computes log-mel features of batches of recordings."
 
@@ -114,9 +125,14 @@ class Engine(ABC):
         self.spec = spec
 
     @property
+    def processor(self) -> str:
+        "What tells processors apart whose rows differ in a bit; empty where none do."
+        return ""
+
+    @property
     def identity(self) -> str:
-        "Name, version and kind of device, for example `torch@1/cpu`."
-        return f"{self.name}@{self.version}/{self.device.split(':')[0]}"
+        "Name, version, kind of device and processor, for example `cpu@2/cpu` or `cpu@2/cpu-without-fma`."
+        return engine_identity(self.name, self.version, self.device.split(":")[0], self.processor)
 
     @property
     def n_lanes(self) -> int:

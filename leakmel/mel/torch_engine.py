@@ -20,17 +20,18 @@ __all__ = [
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..audio.wav import digest_of
 from ..audio.conform import FULL_SCALE, even_step, int16_moments, moments_of
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
-from .engines import DeviceOptions
+from .engines import DeviceOptions, check_recording
 from .reference import hann_periodic
 from .spec import MelSpec
 
@@ -258,6 +259,15 @@ class TorchEngine(DeviceEngine):
         super().__init__(spec, devices, partial(self.make_chain, spec), options)
         self.workers = len(devices) or usable_cores()
         self._local = threading.local()
+
+    @cached_property
+    def processor(self) -> str:
+        "Of a device its compute capability; of a CPU a digest of float32 features, as MKL and NumPy choose their code by its model."
+        if self._processors:
+            return super().processor
+        out = np.empty((1, *self.spec.row_shape), np.float32)
+        self.run(check_recording(self.spec), out)
+        return digest_of(out.tobytes())[:8]
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute block by block; thread-safe."

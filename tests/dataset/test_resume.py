@@ -760,7 +760,7 @@ def test_other_features_start_a_fresh_build_with_a_reason(
 ) -> None:
     result = build(data, interrupted, spec=lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
     assert result.summary["resumed_rows"] == 0
-    assert "the features or the engine differ" in caplog.text
+    assert "the features, the engine or its processor differ" in caplog.text
 
 
 def test_interrupted_update_is_resumed(data: Path, tmp_path: Path, read: list[bytes]) -> None:

@@ -794,7 +794,7 @@ def test_torchaudio_rows_do_not_depend_on_batches(device: str, long_hop: int) ->
 
     with TorchaudioEngine(spec, device=on_device(device)) as engine:
         self_check(engine)
-        assert engine.identity == f"torchaudio@1/{device}"
+        assert engine.identity.startswith(f"torchaudio@1/{device}")
         for i in range(len(x)):
             engine.run(x[i : i + 1], alone[i : i + 1])
         check_batches(engine, x, alone, 7, 2)
@@ -836,7 +836,7 @@ def test_float32_is_exact_enough_for_quiet_bands(device: str) -> None:
     with TorchEngine(spec, device=on_device(device)) as engine:
         self_check(engine)
         engine.run(x, out)
-        assert engine.identity == f"torch@{TorchEngine.version}/{device}"
+        assert engine.identity.startswith(f"torch@{TorchEngine.version}/{device}")
     assert compare(out, reference_features(x, spec), spec).max_abs_db < 0.1
 
 

@@ -214,6 +214,7 @@ def open_existing(
     listing: Listing,
     fingerprint: str,  # fingerprint of spec and engine
     with_waveforms: bool,
+    engine: str,  # its identity
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."
     from leakmel import __version__
@@ -229,6 +230,14 @@ def open_existing(
     try:
         with open_file(target) as f:
             if next(unsafe_parts(f), None) or metadata_digest(f) != state.digest:
+                return None
+            if (before := str(f.attrs["engine"])) != engine:
+                log.warning(
+                    "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
+                    target,
+                    before,
+                    engine,
+                )
                 return None
             if any(f.attrs[k] != v for k, v in expected.items()) or (WAVEFORMS in f) != with_waveforms:
                 return None

@@ -143,7 +143,7 @@ _MISMATCHES = {
     "n_candidates": "the recordings have changed",
     "folders": "the recordings' folders have changed",
     "decoders": "packages that decode or resample have other versions",
-    "fingerprint": "the settings of the features or the engine differ",
+    "fingerprint": "the settings of the features, the engine or its processor differ",
     "leakmel_version": "it was started by another release of leakmel",
 }
 

@@ -258,7 +258,9 @@ def open_jobs(
             for _, target in targets:
                 stack.enter_context(OutputLock(target))
         existing = [
-            None if fresh else open_existing(target, listing, run.fingerprint, with_waveforms)
+            None
+            if fresh
+            else open_existing(target, listing, run.fingerprint, with_waveforms, run.engine.identity)
             for listing, target in targets
         ]
         # all checks before the first change of a file are done
