@@ -4201,6 +4201,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.mel.device.Stream.record': ('mel/device.html#stream.record', 'leakmel/mel/device.py'),
                                     'leakmel.mel.device.Stream.wait': ('mel/device.html#stream.wait', 'leakmel/mel/device.py'),
                                     'leakmel.mel.device._advise': ('mel/device.html#_advise', 'leakmel/mel/device.py'),
+                                    'leakmel.mel.device._open_device': ('mel/device.html#_open_device', 'leakmel/mel/device.py'),
                                     'leakmel.mel.device._page_aligned': ('mel/device.html#_page_aligned', 'leakmel/mel/device.py'),
                                     'leakmel.mel.device.open_devices': ('mel/device.html#open_devices', 'leakmel/mel/device.py')},
             'leakmel.mel.device_buffers': { 'leakmel.mel.device_buffers.BatchPart': ( 'mel/device_buffers.html#batchpart',

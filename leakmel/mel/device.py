@@ -77,12 +77,17 @@ class Device:
     "CUDA device, and its pinned host memory."
 
     kind = "cuda"  # part of an engine's identity
-    processor = ""  # also part of it: compute capability, on which the order of sums depends
+    processor = ""  # also part of it
 
-    def __init__(self, index: int):
+    def __init__(
+        self,
+        index: int,
+        *,
+        processor: str = "",  # compute capability, on which the order of sums depends
+    ):
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
-        self.processor = "{}.{}".format(*torch.cuda.get_device_capability(index))
+        self.processor = processor
         self._pinned: dict[int, tuple[torch.Tensor, mmap.mmap]] = {}  # by address
 
     def free_bytes(self) -> int:
@@ -171,6 +176,11 @@ class Device:
 
 
 # %% ../../nbs/mel/device.ipynb #4ec92020
+def _open_device(index: int) -> Device:
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(index, processor=f"{major}.{minor}")
+
+
 def open_devices(
     device: str,  # "cuda" or "auto" (all that are visible), "cuda:1"
 ) -> list[Device]:  # at least one; the caller closes them
@@ -197,7 +207,7 @@ def open_devices(
         )
     n = torch.cuda.device_count()
     if found[1] is None:
-        return [Device(i) for i in range(n)]
+        return [_open_device(i) for i in range(n)]
     if int(found[1]) >= n:
         raise EngineError(
             "this machine has no CUDA device of this number",
@@ -205,4 +215,4 @@ def open_devices(
             found=device,
             expected=f"cuda:0 to cuda:{n - 1}",
         )
-    return [Device(int(found[1]))]
+    return [_open_device(int(found[1]))]
