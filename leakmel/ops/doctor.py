@@ -337,7 +337,7 @@ FIGURES = {
     "pinned": "memory can be pinned",
     "to_device_bytes_per_s": "rate of copies from pinned memory to the GPU",
     "from_device_bytes_per_s": "rate of copies from the GPU",
-    "identity": "name, version and device of an engine",
+    "identity": "name, version, device and processor of an engine",
     "max_abs_db": "largest difference from the float64 reference in the upper 90 dB",
     "mean_db": "largest mean difference of a recording",
     "n_values": "values compared",

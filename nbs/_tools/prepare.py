@@ -34,7 +34,7 @@ NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
 DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
-    "core": "errors, timeline, progress and threads, used by all other modules",
+    "core": "errors, locks, timeline, progress and threads, used by all other modules",
     "audio": "WAV reader, listing of recordings, names, tables and quality checks",
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",
