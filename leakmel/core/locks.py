@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, os, secrets, socket, time
+import errno, fcntl, json, os, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -56,6 +56,9 @@ def locked_error(
 
 
 # %% ../../nbs/core/locks.ipynb #29c4f0d9
+_BOOT = "/proc/sys/kernel/random/boot_id"
+
+
 def _system_text(path: str) -> str:
     "Return the text of a small file of the system; empty if it cannot be read."
     try:
@@ -78,9 +81,6 @@ def _start_of(pid: int) -> str | None:  # None: unknown
     return "" if fields[0] in "ZX" else f"{_system_text(_BOOT)} {fields[19]}"
 
 
-_BOOT = "/proc/sys/kernel/random/boot_id"
-
-
 @dataclass(frozen=True)
 class Owner:
     "Process that holds a lock."
@@ -97,7 +97,9 @@ class Owner:
     @property
     def has_ended(self) -> bool:
         "Whether the process is known to have ended; False for one of another computer."
-        if (self.host, self.machine) != (socket.gethostname(), _this_machine()) or not self.machine:
+        if (self.host, self.machine) != (os.uname().nodename, _this_machine()):
+            return False
+        if not (self.machine and self.started):  # could not be read
             return False
         return _start_of(self.pid) not in (self.started, None)
 
@@ -114,7 +116,7 @@ def _this_machine() -> str:
 def this_owner() -> Owner:
     "Describe this process, for a new lock."
     pid = os.getpid()
-    return Owner(socket.gethostname(), _this_machine(), pid, _start_of(pid) or "", secrets.token_hex(8))
+    return Owner(os.uname().nodename, _this_machine(), pid, _start_of(pid) or "", os.urandom(8).hex())
 
 
 def read_owner(
@@ -219,7 +221,7 @@ def lock_kind(
     folder: Path,  # writable
 ) -> str:  # "flock", "owner", or "" if neither works
     "Find out which lock works in a folder."
-    probe = folder / f".lock-{secrets.token_hex(8)}"
+    probe = folder / f".lock-{os.urandom(8).hex()}"
     with suppress(OSError):
         with open(probe, "xb") as f:
             has_flock = flock(f.fileno(), wait=False)

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -226,6 +225,8 @@ def test_a_process_whose_start_cannot_be_read_is_alive(
     monkeypatch.setattr(locks, "_start_of", lambda pid: None)
     with raises("output-locked", OutputError), OwnerLock(tmp_path / "a.h5"):
         pass
+    assert replace(this_owner(), pid=4_000_000, machine="").has_ended is False
+    assert replace(this_owner(), started="").has_ended is False
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,7 @@ def test_waiting_for_a_holder(tmp_path: Path) -> None:
     timer = threading.Timer(0.3, first.__exit__)
     timer.start()
     with OwnerLock(target, wait_s=60, say=said.append):
-        assert said == [f"process {os.getpid()} on {socket.gethostname()}"]
+        assert said == [f"process {os.getpid()} on {os.uname().nodename}"]
     timer.join()
 
 
