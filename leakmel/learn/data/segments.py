@@ -25,7 +25,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -76,10 +76,13 @@ def segment_count(
     return piece_count(n_samples, spec.long_window, spec.long_hop, "long segment")
 
 
+_Count = TypeVar("_Count", int, np.ndarray)
+
+
 def covered_samples(
-    n_long: int,  # long segments
+    n_long: _Count,  # long segments; of one recording, or [n] of several
     spec: MelSpec,
-) -> int:  # from the first sample to the end of the last segment
+) -> _Count:  # from the first sample to the end of the last segment
     "Count the samples that the long segments of a recording cover."
     return (n_long - 1) * spec.long_hop + spec.long_window
 

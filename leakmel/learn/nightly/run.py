@@ -60,8 +60,9 @@ from .nights import flags_of, read_visits, record_run
 from .page_parts import Clip, Place, clip_of, place_of
 from .sensors import SENSOR_COLUMNS, SensorRow, normal_medians, sensor_table
 from .visits_page import MAX_CLIPS, PAGE_BEGINS, visits_page
-from ..predict.predict import Predictions, ScoredRecording, predict
+from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
+from ..predict.scored import ScoredRecording
 from ...mel.engines import open_engine
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ from leakmel.insight.plots import (
 from ...mel.engines import log_mel
 from ..data.segments import cut_into_rows, covered_samples, conform_recording
 from ..evaluate.plots import ScoredSpectrogram, spectrogram_figure
-from .predict import Predictions, ScoredRecording
+from .predict import Predictions
+from .scored import ScoredRecording
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -155,7 +156,7 @@ def suspicious_mels(
             expected=f"0 to {MOST_RECORDINGS}",
         )
     rule = predictions.rule
-    chosen = sorted(predictions.scored, key=lambda s: -rule.score(s.segment_scores))[:most]
+    chosen = [predictions.scored[k] for k in np.argsort(-predictions.score, kind="stable")[:most].tolist()]
     if not chosen:
         return _figure([], "No recording was scored" if most else "No recording is to be shown", height=120)
     shown = []

@@ -10,7 +10,6 @@ __all__ = [
     "MAX_SHOWN",
     "Rule",
     "rule_of",
-    "ScoredRecording",
     "rejected_path",
     "check_output",
     "Predictions",
@@ -20,8 +19,8 @@ __all__ = [
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
 import base64, csv, errno, math, os, time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -47,6 +46,7 @@ from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
 from .readers import RecordingList, RecordingReaders, find_recordings
+from .scored import ScoredRecordings, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
 
 if TYPE_CHECKING:
@@ -176,91 +176,37 @@ REJECTED_COLUMNS = ("path", "code", "message", "path_base64")
 FLAGS = ("silent", "opposite_phase", "dry")
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredRecording:
-    "One recording that was scored."
-
-    path: bytes  # relative to the folder
-    segment_scores: np.ndarray  # [L] float32, 0 to 1
-    facts: Any  # of FACTS
-    encoding: str
-    status: str  # "ok", or what was done to it
-    label: str = ""  # from folders or a table
-    sensor: str = ""
-    gain: float = float("nan")  # number in the name
-    # whether the detector learned from it, or was chosen by it; None: not known
-    in_training: bool | None = None
-
-    def row(
-        self,
-        rule: Rule,
-        spec: MelSpec,
-        calibration: Calibration | None = None,  # of the rule's vote; None: the probability is NaN
-        evaluation: str = "",  # of the detector
-    ) -> dict[str, Any]:
-        "Return the columns."
-        score = rule.score(self.segment_scores)
-        f = self.facts
-        n = len(self.segment_scores)
-        return {
-            "path": show_path(self.path),
-            "label": show_path(self.label),
-            "leak": score >= rule.threshold,
-            "score": score,
-            "probability": float("nan") if calibration is None else float(calibration.probability(score)),
-            "vote": rule.vote,
-            "threshold": float(rule.threshold),
-            "leak_share": float((self.segment_scores >= rule.threshold).mean()),
-            "n_segments": n,
-            "scored_s": covered_samples(n, spec) / spec.sample_rate,
-            "duration_s": int(f["n_samples"]) / int(f["sample_rate"]),
-            "sample_rate": int(f["sample_rate"]),
-            "channels": int(f["channels"]),
-            "encoding": self.encoding,
-            "status": self.status,
-            "rms_db": float(f["rms_db"]),
-            "clipped_share": float(f["clipped_share"]),
-            "silent": bool(f["silent"]),
-            "opposite_phase": "opposite_phase" in self.status,
-            "dry": self.gain == 1,
-            "in_training": self.in_training,
-            "sensor": show_path(self.sensor),
-            "gain": float(self.gain),
-            "segment_scores": self.segment_scores,
-            "evaluation": evaluation,
-            "path_base64": _path_base64(self.path),
-        }
-
-
-def _path_base64(path: bytes) -> str:
-    "Path in base64, if `show_path` changes it; else empty."
-    return "" if show_path(path).encode() == path else base64.b64encode(path).decode()
+def _path_base64(path: bytes, shown: str) -> str:
+    "Path in base64, if it is shown in another way; else empty."
+    return "" if shown.encode() == path else base64.b64encode(path).decode()
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cc8f38bf
-def _cell(name: str, value: Any) -> str:
-    "A value as the CSV file has it."
+_PAGE = 8192  # recordings whose columns are text at a time
+
+
+def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
+    "Return a column as the CSV file has it."
     if name == "segment_scores":
-        return " ".join([f"{x:.3f}" for x in value.tolist()])
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
-    if not isinstance(value, float):
-        return str(value)
-    if value != value:
-        return ""
-    if name in ("score", "threshold"):
-        return repr(value)
-    return f"{value:.2f}" if name == "rms_db" else f"{value:.6g}"
+        return [" ".join([f"{x:.3f}" for x in scores.tolist()]) for scores in column]
+    values = column.tolist() if isinstance(column, np.ndarray) else column
+    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+        if name in ("score", "threshold"):
+            return [repr(x) if x == x else "" for x in values]
+        form = "{:.2f}".format if name == "rms_db" else "{:.6g}".format
+        return [form(x) if x == x else "" for x in values]
+    if name in ("leak", "silent", "opposite_phase", "dry", "in_training"):
+        return ["" if x is None else str(int(x)) for x in values]
+    return [str(x) for x in values]
 
 
-def _write_csv(new: Path, columns: tuple[str, ...], rows: Iterator[dict[str, Any]]) -> None:
-    "Write a CSV file under a temporary name."
+def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, Any]]) -> None:
+    "Write the pages of a table to a CSV file under a temporary name."
     with new.open("w", encoding="utf-8", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([_cell(name, row[name]) for name in columns] for row in rows)
+        writer.writerow(names)
+        for page in pages:
+            writer.writerows(zip(*(_cells(name, page[name]) for name in names)))
         f.flush()
         os.fsync(f.fileno())
 
@@ -317,7 +263,7 @@ class Predictions:
     "Scores of the recordings of a folder, in the order of the bytes of their paths."
 
     folder: Path
-    scored: tuple[ScoredRecording, ...]
+    scored: ScoredRecordings
     rejections: tuple[Rejected, ...]  # files that were found and not scored
     rule: Rule
     spec: MelSpec  # features of the model
@@ -325,7 +271,7 @@ class Predictions:
     model: str  # where the detector came from
     engine: str  # identity of the engine that computed the features
     device: str
-    seconds: float  # from listing to the last score, without imports and loading the model
+    seconds: float  # from listing to the written table, without imports and loading the model
     out: Path | None = None  # the CSV file
     learned_by: str = ""  # identity of the engine that computed the training data
     calibration: Calibration | None = None  # calibration of the scores of the voting rule
@@ -341,37 +287,111 @@ class Predictions:
 
     @property
     def files_per_s(self) -> float:
-        "Recordings per second, listing to the last score."
+        "Recordings per second, listing to the written table."
         return self.found / self.seconds
+
+    @cached_property
+    def score(self) -> np.ndarray:  # [n] float64, 0 to 1
+        "Score of each recording by the rule."
+        rule = self.rule
+        return self.scored.segment_scores.each(lambda x: vote_scores(x, rule.vote, rule.frac))
+
+    @cached_property
+    def _is_leak(self) -> np.ndarray:  # [n] bool
+        "Whether the score of each recording is at least the threshold."
+        return self.score >= self.rule.threshold
+
+    def _columns(
+        self,
+        part: slice = slice(None),  # of the recordings
+    ) -> dict[str, Any]:  # name -> array or list, as COLUMNS
+        "Return the columns of the table for some recordings."
+        s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
+        n, lengths, threshold = len(score), self._n_segments[part], float(self.rule.threshold)
+        status = s.form.array(part, lambda form: form[1])
+        probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
+        in_training = s.in_training.array(part)
+        known = not any(value is None for value in s.in_training.values)
+        paths = s.paths[part]
+        shown = list(map(show_path, paths))
+        return {
+            "path": shown,
+            "label": s.label.array(part, show_path),
+            "leak": self._is_leak[part],
+            "score": score,
+            "probability": probability,
+            "vote": [self.rule.vote] * n,
+            "threshold": np.full(n, threshold),
+            "leak_share": self._leak_share[part],
+            "n_segments": lengths,
+            "scored_s": covered_samples(lengths, spec) / spec.sample_rate,
+            "duration_s": facts["n_samples"] / facts["sample_rate"],
+            "sample_rate": facts["sample_rate"].astype(np.int64),
+            "channels": facts["channels"].astype(np.int64),
+            "encoding": s.form.array(part, lambda form: form[0]),
+            "status": status,
+            "rms_db": facts["rms_db"].astype(np.float64),
+            "clipped_share": facts["clipped_share"].astype(np.float64),
+            "silent": facts["silent"].astype(bool),
+            "opposite_phase": s.form.array(part, lambda form: "opposite_phase" in form[1]).astype(bool),
+            "dry": s.gain[part] == 1,
+            "in_training": in_training.astype(bool) if known else in_training,
+            "sensor": s.sensor.array(part, show_path),
+            "gain": s.gain[part],
+            "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
+            "evaluation": [evaluation_result(self.evaluations)] * n,
+            "path_base64": list(map(_path_base64, paths, shown)),
+        }
+
+    @cached_property
+    def _n_segments(self) -> np.ndarray:  # [n] int64
+        return self.scored.segment_scores.n_segments
+
+    @cached_property
+    def _leak_share(self) -> np.ndarray:  # [n] float64, share of the segments that reach the threshold
+        threshold = float(self.rule.threshold)
+        return self.scored.segment_scores.each(lambda x: (x >= threshold).mean(-1))
+
+    def _pages(self, part: slice = slice(None)) -> Iterator[dict[str, Any]]:
+        "Yield the columns of the table for some recordings, page by page."
+        start, stop, _ = part.indices(len(self))
+        for first in range(start, stop, _PAGE):
+            yield self._columns(slice(first, min(stop, first + _PAGE)))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
-        result = evaluation_result(self.evaluations)
-        for s in self.scored:
-            yield s.row(self.rule, self.spec, self.calibration, result)
+        return self._rows()
+
+    def _rows(self, part: slice = slice(None)) -> Iterator[dict[str, Any]]:
+        for page in self._pages(part):
+            columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
+            for row in zip(*columns):
+                yield dict(zip(page, row))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
         "One row per scored recording; segment_scores holds arrays."
         import pandas as pd
 
-        return pd.DataFrame(list(self.rows()), columns=list(COLUMNS))
+        columns = self._columns()
+        scores = np.empty(len(self), object)
+        scores[:] = columns["segment_scores"]
+        return pd.DataFrame(columns | {"segment_scores": scores})
 
-    def _rejected_rows(self) -> Iterator[dict[str, Any]]:
-        for r in self.rejections:
-            yield {
-                "path": show_path(r.path),
-                "code": r.code,
-                "message": r.message,
-                "path_base64": _path_base64(r.path),
-            }
+    def _rejected_columns(self) -> dict[str, list[str]]:
+        return {
+            "path": [show_path(r.path) for r in self.rejections],
+            "code": [r.code for r in self.rejections],
+            "message": [r.message for r in self.rejections],
+            "path_base64": [_path_base64(r.path, show_path(r.path)) for r in self.rejections],
+        }
 
     @cached_property
     def rejected(self) -> "pd.DataFrame":
         "path, code and message of files that were not scored."
         import pandas as pd
 
-        return pd.DataFrame(list(self._rejected_rows()), columns=list(REJECTED_COLUMNS[:3]))
+        return pd.DataFrame(self._rejected_columns(), columns=list(REJECTED_COLUMNS[:3]))
 
     def write(self, out: str | os.PathLike) -> None:  # name of the CSV file; raises OutputError
         "Write the table and the list of rejected files; both files are complete before either of them is renamed."
@@ -379,17 +399,25 @@ class Predictions:
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_csv(rejected, REJECTED_COLUMNS, self._rejected_rows())
-            _write_csv(scores, COLUMNS, self.rows())
+            _write_csv(rejected, REJECTED_COLUMNS, iter([self._rejected_columns()]))
+            _write_csv(scores, COLUMNS, self._pages())
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
-        rows = list(self.rows())
-        most = sorted(rows, key=lambda r: -r["score"])[:MAX_SHOWN]
+        most = [
+            next(self._rows(slice(k, k + 1)))
+            for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist()
+        ]
         shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
-        known = [r["in_training"] for r in rows]
-        flags = {name: sum(r[name] for r in rows) for name in FLAGS}
+        facts = self.scored.facts
+        form, gain, known = self.scored.form, self.scored.gain, self.scored.in_training
+        flags = {
+            "silent": facts["silent"],
+            "opposite_phase": form.array(convert=lambda x: "opposite_phase" in x[1]).astype(bool),
+            "dry": gain == 1,
+            "clipped": facts["clipped_share"] > 0,
+        }
         for r in most:
             r["segment_scores"] = [round(x, 3) for x in r["segment_scores"].tolist()]
             r["probability"] = None if math.isnan(r["probability"]) else r["probability"]
@@ -401,9 +429,9 @@ class Predictions:
             "found": self.found,
             "scored": len(self),
             "rejected": len(self.rejections),
-            "leaks": sum(r["leak"] for r in rows),
+            "leaks": int(self._is_leak.sum()),
             "rejected_by_code": dict(Counter(r.code for r in self.rejections).most_common()),
-            "flags": flags | {"clipped": sum(r["clipped_share"] > 0 for r in rows)},
+            "flags": {name: int(values.sum()) for name, values in flags.items()},
             "rule": asdict(self.rule),
             "calibration": None
             if (c := self.calibration) is None
@@ -415,9 +443,9 @@ class Predictions:
             "device": self.device,
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
-            "in_training": None if None in known else sum(known),
-            "scored_s": sum(r["scored_s"] for r in rows),
-            "duration_s": sum(r["duration_s"] for r in rows),
+            "in_training": None if None in known.values else int(known.array().sum()),
+            "scored_s": float((covered_samples(self._n_segments, self.spec) / self.spec.sample_rate).sum()),
+            "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
             "most_suspicious": [{name: r[name] for name in shown} for r in most],
             "out": None if self.out is None else show_path(self.out),
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
@@ -473,36 +501,39 @@ class Predictions:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #60dd2170
-def _collect(
-    found: RecordingList, scoring: ScoringThread, provenance: Provenance
-) -> tuple[ScoredRecording, ...]:
+def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenance) -> ScoredRecordings:
     "The recordings that were scored, in order."
     readers = scoring.readers
     good = np.flatnonzero(readers.facts["good"])
-    known = provenance.contains(d.decode() for d in readers.facts["digest"][good].tolist()).tolist()
-    scored = []
-    for k, is_known in zip(good.tolist(), known):
-        scores = scoring.segment_scores[k]
-        if not len(scores) or not np.isfinite(scores).all():
-            raise DataError(
-                "the model returns NaN or infinite scores",
-                code="scores-not-finite",
-                path=found.listing.full_path(k),
-                remedy="train the model again: its weights are damaged",
-            )
-        scored.append(
-            ScoredRecording(
-                found.listing.paths[k],
-                scores,
-                readers.facts[k],
-                *readers.unusual.get(k, PLAIN),
-                label=found.labels[k],
-                sensor=found.names[k].sensor,
-                gain=found.names[k].gain,
-                in_training=is_known if provenance.is_complete else is_known or None,
-            )
+    scores = scoring.segment_scores().take(good)
+    is_whole = scores.each(lambda x: np.isfinite(x).all(-1)) == 1
+    if not is_whole.all():
+        raise DataError(
+            "the model returns NaN or infinite scores",
+            code="scores-not-finite",
+            path=found.listing.full_path(int(good[is_whole.argmin()])),
+            remedy="train the model again: its weights are damaged",
         )
-    return tuple(scored)
+    facts = readers.facts[good]
+    known = provenance.contains(d.decode() for d in facts["digest"].tolist()).tolist()
+    gain = np.zeros(len(good))
+
+    def sensors() -> Iterator[str]:
+        for place, k in enumerate(good.tolist()):
+            name = found.names[k]
+            gain[place] = name.gain
+            yield name.sensor
+
+    return ScoredRecordings(
+        [found.listing.paths[k] for k in good.tolist()],
+        scores,
+        facts,
+        to_categories(readers.unusual.get(k, PLAIN) for k in good.tolist()),
+        to_categories(found.labels[k] for k in good.tolist()),
+        to_categories(sensors()),
+        gain,
+        to_categories(known if provenance.is_complete else (x or None for x in known)),
+    )
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
@@ -578,4 +609,5 @@ def predict(
     )
     if target is not None:
         done.write(target)
+        done = replace(done, seconds=time.perf_counter() - began)
     return done

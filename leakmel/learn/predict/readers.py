@@ -6,8 +6,8 @@
 __all__ = ["label_in", "RecordingList", "find_recordings", "RowBlock", "RecordingReaders"]
 
 # %% ../../../nbs/learn/predict/readers.ipynb #82f81016
-import os
-from collections.abc import Iterator
+import os, sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +17,7 @@ import numpy as np
 
 from ...audio.conform import quality_figures
 from ...audio.file_names import NameParts, parse_name, split_name
-from ...audio.listing import FileEntry, Listing, found_below, make_listing
+from ...audio.listing import FoundFiles, Listing, found_below, make_listing
 from ...audio.manifest import Manifest, check_manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
@@ -51,8 +51,21 @@ class RecordingList:
     "Recordings to score."
 
     listing: Listing  # paths relative to the folder
-    labels: list[str]  # [n] from folders or a table, for display; empty where there is none
-    names: list[NameParts]  # [n] parts of the names
+    labels: Sequence[str]  # [n] from folders or a table, for display; empty where there is none
+    names: Sequence[NameParts]  # [n] parts of the names
+
+
+class _ParsedNames(Sequence[NameParts]):
+    "Parts of the names of paths, read from a path when they are requested: for a million paths they take 350 MB."
+
+    def __init__(self, paths: list[bytes]):
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, i: Any) -> Any:
+        return parse_name(_below_split(self._paths[i]))
 
 
 def find_recordings(
@@ -71,11 +84,11 @@ def find_recordings(
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
-        labels = [label_in(path) for path, _, _ in finds]
-        names = [parse_name(_below_split(path)) for path, _, _ in finds]
+        labels = [sys.intern(label_in(path)) for path in finds.paths]
+        names: Sequence[NameParts] = _ParsedNames(finds.paths)
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)
-    if not finds:
+    if not len(finds):
         raise DataError(
             "the folder holds no recordings",
             code="no-recordings",
@@ -87,7 +100,7 @@ def find_recordings(
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
-def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> list[FileEntry]:
+def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> FoundFiles:
     "List all recordings below a folder, or below the folder of its split."
     top = root
     prefix = b""
@@ -105,12 +118,14 @@ def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> list[
         top = folders[wanted]
         prefix = os.fsencode(top.name) + b"/"
     finds, _ = found_below(root, top, count.add)
-    return [(prefix + path, size, mtime_ns) for path, size, mtime_ns in finds]
+    if prefix:
+        finds.paths = [prefix + path for path in finds.paths]
+    return finds
 
 
 def _manifest_recordings(
     root: Path, split: str | None, manifest: Manifest
-) -> tuple[list[FileEntry], list[str], list[NameParts]]:
+) -> tuple[FoundFiles, list[str], list[NameParts]]:
     "List the recordings of a manifest, all splits together, with labels and names."
     check_manifest(manifest)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
@@ -129,14 +144,19 @@ def _manifest_recordings(
             found=", ".join(x.split for x in manifest.listings),
             expected=split,
         )
-    rows = []
+    found, labels, names = FoundFiles(), list[str](), list[NameParts]()
     for x in listings:
-        for k, parts in enumerate(x.names):
-            path = os.path.relpath(x.full_path(k), os.fsencode(root))
-            label = manifest.label_names[x.label_ids[k]] if x.label_ids[k] >= 0 else ""
-            rows.append((path, int(x.sizes[k]), int(x.mtimes_ns[k]), label, parts))
-    rows.sort(key=lambda row: row[0])
-    return [row[:3] for row in rows], [row[3] for row in rows], [row[4] for row in rows]
+        prefix = os.path.join(os.path.relpath(x.folder, root), "") if x.folder != root else ""
+        found.paths += [os.fsencode(prefix) + path for path in x.paths]
+        found.sizes.extend(x.sizes.tolist())
+        found.mtimes_ns.extend(x.mtimes_ns.tolist())
+        labels += [manifest.label_names[k] if k >= 0 else "" for k in x.label_ids.tolist()]
+        names += x.names
+    if len(listings) == 1:  # in order
+        return found, labels, names
+    order = sorted(range(len(found)), key=found.paths.__getitem__)
+    found.sort()
+    return found, [labels[k] for k in order], [names[k] for k in order]
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #2e91da50

@@ -36,6 +36,7 @@ from ...mel.spec import MelSpec
 from ..model.detector import Detector, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
 from .readers import RowBlock, RecordingReaders
+from .scored import SegmentScores
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
@@ -276,6 +277,16 @@ def open_scorer(
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #41ed20f6
+@dataclass(frozen=True, eq=False)
+class _KeptScores:
+    "Scores of the pieces of recordings in a block."
+
+    files: np.ndarray  # [n] int64, number of the recording
+    firsts: np.ndarray  # [n] int64, first long segment in its recording
+    counts: np.ndarray  # [n] int64, long segments that count
+    scores: np.ndarray  # [n, L] float32
+
+
 class ScoringThread:
     "Scores the blocks that readers fill, and keeps the scores of each recording."
 
@@ -286,7 +297,7 @@ class ScoringThread:
         self.scorer = scorer
         self.finished = threading.Event()
         self.n_done = 0  # recordings
-        self.segment_scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(readers.listing)
+        self._kept: list[_KeptScores] = []
         for _ in range(n_blocks):
             readers.free.put(RowBlock(n_files, readers.spec, scorer.host_array))
         readers.lanes.add("scorer", self._score)
@@ -314,17 +325,23 @@ class ScoringThread:
         if len(mine):
             for name, values in quality(block.moments[mine], block.samples.shape[1], True).items():
                 facts[name][files[mine]] = values
-        places = (x[: block.n].tolist() for x in (block.files, block.firsts, block.counts))
-        for k, first, count, row in zip(*places, block.scores):
-            if not count:
-                continue
-            n_long = int(self.readers.n_long[k])
-            if first == 0:
-                self.segment_scores[k] = np.full(n_long, np.nan, np.float32)
-            self.segment_scores[k][first : first + count] = row[:count]
-            if first + count == n_long:
-                self.n_done += 1
+        mine = np.flatnonzero(block.counts[: block.n] > 0)
+        kept = _KeptScores(*(x[mine] for x in (block.files, block.firsts, block.counts, block.scores)))
+        self._kept.append(kept)
+        self.n_done += int((kept.firsts + kept.counts == self.readers.n_long[kept.files]).sum())
         self.readers.free.put(block)
+
+    def segment_scores(self) -> SegmentScores:
+        "Collect the scores of each recording, once all blocks are scored; NaN for a segment without a score."
+        ends = np.cumsum(self.readers.n_long)
+        values = np.full(int(ends[-1]), np.nan, np.float32)
+        while self._kept:
+            kept = self._kept.pop()
+            starts = ends[kept.files] - self.readers.n_long[kept.files] + kept.firsts
+            places = np.arange(kept.scores.shape[1])
+            counts = places < kept.counts[:, None]
+            values[(starts[:, None] + places)[counts]] = kept.scores[counts]
+        return SegmentScores(values, ends)
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #a323ca83

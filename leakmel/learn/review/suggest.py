@@ -39,7 +39,8 @@ from ..data.segments import conform_recording, segment_count
 from ..model.detector import Detector, load_detector, required_spec
 from ..model.locate import model_file
 from ..model.spectral import segment_statistics, window_features
-from ..predict.predict import Predictions, ScoredRecording, predict
+from ..predict.predict import Predictions, predict
+from ..predict.scored import ScoredRecording
 from .sampling import Choice, SampleMix, SamplePool, choose_recordings
 from ...mel.engines import open_engine
 from ...mel.spec import MelSpec
@@ -383,12 +384,12 @@ def suggest(
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
         )
     status = _status(done.scored, labelled, known)
-    score = np.array([done.rule.score(s.segment_scores) for s in done.scored])
+    score = done.score
     calibration = done.calibration
     probability = score if calibration is None else calibration.probability(score)
     at = done.rule.threshold
     threshold = at if calibration is None else float(calibration.probability(at))
-    sensor = np.array([s.sensor for s in done.scored], object)
+    sensor = done.scored.sensor.array()
     features = _features(done, status, seed, progress)
     pool = SamplePool(np.abs(probability - threshold), features, sensor, status.is_open, status.is_labelled)
     items = []
