@@ -196,7 +196,7 @@ def _build_text(result: Any) -> str:
     lines = [
         *([wrap_text(f"  {kept}")] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-        f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports)",
+        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)",
         *([] if kept else [f"  {rate_text(s)}"]),
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",

@@ -30,7 +30,7 @@ import math, os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,6 +164,7 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
     first: dict[bytes, tuple[Columns, int, int]] = {}
     first_in: dict[tuple[bytes, int], int] = {}
     n_splits = 0
+    show = cache(lambda part, i: part.show(i))  # of originals: one may have many copies
     for k, part in enumerate((*before, c)):
         digests = part.digest.tolist()
         for i in np.flatnonzero(~part.silent).tolist():
@@ -172,13 +173,14 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
             twin = first_in.setdefault((digests[i], split), i)
             if k < len(before) or (its_split, row) == (split, i):
                 continue
+            path = c.show(i)
             if twin != i:
-                yield Problem("duplicate", c.show(i), f"the samples are the same as those of {c.show(twin)}")
-            message = f"the samples are the same as those of {origin.show(row)}"
+                yield Problem("duplicate", path, f"the samples are the same as those of {show(c, twin)}")
+            message = f"the samples are the same as those of {show(origin, row)}"
             if split != its_split:
-                yield Problem("duplicate_across_splits", c.show(i), message)
+                yield Problem("duplicate_across_splits", path, message)
             if c.label_id[i] != origin.label_id[row]:
-                yield Problem("duplicate_labels", c.show(i), f"{message}, which has another label")
+                yield Problem("duplicate_labels", path, f"{message}, which has another label")
         n_splits += len(part.places)
 
 

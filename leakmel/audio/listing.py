@@ -13,6 +13,7 @@ __all__ = [
     "folders_in",
     "split_folders",
     "label_map",
+    "holds_recording",
     "FoundFiles",
     "found_below",
     "Listing",
@@ -140,6 +141,27 @@ def label_map(
             if inside and not (path.is_symlink() and leads_back):
                 names.add(name)
     return tuple(sorted(names, key=os.fsencode))
+
+
+def holds_recording(
+    folder: Path,  # links are not followed
+) -> bool:
+    "Whether a recording lies in a folder or below it; stops at the first one. Raises DataError, MachineError."
+    waiting = [os.fsencode(folder)]
+    while waiting:
+        path = waiting.pop()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if is_recording_name(entry.name) and entry.is_file(follow_symlinks=False):
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # a label that this split does not have
+        except OSError as e:
+            raise list_error(e, path) from e
+    return False
 
 
 # %% ../../nbs/audio/listing.ipynb #8d63e517

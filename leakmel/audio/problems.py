@@ -27,6 +27,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 
 import numpy as np
@@ -104,6 +105,7 @@ KIND_GROUPS = {
 }
 
 
+@cache
 def group_of(kind: str) -> str:
     "Return the group of a kind; NAMES for an unknown kind."
     return next((group for group, kinds in KIND_GROUPS.items() if kind in kinds), NAMES)

@@ -447,7 +447,7 @@ def report_text(
     found: int,  # files found
     rows: int,  # rows in the data set
     rejected: int,  # files rejected; rows + rejected = found
-    seconds: float,  # from listing to the published file; for a later split of the same run from its first read
+    seconds: float,  # from listing to the published file and its report; for a later split of the same run from its first read
     split: str | None = None,  # spans of this split, None for all of the timeline
 ) -> str:  # lines of text
     "Report the rate, stages, queues and limiting stage of one build."

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from leakmel.core import monitor
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import read_timeline
 from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.run import publish
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
@@ -536,6 +538,25 @@ def test_earlier_trainer_reads_the_layout(demo, tmp_path):
 
 
 # ---- report, timeline, summary
+
+
+def test_seconds_and_rates_end_when_the_call_returns(demo, tmp_path, monkeypatch):
+    write = publish.write_timeline
+
+    def slowly(*given, **named):
+        time.sleep(0.4)
+        return write(*given, **named)
+
+    monkeypatch.setattr(publish, "write_timeline", slowly)
+    began = time.perf_counter()
+    results = lm.build_all(demo, out_dir=tmp_path, **QUIET)
+    whole = time.perf_counter() - began
+    assert all(r.seconds > 0.4 for r in results)
+    assert 0.4 * len(results) < results[0].run_s <= whole
+    for r in results:
+        report = json.loads((tmp_path / f"{r.path.name}.report.json").read_text())
+        assert report["seconds"] == r.seconds
+        assert r.files_per_s == pytest.approx(r.found / r.seconds)
 
 
 def test_report_and_timeline_agree_with_the_build(faulty, tmp_path):

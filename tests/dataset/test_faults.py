@@ -32,7 +32,7 @@ from leakmel.core.errors import (
     VerifyError,
 )
 from leakmel.dataset.source import loader
-from leakmel.dataset.run import publish
+from leakmel.dataset.run import inputs, publish
 from leakmel.dataset.file import writer
 from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
@@ -168,6 +168,32 @@ def test_label_without_recordings(tmp_path, make_wav):
     fails(root, tmp_path, DataError, "CRACK", code="empty-label", split="training")
     make_wav(root / "TESTING" / "CRACK" / "b.wav")
     assert lm.build(root, split="training", out=tmp_path / "y.h5", **QUIET).rows == 1
+
+
+def test_part_of_a_root_is_not_listed_again(tmp_path, make_wav, monkeypatch):
+    "A label that a part lacks, but another part has, costs the look at one recording."
+    root = tmp_path / "data"
+    for label in ("LEAK", "NOLEAK"):
+        for k in range(3):
+            make_wav(root / label / "deep" / f"{k}.wav", seed=k)
+    whole = lm.scan(root)
+    (x,) = whole.listings
+    listing = replace(
+        x, paths=x.paths[:2], sizes=x.sizes[:2], mtimes_ns=x.mtimes_ns[:2], label_ids=x.label_ids[:2]
+    )
+
+    def again(*given, **named):
+        raise AssertionError("the root must not be listed again")
+
+    with monkeypatch.context() as m:
+        m.setattr(inputs, "scan", again)
+        r = lm.build(root, manifest=replace(whole, listings=(listing,)), out=tmp_path / "x.h5", **QUIET)
+    assert r.rows == 2
+    (root / "EMPTY").mkdir()
+    fails(root, tmp_path, DataError, "EMPTY", code="empty-label")
+    (root / "EMPTY" / "link").symlink_to(root / "spare")
+    make_wav(root / "spare" / "a.wav")  # a label of its own, behind the link of another one
+    fails(root, tmp_path, DataError, "EMPTY", code="empty-label")
 
 
 def test_all_files_rejected(tmp_path):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from leakmel.learn.predict import predict as prediction
 from leakmel.learn.predict.predict import rule_of
 from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
 from leakmel.learn.predict.readers import RowBlock
+from leakmel.learn.predict.scored import to_columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -269,6 +271,34 @@ def test_predict_and_build_reject_the_same_files(tmp_path, detector):
     assert {
         os.path.realpath(os.path.join(os.fsencode(messy.root), f.below_root)) for f in messy.files
     } <= seen, "once, where a link leads there too"
+
+
+def test_seconds_end_when_the_table_is_written(mixed, detector, tmp_path, monkeypatch):
+    write = prediction._write_csv
+
+    def slowly(*given):
+        time.sleep(0.2)
+        write(*given)
+
+    monkeypatch.setattr(prediction, "_write_csv", slowly)
+    p = lm.predict(mixed, detector, out=tmp_path / "x.csv", **QUIET)
+    assert p.seconds > 0.4
+    assert p.files_per_s == p.found / p.seconds
+
+
+def test_scored_recordings_are_a_sequence(mixed, detector):
+    p = lm.predict(mixed, detector, **QUIET)
+    every = list(p.scored)
+    assert len(every) == len(p) > 2
+    assert p.scored[-1].path == every[-1].path
+    assert [s.path for s in p.scored[1:]] == [s.path for s in every[1:]]
+    again = to_columns(every)
+    for s, t in zip(every, again, strict=True):
+        assert (s.path, s.encoding, s.status, s.label) == (t.path, t.encoding, t.status, t.label)
+        assert (s.sensor, s.in_training, s.facts) == (t.sensor, t.in_training, t.facts)
+        assert np.array_equal(s.segment_scores, t.segment_scores)
+    assert p.score.tolist() == [p.rule.score(s.segment_scores) for s in every]
+    assert [row["path"] for row in p.rows()] == p.table["path"].tolist()
 
 
 def test_folders_of_any_shape(tmp_path, detector, mixed):

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from ...audio.conform import resampled_length
-from ...audio.listing import Listing
+from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
 from leakmel.core.errors import (
@@ -420,6 +420,18 @@ def _without_recordings(manifest: Manifest) -> set[int]:
     return set(range(len(manifest.label_names))) - set(np.unique(found).tolist())
 
 
+def _labels_without_recordings(manifest: Manifest) -> list[str]:
+    "Return the labels without recordings in the data folder, of which the manifest may list a part."
+    root, missing = manifest.root, _without_recordings(manifest)
+    if missing:  # other splits, or other parts, may have some: the first recording of a label is enough
+        folders = list(split_folders(root).values()) or [root]
+        names = manifest.label_names
+        missing = {i for i in missing if not any(holds_recording(folder / names[i]) for folder in folders)}
+    if missing:  # their recordings may lie behind links
+        missing &= _without_recordings(scan(root, pattern=manifest.naming.pattern or None))
+    return [manifest.label_names[i] for i in sorted(missing)]
+
+
 def check_listing(
     listing: Listing,
     manifest: Manifest,
@@ -468,13 +480,10 @@ def check_listing(
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    missing = _without_recordings(manifest) if by_folder else set()  # other labels come from recordings
-    if missing:  # other splits may have some
-        missing &= _without_recordings(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    missing = _labels_without_recordings(manifest) if by_folder else []  # other labels come from recordings
     if missing:
-        names = ", ".join(show_path(manifest.label_names[i]) for i in sorted(missing))
         raise DataError(
-            f"labels have no recordings in any split: {names}",
+            f"labels have no recordings in any split: {', '.join(map(show_path, missing))}",
             code="empty-label",
             path=manifest.root,
             remedy="add recordings or remove the folder: a class needs examples",

@@ -174,7 +174,7 @@ def _build_targets(
         finally:  # also after an error in a later split: published data sets get their reports while they are locked
             published = [job for job in jobs if job.published_s is not None]
             results = [result_of(run, job, jobs) for job in published]
-    return results
+    return [replace(x, run_s=timeline.now_s() - listed_s) for x in results]
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #e639c917

@@ -19,7 +19,7 @@ __all__ = [
 # %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
 import ctypes, json, logging, os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -85,23 +85,23 @@ class BuildResult:
     rows: int
     found: int  # files found in the split: rows and rejected files
     rejections: tuple[Rejected, ...]
-    seconds: float  # from listing to the published file; later splits of a run: from their first read
+    seconds: float  # from listing to the published file and its report; later splits of a run: from their first read
     start_up_s: float  # seconds of imports, which `seconds` does not contain
     verified: VerifyReport
     timeline_path: Path
     summary: dict[str, Any]  # plain values, as in FILE.report.json
     timeline: Timeline  # timeline of the whole run with all splits
-    run_s: float  # seconds from listing to the last published file of the run
+    run_s: float  # seconds from listing to the end of the run
     noted: tuple[Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
 
     @property
     def files_per_s(self) -> float:
-        "Recordings read per second, from start to published file; 0 if nothing had to be done."
+        "Recordings read per second of `seconds`; 0 if nothing had to be done."
         return float(self.summary["files_per_s"])
 
     @property
     def segments_per_s(self) -> float:
-        "Short segments computed per second, from start to published file; 0 if nothing had to be done."
+        "Short segments computed per second of `seconds`; 0 if nothing had to be done."
         return float(self.summary["segments_per_s"])
 
     @cached_property
@@ -375,26 +375,43 @@ def _split_summary(
     return summary | measured | job.cache_use.to_dict() | job.mode
 
 
-def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputError
-    "Write a report as JSON in a stream, because it can have as many problems as recordings."
+def _plain(p: Problem) -> dict[str, str]:
+    return {"kind": p.kind, "path": p.path, "message": p.message}
 
-    def plain(x: Any) -> Any:
-        return asdict(x) if isinstance(x, Problem) else str(x)
 
+def _write_report(
+    path: Path,
+    lists: Mapping[str, Iterable[dict[str, Any]]],  # can be as long as the list of recordings
+    facts: Callable[
+        [], dict[str, Any]
+    ],  # asked after the lists are written, so that it knows how long that took
+) -> dict[str, Any]:  # the facts; raises OutputError
+    "Write a report as JSON: the lists, an item per line, then the facts."
+    encode = json.JSONEncoder(default=str).encode  # without indent it is compiled code
     with replacing(path) as new, new.open("w", encoding="utf-8") as file:
-        json.dump(body, file, indent=1, default=plain)
-        file.write("\n")
+        file.write("{\n")
+        for name, items in lists.items():
+            file.write(f' "{name}": [')
+            for i, item in enumerate(items):
+                file.write(f"{',' * (i > 0)}\n  {encode(item)}")
+            file.write("],\n")
+        found = facts()
+        file.write(json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n")
+    return found
 
 
 def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
     "Update the problems in a report: copies of recordings in other splits may have changed."
     try:
-        body, now = json.loads(path.read_bytes()), [asdict(p) for p in noted]
+        body, now = json.loads(path.read_bytes()), list(map(_plain, noted))
         if body["problems"] == now:
             return
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        lists = {"rejected_files": body.pop("rejected_files"), "problems": now}
+        body = {k: v for k, v in body.items() if k != "problems"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return  # not a report of leakmel
-    _write_report(body | {"problems": now, "problems_by_kind": count_kinds(p.kind for p in noted)}, path)
+    body["problems_by_kind"] = count_kinds(p.kind for p in noted)
+    _write_report(path, lists, lambda: body)
 
 
 def result_of(
@@ -406,35 +423,39 @@ def result_of(
     timeline, target, report, published_s = run.timeline, job.file.target, job.report, job.published_s
     if report is None or published_s is None:
         raise ValueError(f"{job.split} is not published")
+    began = timeline.now_s()
     started = run.listed_s  # the time of the first split begins with the listing
     if job is not jobs[0]:
         spans = [s for s in timeline.spans if s.split == job.split]
         reads = [s.start_s for s in spans if s.stage == job.reader.stage]
         own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
         started = min(reads or own, default=0.0)
-    seconds = published_s - started
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
     import_s = max(imports, default=0.0)
     noted = split_problems(run.manifest, job, jobs)
-    summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
+
+    def facts() -> dict[str, Any]:
+        seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
+        return _split_summary(run, job, report, seconds, import_s, samples, noted)
+
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     timeline_path, report_path = report_paths(target)
     try:
         if not job.is_up_to_date:
-            body = summary | {
-                "created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-                "rejected_files": [rejected_dict(r) for r in rejected],
-                "problems": noted,
-            }
             with replacing(timeline_path) as new:
                 write_timeline(timeline, new, split=job.split)
-            _write_report(body, report_path)
-        elif (
-            sum(x.columns is not None for x in jobs) > 1
-        ):  # otherwise there are no new facts about other splits
-            _update_problems(report_path, noted)
+            lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(_plain, noted)}
+            made = {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds")}
+            body = _write_report(report_path, lists, lambda: facts() | made)
+            summary = {k: v for k, v in body.items() if k not in made}
+        else:
+            if (
+                sum(x.columns is not None for x in jobs) > 1
+            ):  # otherwise there are no new facts about other splits
+                _update_problems(report_path, noted)
+            summary = facts()
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
@@ -448,12 +469,12 @@ def result_of(
         rows=int(job.good.sum()),
         found=len(job.listing),
         rejections=rejected,
-        seconds=seconds,
+        seconds=summary["seconds"],
         start_up_s=import_s,
         verified=report,
         timeline_path=timeline_path,
         summary=summary,
         timeline=timeline,
-        run_s=max(x.published_s for x in jobs if x.published_s is not None) - run.listed_s,
+        run_s=timeline.now_s() - run.listed_s,
         noted=noted,
     )
