@@ -25,6 +25,7 @@ import json, math, os, sys, time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def write_timeline(
     body = {
         "schema": SCHEMA,
         "wall_s": round(max((s.end_s for s in spans), default=0.0), 6),
-        "spans": {name: [_rounded(getattr(s, name)) for s in spans] for name in Span.__dataclass_fields__},
+        "spans": {name: _column(spans, name) for name in Span.__dataclass_fields__},
         "gauges": [[g.name, _rounded(g.time_s), _rounded(g.value)] for g in timeline.gauges],
         "samples": [{k: _rounded(v, 6 if k == "time_s" else 2) for k, v in s.items()} for s in samples],
         "meta": timeline.meta | joined,
@@ -210,6 +211,11 @@ def write_timeline(
     path = Path(path)
     path.write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
     return path
+
+
+def _column(spans: list[Span], name: str) -> list[Any]:
+    values = list(map(attrgetter(name), spans))
+    return [round(value, 6) for value in values] if name in ("start_s", "end_s") else values
 
 
 def _rounded(value: Any, digits: int = 6) -> Any:

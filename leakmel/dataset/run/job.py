@@ -196,6 +196,7 @@ class Job:
         self.is_up_to_date = False  # the data set under the final name is the one that would be built
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
+        self.parsed: dict[str, np.ndarray] | None = None  # `parsed_columns` of all candidates
         self.sources: Sources | None = None  # expected rows for verification
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
@@ -206,6 +207,11 @@ class Job:
     def is_complete(self) -> bool:
         "Return whether nothing is left to read."
         return self.n_done == len(self.listing)
+
+    def parse_names(self) -> None:
+        "Compute columns from the names of all candidates while they are read, so that it does not follow the last row."
+        if self.listing.parts is None and self.listing.naming.source == "folders":
+            self.parsed = parsed_columns(self.listing.paths)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
         "Write the rows of a computed slot and store its facts; return the bytes written and whether the job is complete."
@@ -306,6 +312,19 @@ def _status_column(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
+def _parsed_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
+    "Return the columns that are parsed from the names of the rows; each as wide as its longest text."
+    listing = job.listing
+    parsed, job.parsed = job.parsed, None
+    if parsed is not None and len(keep) == len(listing):
+        return parsed
+    names = None
+    if listing.parts is not None or listing.naming.source != "folders":
+        every_name = listing.names
+        names = [every_name[k] for k in keep]
+    return parsed_columns(paths, names)
+
+
 def job_metadata(
     job: Job,  # finished
     run: BuildContext,
@@ -321,12 +340,8 @@ def job_metadata(
         return values if is_whole else values[keep]
 
     paths = listing.paths if is_whole else [listing.paths[k] for k in keep]
-    names = None
-    if listing.parts is not None or listing.naming.source != "folders":
-        every_name = listing.names
-        names = [every_name[k] for k in keep]
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
-    columns |= parsed_columns(paths, names)
+    columns |= _parsed_columns(job, keep, paths)
     columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
     columns |= {"encoding": _status_column(job, keep, 0), "status": _status_column(job, keep, 1)}
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}

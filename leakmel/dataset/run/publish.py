@@ -300,7 +300,7 @@ def read_ahead_for_check(
     lane: str,  # name of the publisher's thread
     stopped: Callable[[], bool],  # whether the publisher has something else to do
 ) -> None:
-    "Compute the expected rows of the verification sample, job by job."
+    "Compute the expected rows of the verification sample and the columns of names, job by job."
     for job in jobs:
         check, labels, sources = run.request.check, job.listing.label_ids, job.sources
         if stopped() or not check or sources is None:
@@ -308,6 +308,8 @@ def read_ahead_for_check(
         picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _batch_edges(run))
         with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
             moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
+        if not stopped():
+            job.parse_names()
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
