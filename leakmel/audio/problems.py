@@ -146,7 +146,7 @@ def show_place(
     path: str | bytes | os.PathLike,  # relative to that folder
 ) -> str:
     "Return a path below the root for display."
-    return "/".join(filter(None, [show_path(place), show_path(path)]))
+    return "/".join(filter(None, [show_path(place), show_path(path)])) if place else show_path(path)
 
 
 # %% ../../nbs/audio/problems.ipynb #019f4a4a

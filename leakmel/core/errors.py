@@ -33,7 +33,7 @@ def show_path(
     path: str | bytes | os.PathLike,  # any path, also one that is not UTF-8 or holds a newline
 ) -> str:  # printable on one line
     "A path as text that any terminal can print on one line."
-    text = os.fsdecode(path)
+    text = path.decode() if isinstance(path, bytes) and path.isascii() else os.fsdecode(path)
     if text.isprintable():
         return text  # nearly all; a byte that is not UTF-8 is a surrogate, which is not printable
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
