@@ -162,7 +162,9 @@ def run_step(
         raise LeakmelError("a step of the benchmark failed", code="command-failed", found=process.returncode)
     found, parts = json.loads(text)
     if found != n_found:
-        raise LeakmelError("recordings are missing", code="failed", found=found, expected=n_found)
+        raise LeakmelError(
+            "a step lost recordings", code="benchmark-not-right", found=found, expected=n_found
+        )
     whole = {
         "process_s": time.perf_counter() - began,
         "cpu_s": usage.ru_utime + usage.ru_stime,
@@ -190,7 +192,11 @@ def bench_million(
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure each step around a build of many recordings."
     if min(n_files, tail_files) < 1000 or rounds < 1:
-        raise UsageError("n_files and tail_files must be at least 1,000, and rounds at least 1")
+        raise UsageError(
+            "n_files and tail_files must be at least 1,000, and rounds at least 1",
+            code="out-of-range",
+            found=f"{n_files}, {tail_files}, {rounds}",
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log(f"linking {n_files:,} recordings")
