@@ -16,6 +16,7 @@ __all__ = [
     "holds_recording",
     "FoundFiles",
     "found_below",
+    "part_range",
     "Listing",
     "make_listing",
 ]
@@ -36,7 +37,7 @@ from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_n
 from .naming import Naming
 from .problems import Problem, show_place
 from .wav import MACHINE_FAULTS
-from ..core.errors import DataError, LeakmelError, MachineError, show_path
+from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 
 
 # %% ../../nbs/audio/listing.ipynb #9be0afab
@@ -313,6 +314,22 @@ def found_below(
 DRY = -2  # in place of a label
 
 
+def part_range(
+    n: int,  # recordings
+    number: int,  # of a part, from 1
+    n_parts: int,
+) -> tuple[int, int]:  # first recording, and the one after the last; raises UsageError
+    "Divide recordings into parts of nearly equal size, and return the range of one."
+    if not 1 <= number <= n_parts:
+        raise UsageError(
+            "there is no such part",
+            code="no-such-part",
+            found=f"{number}/{n_parts}",
+            expected="I/N with I from 1 to N",
+        )
+    return n * (number - 1) // n_parts, n * number // n_parts
+
+
 @dataclass(frozen=True, eq=False)
 class Listing:
     "The recordings of one split, in the order of the bytes of their paths."
@@ -356,6 +373,23 @@ class Listing:
         if self.parts is None and self.naming.source == "folders":
             return columns_of_names(self.paths)["gain"] == 1
         return np.array([parts.gain == 1 for parts in self.names], bool)
+
+    def part(
+        self,
+        number: int,  # from 1
+        n_parts: int,
+    ) -> "Listing":
+        "Return one of n parts: consecutive recordings."
+        own = slice(*part_range(len(self), number, n_parts))
+        return replace(
+            self,
+            paths=self.paths[own],
+            sizes=self.sizes[own],
+            mtimes_ns=self.mtimes_ns[own],
+            label_ids=self.label_ids[own],
+            parts=None if self.parts is None else self.parts[own],
+            extra={name: texts[own] for name, texts in self.extra.items()},
+        )
 
     def without_dry(self) -> "Listing":
         "Mark dry recordings as recordings that a build rejects."

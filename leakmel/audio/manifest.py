@@ -84,6 +84,7 @@ class Manifest:
     people: Mapping[str, int] = field(
         default_factory=dict
     )  # counts of labels by people, of `relabel_manifest`
+    part_of: tuple[int, int] | None = None  # number of this part from 1, and number of parts; None: the whole
 
     def __len__(self) -> int:
         return sum(map(len, self.listings))
@@ -92,6 +93,33 @@ class Manifest:
         splits = ", ".join(f"{x.split or x.folder.name} {len(x)}" for x in self.listings)
         labels = ", ".join(map(show_path, self.label_names)) or "none"
         return f"Manifest({how_many(len(self), 'recording')}: {splits}; labels {labels}; {how_many(len(self.problems), 'problem')})"
+
+    def part(
+        self,
+        number: int,  # from 1
+        n_parts: int,
+    ) -> "Manifest":  # raises UsageError
+        "Return one of n parts: consecutive recordings of each split, as equal in number as possible."
+        own = tuple(x.part(number, n_parts) for x in self.listings)
+        return replace(self, listings=own, notes=(), content=None, part_of=(number, n_parts))
+
+    def save(
+        self,
+        file: str | os.PathLike,
+    ) -> Path:  # raises OutputError
+        "Store the manifest in a file, without the columns that `scan(content=True)` reads."
+        from leakmel.audio.manifest_file import save_manifest
+
+        return save_manifest(self, file)
+
+    @staticmethod
+    def load(
+        file: str | os.PathLike,  # of `save`
+    ) -> "Manifest":  # raises DataError
+        "Read a stored manifest; the folder is not listed again."
+        from leakmel.audio.manifest_file import load_manifest
+
+        return load_manifest(file)
 
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."

@@ -100,7 +100,7 @@ class BuildRequest:
 
     root: str | os.PathLike  # data folder
     spec: SpecLike
-    engine: str  # name, or "auto"
+    engine: str | Engine  # name, "auto", or an open engine
     mode: str  # how recordings are read
     preloaded: Preloaded | None  # recordings in memory or in a cache file
     config: PipelineConfig

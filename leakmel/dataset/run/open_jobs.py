@@ -9,13 +9,15 @@ __all__ = ["log", "may_resume", "consecutive_runs", "open_jobs"]
 import logging, os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ...audio.conform import digests_of
-from ...audio.listing import Listing
-from ...core.errors import MachineError, OutputError, show_path
+from ...audio.listing import Listing, part_range
+from ...core.errors import DataError, MachineError, OutputError, show_path
+from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
 from ..file.schema import ROWS, WAVEFORMS, open_file
@@ -244,11 +246,50 @@ def _keep_rows(
         check_rejected_share(job.listing, job.rejected, config.max_rejected)
 
 
+# %% ../../../nbs/dataset/run/open_jobs.ipynb #aa11bb01
+def _join_parts(
+    run: BuildContext,
+    job: Job,
+    parts: Sequence[Path | None],
+) -> None:  # raises DataError, OSError
+    "Copy the rows of the parts; recordings that have changed since, and those of a part without a row, are left to be read."
+    n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
+    with (
+        Progress(n, label="join", show=request.progress) as bar,
+        run.timeline.span("write", "main", split=job.split) as moved,
+    ):
+        for number, path in enumerate(parts, start=1):
+            start, _ = part_range(n, number, len(parts))
+            bar.update(start, f"part {number:,} of {len(parts):,}")
+            if path is None:
+                continue
+            own = job.listing.part(number, len(parts))
+            found = open_existing(path, own, run.fingerprint, request.with_waveforms)
+            if found is None:
+                raise DataError(
+                    "the data set of a part is damaged, or was built with other settings",
+                    code="part-unusable",
+                    path=path,
+                    remedy=f"remove this file and build the part again (--part {number}/{len(parts)})",
+                )
+            changes = {what: k + found.changes[what] for what, k in changes.items()}
+            found.known["number"] += start
+            found = replace(found, unusual={k + start: words for k, words in found.unusual.items()})
+            entry = _copy_rows(job, found, job.kept)
+            job.keep(entry, found.rejected, found.numbers + start)
+            job.n_copied += len(entry.known)
+        moved.n_files = job.n_copied
+        bar.update(n)
+    if any(changes.values()):
+        job.changes = changes
+
+
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2cc71963
 @contextmanager
 def open_jobs(
     run: BuildContext,
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    parts: Sequence[Path | None] = (),  # data sets of the parts of the one target; None: a part without a row
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()
@@ -278,7 +319,9 @@ def open_jobs(
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, listing, target))
         for job, found in zip(jobs, existing):
-            _keep_rows(run, job, found)
+            _keep_rows(run, job, None if parts else found)
+        if parts and not jobs[0].is_up_to_date:
+            _join_parts(run, jobs[0], parts)
         yield jobs
     except BaseException as e:
         with delayed_signals():
