@@ -323,7 +323,7 @@ def part_range(
     if not 1 <= number <= n_parts:
         raise UsageError(
             "there is no such part",
-            code="no-such-part",
+            code="invalid-part",
             found=f"{number}/{n_parts}",
             expected="I/N with I from 1 to N",
         )

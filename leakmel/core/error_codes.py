@@ -65,6 +65,8 @@ CORE = {
     "no-such-folder": "The folder does not exist.",
     "unknown-schema": "This version of leakmel does not know the schema version of the file.",
     "not-a-timeline": "The file is not a timeline of leakmel, or it is damaged.",
+    "no-cluster": "The value is not a cluster, or its scheduler cannot be reached.",
+    "worker-died": "Processes of a cluster ended while they worked on a task.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #7389fb5a
@@ -87,6 +89,8 @@ AUDIO = {
     "table-row": "A row of the table is invalid.",
     "table-empty": "The table names no recording.",
     "invalid-decision": "A decision about a label has an invalid part.",
+    "invalid-part": "The number of a part is not from 1 to the number of parts.",
+    "no-manifest": "The file does not exist, or is not a stored manifest.",
     "unknown-grouping": "Recordings cannot be grouped by this property.",
     "window-too-long": "A segment is longer than the recording, or a frame is longer than its segment.",
 }
@@ -133,6 +137,12 @@ DATASET = {
     "no-label-folders": "The data folder has no label folders.",
     "no-recordings": "The folder holds no recordings.",
     "nothing-readable": "No recording of the folder can be read.",
+    "no-parts": "A data set that is to be joined has no parts.",
+    "other-plan": "A process would build other rows than those that built the parts before.",
+    "part-unusable": "The data set of a part is damaged, or was built with other settings.",
+    "parts-missing": "Some parts of a data set have not been built.",
+    "plan-invalid": "The plan of the parts of a data set is damaged, or of another release.",
+    "several-devices": "A process of a cluster sees several GPUs, and must see one.",
     "other-manifest": "The manifest was made from another folder.",
     "other-recordings": "The preloaded recordings are not those of this build.",
     "out-of-range": "A setting is out of its range.",

@@ -72,6 +72,17 @@ class LeakmelError(Exception):
         text = "; ".join(parts)
         super().__init__(text if remedy is None else f"{text}. {remedy[0].upper()}{remedy[1:]}")
 
+    def __reduce__(self):  # subclasses have other arguments; a process of a cluster sends its errors
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type["LeakmelError"], args: tuple, attributes: dict) -> "LeakmelError":
+    "Return an error that was pickled."
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 # %% ../../nbs/core/errors.ipynb #d32dbf08
 class UsageError(LeakmelError):
@@ -186,6 +197,8 @@ EXTRAS = {
     "triton": "gpu",
     "pynvml": "gpu",
     "optuna": "search",
+    "dask": "cluster",
+    "distributed": "cluster",
 }
 
 

@@ -66,7 +66,7 @@ def parse_part(
         pass
     raise UsageError(
         "the part is not valid",
-        code="no-such-part",
+        code="invalid-part",
         found=repr(part),
         expected="I/N with I from 1 to N, for example 3/16",
     )
