@@ -6,7 +6,7 @@
 __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "run_tasks"]
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
-import logging, os, uuid
+import logging, uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, as_completed
 from contextlib import closing, contextmanager, suppress

@@ -18,6 +18,7 @@ import os, threading, time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +109,7 @@ class BuildRequest:
     progress: str
     with_waveforms: bool
     fresh: bool  # compute every row, also those of earlier builds
+    stop_file: Path | None = None  # where this file appears, the build stops
 
     def __post_init__(self):
         mode, ready = self.mode, self.preloaded
@@ -191,7 +193,8 @@ class Job:
         # earlier builds
         self.kept = np.zeros(n, bool)  # candidates that need not be read
         self.n_resumed = 0  # rows kept of an interrupted build
-        self.n_copied = 0  # rows copied from the existing data set
+        self.n_copied = 0  # rows copied from the existing data set, or from parts
+        self.n_parts = 0  # parts of which this job is made; 0: it is built in one
         self.changes: dict[str, int] = {}  # since the existing data set: recordings added, changed, removed
         self.is_up_to_date = False  # the data set under the final name is the one that would be built
         self.journal: Journal | None = None  # from which this build can be resumed

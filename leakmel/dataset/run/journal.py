@@ -9,6 +9,7 @@ __all__ = [
     "JOURNAL_SCHEMA",
     "Entry",
     "folder_inodes",
+    "recordings_digest",
     "journal_identity",
     "journal_path",
     "InterruptedBuild",
@@ -108,6 +109,20 @@ def folder_inodes(
     return np.array([found[folder] for folder in folders], np.int64)
 
 
+def recordings_digest(
+    listing: Listing,
+) -> str:  # 32 hexadecimal digits
+    "Return a digest of paths, sizes and modification times."
+    import xxhash
+
+    total = xxhash.xxh3_128()
+    for start in range(0, len(listing), 4096):
+        total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
+    for values in (listing.sizes, listing.mtimes_ns):
+        total.update(np.ascontiguousarray(values, np.int64).data)
+    return total.hexdigest()
+
+
 def journal_identity(
     listing: Listing,
     fingerprint: str,  # fingerprint of spec and engine
@@ -118,11 +133,6 @@ def journal_identity(
     import xxhash
     from leakmel import __version__
 
-    total = xxhash.xxh3_128()
-    for start in range(0, len(listing), 4096):
-        total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
-    for values in (listing.sizes, listing.mtimes_ns):
-        total.update(np.ascontiguousarray(values, np.int64).data)
     return {
         "schema": JOURNAL_SCHEMA,
         "leakmel_version": __version__,
@@ -130,7 +140,7 @@ def journal_identity(
         "row_shape": list(row_shape),
         "with_waveforms": with_waveforms,
         "n_candidates": len(listing),
-        "recordings": total.hexdigest(),
+        "recordings": recordings_digest(listing),
         "folders": xxhash.xxh3_128_hexdigest(folder_inodes(listing, range(len(listing))).tobytes()),
         "decoders": decoders(),
         "known": str(KNOWN.descr),

@@ -254,6 +254,7 @@ def _join_parts(
 ) -> None:  # raises DataError, OSError
     "Copy the rows of the parts; recordings that have changed since, and those of a part without a row, are left to be read."
     n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
+    job.n_parts = len(parts)
     with (
         Progress(n, label="join", show=request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,

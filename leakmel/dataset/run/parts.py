@@ -4,46 +4,60 @@
 
 # %% auto #0
 __all__ = [
+    "log",
     "PLAN_NAME",
     "LISTING_NAME",
+    "PART_SIZE",
     "parts_folder",
     "parse_part",
     "finished_parts",
+    "plan_parts",
     "PartResult",
+    "run_part",
     "build_part",
     "AbsentEngine",
     "join",
+    "build_on_cluster",
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, os, re, shutil, uuid
-from collections.abc import Callable
+import json, logging, os, re, shutil, uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
+from ...audio.wav import digest_of
+from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, UsageError, show_path
+from ...core.progress import Progress
+from ...core.timeline import Timeline
 from ..file.schema import data_set_name
 from ..file.writer import output_error
 from .config import PipelineConfig
+from .existing import read_state
 from .inputs import SpecLike, check_listing, check_target, decide_spec
-from .job import BuildContext, BuildRequest
-from .journal import journal_identity
-from .pipeline import build_targets, list_for_build, listing_of_split, open_context
+from .job import BuildRequest
+from .journal import recordings_digest
+from .pipeline import build_targets, list_for_build, listing_of_split
 from .publish import BuildResult
-from ..source.loader import BadFilesError
+from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
 
+log = logging.getLogger("leakmel")
+
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000005
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
-_PART_NAME = re.compile(r"(\d{5,})-of-(\d{5,})\.[0-9a-f]{8}\.(h5|empty)")
+_FORMAT = "leakmel parts 1"
+_PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty)")
 
 
 def parts_folder(
@@ -57,15 +71,12 @@ def parse_part(
     part: str | tuple[int, int],  # "3/16", or (3, 16)
 ) -> tuple[int, int]:  # number from 1, and number of parts; raises UsageError
     "Parse the number of a part."
-    try:
-        number, n_parts = part.split("/") if isinstance(part, str) else part
-        number, n_parts = int(number), int(n_parts)
+    with suppress(ValueError, TypeError):
+        number, n_parts = map(int, part.split("/") if isinstance(part, str) else part)
         if 1 <= number <= n_parts < 100_000:
             return number, n_parts
-    except (ValueError, TypeError):
-        pass
     raise UsageError(
-        "the part is not valid",
+        "the number of the part is not valid",
         code="invalid-part",
         found=repr(part),
         expected="I/N with I from 1 to N, for example 3/16",
@@ -75,14 +86,14 @@ def parse_part(
 def finished_parts(
     folder: Path,
     n_parts: int,
-) -> dict[int, Path]:  # by number; .h5: data set; .empty: no recording of the part could be used
+) -> dict[int, Path]:  # by number; .h5: a data set; .empty: no recording of the part could be used
     "Find the complete parts."
     found = {}
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(folder)):
             if (match := _PART_NAME.fullmatch(name)) and int(match[2]) == n_parts:
                 found[int(match[1])] = folder / name
-    return {number: found[number] for number in sorted(found)}
+    return found
 
 
 def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises OutputError
@@ -91,6 +102,7 @@ def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises Out
         return
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(new)
         try:
             os.link(new, path)
@@ -105,19 +117,14 @@ def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises Out
             new.unlink(missing_ok=True)
 
 
-def _read_plan(folder: Path) -> dict[str, Any]:
-    "Read the plan of the parts in a folder; raises DataError."
+def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none; raises DataError
+    "Read the plan of the parts in a folder."
     try:
         plan = json.loads((folder / PLAN_NAME).read_bytes())
         if isinstance(plan, dict) and plan["format"] == _FORMAT:
             return plan
     except FileNotFoundError:
-        raise DataError(
-            "there are no parts of this data set",
-            code="no-parts",
-            path=folder,
-            remedy="build them first: leakmel build ROOT --out FILE --part 1/N",
-        ) from None
+        return None
     except (OSError, ValueError, KeyError, RecursionError):
         pass
     raise DataError(
@@ -128,45 +135,53 @@ def _read_plan(folder: Path) -> dict[str, Any]:
     )
 
 
-_FORMAT = "leakmel parts 1"
+def plan_parts(
+    whole: Manifest,  # of one split
+    n_parts: int,
+    spec: MelSpec,
+    request: BuildRequest,
+) -> dict[str, Any]:
+    "Return the plan of all parts as far as it is known before an engine is open."
+    from leakmel import __version__
 
-
-def _plan_of(run: BuildContext, listing: Listing, n_parts: int) -> dict[str, Any]:
-    "Return what all processes that build parts of one data set must have in common."
-    shape, with_waveforms = run.spec.row_shape, run.request.with_waveforms
-    identity = journal_identity(listing, run.fingerprint, shape, with_waveforms)
+    (listing,) = whole.listings
     return {
         "format": _FORMAT,
         "n_parts": n_parts,
-        "leakmel_version": identity["leakmel_version"],
-        "engine": run.engine.identity,
-        "decoders": identity["decoders"],
-        "spec": run.spec.to_dict(),
-        "with_waveforms": with_waveforms,
-        "recordings": identity["recordings"],
-        "labels": [show_path(name) for name in run.manifest.label_names],
-        "pipeline": asdict(run.request.config),
+        "leakmel_version": __version__,
+        "decoders": decoders(),
+        "spec": spec.to_dict(),
+        "with_waveforms": request.with_waveforms,
+        "recordings": recordings_digest(listing),
+        "labels": [[show_path(name) for name in whole.label_names], digest_of(listing.label_ids)],
+        "pipeline": asdict(request.config),
     }
+
+
+def _differences(stored: dict[str, Any], plan: dict[str, Any]) -> str:
+    "Describe how two plans differ, but for speed settings and the rules that `join` applies; empty if they agree."
+    mine = json.loads(json.dumps(plan))
+    names = [name for name in mine if name != "pipeline" and stored.get(name) != mine[name]]
+    return "; ".join(f"{n}: {str(stored.get(n))[:200]}, here {str(mine[n])[:200]}" for n in names)
 
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, OutputError
     "Store the plan, or compare it with the stored one."
     _write_once(folder / PLAN_NAME, lambda new: new.write_text(json.dumps(plan, indent=1)))
-    stored = _read_plan(folder)
-    mine = json.loads(json.dumps(plan))
-    differ = [name for name in plan if name != "pipeline" and stored.get(name) != mine[name]]
-    if differ:
-        shown = "; ".join(
-            f"{name}: {str(stored.get(name))[:200]}, here {str(mine[name])[:200]}" for name in differ
-        )
+    if differ := _differences(_read_plan(folder) or {}, plan):
         raise DataError(
             "this process would build other rows than those that built the parts before",
             code="other-plan",
             path=folder,
-            found=shown,
+            found=differ,
             expected="the same recordings, settings, versions and engine in all processes",
-            remedy="use the same installation and engine everywhere (name it: --engine cpu), or remove the folder and build all parts again",
+            remedy="use the same installation and engine everywhere (--engine names it), or remove the folder and build all parts again",
         )
+
+
+def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
+    "Store the listing of one split for its parts and for `join`, unless that was done."
+    _write_once(parts_folder(target) / LISTING_NAME, whole.save)
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000007
@@ -181,6 +196,69 @@ class PartResult:
     seconds: float  # of its build; 0 if it was complete before
 
 
+def run_part(
+    request: BuildRequest,  # of the whole data set, with its spec
+    own: Manifest,  # of the part
+    target: Path,  # of the whole data set
+    plan: dict[str, Any],  # of `plan_parts`
+    n_together: int = 0,  # tasks of a cluster that run on a machine; 0: this process is not one of them
+) -> PartResult:  # raises LeakmelError
+    "Build a part; runs in any process."
+    (mine,), (number, n_parts) = own.listings, own.part_of or (1, 1)
+    folder = parts_folder(target)
+    # the whole data set is judged and compressed by `join`: a part may have any share of bad files
+    config = replace(request.config, max_rejected=1.0, compression="none")
+    if n_together and config.compute_workers is None:
+        config = replace(config, compute_workers=cores_of_task(n_together))
+    request = replace(request, config=config)
+
+    def check_engine(engine: Engine) -> None:
+        if n_together and engine.device != "cpu" and engine.n_lanes > 1:
+            raise EngineError(
+                "a process of a cluster sees several GPUs",
+                code="several-devices",
+                found=f"{engine.n_lanes} devices",
+                expected="one process per GPU, which sees this GPU only",
+                remedy="start each worker with CUDA_VISIBLE_DEVICES=K, or with --gpus-per-task=1 in Slurm",
+            )
+        _agree(folder, plan | {"engine": engine.identity})
+
+    if not len(mine):  # more parts than recordings
+        return _empty_part(folder, number, n_parts, 0, 0.0)
+    if complete := finished_parts(folder, n_parts).get(number):
+        with open_engine(str(request.engine), _spec_of(request), device=config.device) as engine:
+            check_engine(engine)
+        return PartResult(complete, number, n_parts, len(mine), 0.0)
+    attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
+    timeline = Timeline()
+    try:
+        (made,) = build_targets(
+            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+        )
+    except BadFilesError as e:
+        if e.code != "all-rejected":
+            raise
+        return _empty_part(folder, number, n_parts, len(mine), timeline.now_s())
+    return PartResult(attempt, number, n_parts, len(mine), made.seconds)
+
+
+def _spec_of(request: BuildRequest) -> MelSpec:
+    if not isinstance(request.spec, MelSpec):
+        raise ValueError("a part needs the spec of the whole data set")
+    return request.spec
+
+
+def _empty_part(folder: Path, number: int, n_parts: int, found: int, seconds: float) -> PartResult:
+    "Note that a part has no row."
+    path = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.empty"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as e:
+        raise output_error(e, path) from e
+    return PartResult(path, number, n_parts, found, seconds)
+
+
 def build_part(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
     *,
@@ -188,68 +266,42 @@ def build_part(
     out: str | os.PathLike | None = None,  # the file of the whole data set, as for `build`
     split: str | None = None,  # as for `build`
     spec: SpecLike = None,  # as for `build`
-    engine: str = "auto",  # as for `build`; the same in all parts
+    engine: str = "auto",  # as for `build`; it must be the same in all parts
     pipeline: PipelineConfig
-    | None = None,  # speed settings, and rules for rejected files, which `join` applies
+    | None = None,  # speed settings; the rules for rejected files are applied by `join`
     manifest: Manifest | None = None,  # result of `scan`, or a stored one: the folder is not listed again
     check: int | None = 64,  # rows of the part to recompute in float64; None: all
-    progress: str = "auto",
-    with_waveforms: bool = False,
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
+    with_waveforms: bool = False,  # as for `build`
     labels: LabelTable | None = None,  # as for `build`
 ) -> PartResult:  # raises LeakmelError
-    "Build one part of a data set; the processes need a common file system. A part that is complete is not built again."
+    "Build one part of a data set, in a folder that all processes reach. A part that is complete is not built again."
     number, n_parts = parse_part(part)
-    config = PipelineConfig() if pipeline is None else pipeline
-    # the whole data set is judged by `join`: a part may have any share of bad files
-    of_part = replace(config, max_rejected=1.0, compression="none")
     request = BuildRequest(
         root=root,
         spec=spec,
         engine=engine,
         mode="stream",
         preloaded=None,
-        config=config,
+        config=PipelineConfig() if pipeline is None else pipeline,
         check=check,
         progress=progress,
         with_waveforms=with_waveforms,
         fresh=False,
     )
-    target = Path(os.path.abspath(out if out is not None else data_set_name(split or "")))
-    folder = parts_folder(target)
-    if manifest is None and (folder / LISTING_NAME).is_file():
-        manifest, labels = Manifest.load(folder / LISTING_NAME), None
-    timeline, listed_s, manifest = list_for_build(request, split, manifest, labels)
+    target = Path(os.path.abspath(out if out is not None else data_set_name((split or "").upper())))
+    stored = parts_folder(target) / LISTING_NAME
+    if manifest is None and stored.is_file():
+        manifest, labels = Manifest.load(stored), None
+    _, _, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     check_target(target, manifest.root)
     check_listing(listing, manifest)
     decision = decide_spec(spec, [listing])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise output_error(e, folder) from e
     whole = replace(manifest, listings=(listing,))
-    _write_once(folder / LISTING_NAME, whole.save)
-    own = whole.part(number, n_parts)
-    (mine,) = own.listings
-    request = replace(request, spec=decision.spec, config=of_part)
-
-    def agree(run: BuildContext) -> None:
-        _agree(folder, _plan_of(run, listing, n_parts) | {"pipeline": asdict(config)})
-
-    if complete := finished_parts(folder, n_parts).get(number):
-        with open_context(request, own, [(mine, complete)], timeline) as run:
-            agree(run)
-        return PartResult(complete, number, n_parts, len(mine), 0.0)
-    attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
-    try:
-        (made,) = build_targets(request, own, [(mine, attempt)], timeline, listed_s, check_run=agree)
-    except BadFilesError as e:
-        if e.code != "all-rejected":
-            raise
-        attempt = attempt.with_suffix(".empty")
-        attempt.touch()
-        return PartResult(attempt, number, n_parts, len(mine), timeline.now_s())
-    return PartResult(attempt, number, n_parts, len(mine), made.seconds)
+    _store_listing(whole, target)
+    plan = plan_parts(whole, n_parts, decision.spec, request)
+    return run_part(replace(request, spec=decision.spec), whole.part(number, n_parts), target, plan)
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000009
@@ -268,7 +320,7 @@ class AbsentEngine(Engine):
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Raise EngineError."
         raise EngineError(
-            "recordings of the parts have changed, and this machine cannot compute their rows",
+            "some recordings have to be read again, and this machine cannot compute their rows",
             code="engine-missing",
             found=self.why,
             expected=self._identity,
@@ -276,9 +328,8 @@ class AbsentEngine(Engine):
         )
 
 
-def _engine_of(plan: dict[str, Any], spec: MelSpec, config: PipelineConfig) -> Engine:
-    "Open the engine that computed the parts; without it nothing but unchanged recordings can be joined."
-    identity = str(plan["engine"])
+def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
+    "Open the engine that computed the parts; without it only rows of parts can be joined."
     try:
         engine = open_engine(identity.partition("@")[0], spec, device=config.device)
     except EngineError as e:
@@ -293,18 +344,40 @@ def join(
     out: str | os.PathLike,  # the file of the whole data set, as given to `build_part`
     *,
     pipeline: PipelineConfig
-    | None = None,  # rules for rejected files, compression, speed; None: as the parts were built
+    | None = None,  # rules for rejected files, compression, speed; None: as given to the first part
     check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file and the parts are then unchanged
     "Make the data set of all parts, equal byte for byte to that of `build`."
-    target = Path(os.path.abspath(out))
+    return _join(Path(os.path.abspath(out)), pipeline, check, progress, Timeline(), keep_parts=keep_parts)
+
+
+def _join(
+    target: Path,
+    pipeline: PipelineConfig | None,
+    check: int | None,
+    progress: str,
+    timeline: Timeline,
+    listed_s: float = 0.0,  # when listing began, on the timeline's clock
+    keep_parts: bool = False,
+) -> BuildResult:  # raises LeakmelError
+    "Join the parts, and count the time from `listed_s`."
     folder = parts_folder(target)
-    plan = _read_plan(folder)
+    if (plan := _read_plan(folder)) is None:
+        raise DataError(
+            "there are no parts of this data set",
+            code="no-parts",
+            path=folder,
+            remedy="build them first: leakmel build ROOT --out FILE --part I/N",
+        )
     try:
         n_parts, config = int(plan["n_parts"]), pipeline or PipelineConfig(**plan["pipeline"])
-        spec = MelSpec(**plan["spec"])
+        spec, identity, with_waveforms = (
+            MelSpec(**plan["spec"]),
+            str(plan["engine"]),
+            bool(plan["with_waveforms"]),
+        )
         manifest = Manifest.load(folder / LISTING_NAME)
         (listing,) = manifest.listings
     except (KeyError, TypeError, ValueError) as e:
@@ -328,18 +401,106 @@ def join(
     request = BuildRequest(
         root=manifest.root,
         spec=spec,
-        engine=_engine_of(plan, spec, config),
+        engine=_engine_of(identity, spec, config),
         mode="stream",
         preloaded=None,
         config=config,
         check=check,
         progress=progress,
-        with_waveforms=bool(plan["with_waveforms"]),
+        with_waveforms=with_waveforms,
         fresh=False,
     )
-    timeline, listed_s, manifest = list_for_build(request, None, manifest, None)
     files = [parts[k] if parts[k].suffix == ".h5" else None for k in range(1, n_parts + 1)]
     (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=files)
     if not keep_parts:
         shutil.rmtree(folder, ignore_errors=True)
     return made
+
+
+# %% ../../../nbs/dataset/run/parts.ipynb #pt000011
+PART_SIZE = 65_536  # most recordings of a part
+_MIN_PART_SIZE = 2_000
+
+
+def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
+    "Return whether an existing data set with these features has at least half of the recordings."
+    state = read_state(target)
+    if state is None or 2 * len(state.stamps) < len(listing):
+        return False
+    with suppress(OSError, KeyError), h5py.File(target, "r") as f:
+        return bool(f.attrs["fingerprint"] == spec.fingerprint(str(f.attrs["engine"])))
+    return False
+
+
+def _start_parts(
+    whole: Manifest, target: Path, spec: MelSpec, request: BuildRequest, n_wanted: int
+) -> dict[str, Any]:
+    "Store the listing, and return the plan: that of the parts of an interrupted build, if they can be used."
+    folder = parts_folder(target)
+    if request.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    stored: dict[str, Any] = {}
+    with suppress(DataError):
+        stored = _read_plan(folder) or {}
+    n_stored = stored.get("n_parts")
+    plan = plan_parts(whole, n_stored if isinstance(n_stored, int) else n_wanted, spec, request)
+    if differ := _differences({"engine": None} | stored, plan) if stored else "":
+        log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
+        shutil.rmtree(folder, ignore_errors=True)
+        plan["n_parts"] = n_wanted
+    elif not stored:
+        shutil.rmtree(folder, ignore_errors=True)  # a listing without a plan may be an old one
+    _store_listing(whole, target)
+    return plan
+
+
+def build_on_cluster(
+    request: BuildRequest,
+    manifest: Manifest,
+    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    cluster: Cluster,
+    timeline: Timeline,
+    listed_s: float,  # when listing began, on the timeline's clock
+) -> list[BuildResult]:  # raises LeakmelError
+    "Build the parts of data sets on a cluster, and join them on this machine."
+    for listing, target in targets:
+        check_target(target, manifest.root)
+        check_listing(listing, manifest)
+    spec = decide_spec(request.spec, [listing for listing, _ in targets]).spec
+    stop = parts_folder(targets[0][1]) / f"{uuid.uuid4().hex[:8]}.stop"
+    request = replace(request, spec=spec, mode="stream", preloaded=None)
+    quiet = replace(request, progress="none", fresh=False, stop_file=stop)
+    results = dict[Path, BuildResult]()
+    left = dict[Path, int]()
+    with open_cluster(cluster) as client:
+        n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
+        for listing, target in targets:
+            if not request.fresh and _can_be_updated(target, listing, spec):
+                (results[target],) = build_targets(request, manifest, [(listing, target)], timeline, listed_s)
+                continue
+            n = len(listing)
+            wanted = max(-(-n // PART_SIZE), min(n_together, n // _MIN_PART_SIZE), 1)
+            whole = replace(manifest, listings=(listing,))
+            plan = _start_parts(whole, target, spec, request, wanted)
+            left[target] = n_parts = int(plan["n_parts"])
+            calls += [
+                (quiet, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)
+            ]
+            names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
+            of += [target] * n_parts
+        n_found = sum(len(own) for _, own, *_ in calls)
+        try:
+            with Progress(n_found, label="parts", show=request.progress if calls else "none") as bar:
+                for k, (i, part) in enumerate(run_tasks(client, run_part, calls, names), start=1):
+                    bar.update(bar.n_done + part.found, f"{k:,} of {len(calls):,} parts")
+                    left[of[i]] -= 1
+        except BaseException:
+            with suppress(OSError):
+                stop.touch()  # parts that are being built end
+            raise
+    for _, target in targets:
+        if target in left:
+            results[target] = _join(
+                target, request.config, request.check, request.progress, timeline, listed_s
+            )
+    return [results[target] for _, target in targets]

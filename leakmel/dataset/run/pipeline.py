@@ -18,7 +18,8 @@ from ...audio.conform import native
 from ...audio.labels import LabelTable
 from ...audio.manifest import Listing, Manifest, check_manifest, split_name
 from ...audio.relabel import relabel_manifest
-from ...core.errors import UsageError
+from ...core.cluster import Cluster
+from ...core.errors import MachineError, UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
 from ...core.threads import run_threads
@@ -40,7 +41,9 @@ from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #9d2d0a19
 def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
-    "Draw the progress bars of all splits that have started."
+    "Draw the progress bars of all splits that have started, and stop where that was asked for."
+    if (stop := run.request.stop_file) is not None and stop.exists():
+        raise MachineError("the build was stopped by the process that distributes the parts", code="stopped")
     for job in jobs:
         if job.split not in bars:
             n, n_before = len(job.listing), int(job.kept.sum())
@@ -207,6 +210,22 @@ def list_for_build(
     return timeline, listed_s, manifest
 
 
+def _build_here_or_on(
+    cluster: Cluster | None,
+    request: BuildRequest,
+    manifest: Manifest,
+    targets: Sequence[tuple[Listing, Path]],
+    timeline: Timeline,
+    listed_s: float,
+) -> list[BuildResult]:
+    "Build data sets on this machine or on a cluster."
+    if cluster is None:
+        return build_targets(request, manifest, targets, timeline, listed_s)
+    from leakmel.dataset.run.parts import build_on_cluster
+
+    return build_on_cluster(request, manifest, targets, cluster, timeline, listed_s)
+
+
 def listing_of_split(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:
     "Return the listing of a split."
     found = {x.split: x for x in manifest.listings}
@@ -252,6 +271,8 @@ def build(
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
     labels: LabelTable
     | None = None,  # labels by people (labels.csv), which replace those of folders, names or a table
+    cluster: Cluster
+    | None = None,  # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
     request = BuildRequest(
@@ -269,7 +290,7 @@ def build(
     timeline, listed_s, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     target = Path(os.path.abspath(out if out is not None else data_set_name(listing.split)))
-    return build_targets(request, manifest, [(listing, target)], timeline, listed_s)[0]
+    return _build_here_or_on(cluster, request, manifest, [(listing, target)], timeline, listed_s)[0]
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #a1440817
@@ -289,6 +310,7 @@ def build_all(
     with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`
     labels: LabelTable | None = None,  # as for `build`
+    cluster: Cluster | None = None,  # as for `build`
 ) -> list[
     BuildResult
 ]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
@@ -308,4 +330,4 @@ def build_all(
     timeline, listed_s, manifest = list_for_build(request, None, manifest, labels)
     out = Path(os.path.abspath(out_dir if out_dir is not None else "."))
     targets = [(x, out / data_set_name(x.split)) for x in manifest.listings]
-    return build_targets(request, manifest, targets, timeline, listed_s)
+    return _build_here_or_on(cluster, request, manifest, targets, timeline, listed_s)

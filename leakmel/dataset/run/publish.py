@@ -58,7 +58,8 @@ def reused_rows_sentence(
         return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
         "resumed_rows": "rows resumed from an interrupted build",
-        "copied_rows": "rows copied from the existing data set",
+        "copied_rows": "rows copied from "
+        + (f"{n:,} parts" if (n := summary.get("parts")) else "the existing data set"),
     }
     parts = [f"{summary[key]:,} {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
@@ -326,6 +327,7 @@ def _split_summary(
     from leakmel import __version__
 
     n, engine = len(job.listing), run.engine
+    kept = job.kept & (not job.n_parts)  # parts are work of the same build
     measured = {f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")}
     for key in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent"):
         measured[f"mean_{key}"] = mean(samples, key)
@@ -346,8 +348,9 @@ def _split_summary(
         "rejected_share": len(job.rejected) / n,
         "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
         "problems_by_kind": count_kinds(p.kind for p in noted),
-        "kept_files": int(job.kept.sum()),
-        "kept_rows": int((job.kept & job.good).sum()),
+        "kept_files": int(kept.sum()),
+        "kept_rows": int((kept & job.good).sum()),
+        "parts": job.n_parts,
         "resumed_rows": job.n_resumed,
         "copied_rows": job.n_copied,
         "changes": job.changes,
@@ -356,8 +359,8 @@ def _split_summary(
         "labels_by_people": dict(run.manifest.people),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
-        "files_per_s": int((~job.kept).sum()) / seconds,
-        "segments_per_s": int((job.good & ~job.kept).sum()) * int(np.prod(job.spec.row_shape[:2])) / seconds,
+        "files_per_s": int((~kept).sum()) / seconds,
+        "segments_per_s": int((job.good & ~kept).sum()) * int(np.prod(job.spec.row_shape[:2])) / seconds,
         "start_up_s": import_s,
         "source_bytes": job.listing.n_bytes,
         "with_waveforms": job.file.waveform_shape is not None,
