@@ -10,6 +10,7 @@ __all__ = [
     "run_demo",
     "run_scan",
     "run_build",
+    "run_join",
     "run_verify",
     "run_labels",
     "run_cache",
@@ -78,6 +79,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     from leakmel.dataset.run.proposal import propose_build
 
     manifest = _scan(args, content=args.content)
+    stored = None if args.save is None else manifest.save(args.save)
     problems = manifest.problems.to_dict("records")
     report = manifest.report(len(problems) if args.most is None else args.most)
     lost = {
@@ -104,6 +106,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     options = [word for name, value in named if value is not None for word in (name, os.fspath(value))]
     proposal = propose_build(manifest, os.fspath(args.root), options=options) if len(manifest) else None
     lines += [] if proposal is None else proposal.lines()
+    lines += [] if stored is None else [f"listing: {show_path(stored)}"]
     body = {
         "root": show_path(manifest.root),
         "found": len(manifest),
@@ -116,6 +119,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         "groups": shared_groups(manifest),
         "preview": None if manifest.preview is None else manifest.preview.to_dict(),
         "proposal": None if proposal is None else proposal.to_dict(),
+        "listing": None if stored is None else show_path(stored),
     }
     return (1 if lost or not len(manifest) or args.strict and problems else 0), body, "\n".join(lines)
 
@@ -146,8 +150,13 @@ def run_build(args: argparse.Namespace) -> Outcome:
         fresh=args.fresh,
         labels=args.labels,
     )
-    if (args.table, args.columns, args.pattern) != (None, None, None):
+    if args.listing is not None:
+        common["manifest"] = lm.Manifest.load(args.listing)
+    elif (args.table, args.columns, args.pattern) != (None, None, None):
         common["manifest"] = _scan(args)
+    if args.part is not None:
+        return _build_part(args, common)
+    common["cluster"] = args.cluster
     if args.split == "all":
         results = lm.build_all(args.root, out_dir=args.out, **common)
     else:
@@ -169,6 +178,52 @@ def run_build(args: argparse.Namespace) -> Outcome:
         ]
     )
     return 0, (run_summary(results) if args.split == "all" else results[0].summary) | report, text
+
+
+def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
+    "Build one part of a data set."
+    unused = {
+        "--split all": args.split == "all",
+        "--cluster": args.cluster is not None,
+        "--report": args.report,
+    }
+    unused |= {"--fresh": args.fresh, "--mode": args.mode not in ("auto", "stream")}
+    if given := [name for name, is_given in unused.items() if is_given]:
+        raise UsageError(
+            f"{given[0]} cannot be used together with --part",
+            code="unused-option",
+            remedy="build the parts of one split, and join them with leakmel join",
+        )
+    options = {name: value for name, value in common.items() if name not in ("mode", "fresh")}
+    made = lm.build_part(args.root, part=args.part, split=args.split, out=args.out, **options)
+    name = f"part {made.number} of {made.n_parts}"
+    what = f"complete before: {show_path(made.path)}"
+    if made.seconds:
+        what = f"{made.found:,} recordings in {made.seconds:.2f} s: {show_path(made.path)}"
+    text = f"{name}: {what}\nWhen all parts are built: leakmel join {show_path(args.out)}"
+    return 0, vars(made) | {"path": show_path(made.path)}, text
+
+
+def run_join(args: argparse.Namespace) -> Outcome:
+    "Make one data set of parts that `leakmel build --part` built."
+    given = given_fields(args, lm.PipelineConfig)
+    made = lm.join(
+        args.out,
+        pipeline=lm.PipelineConfig(**given) if given else None,
+        check=args.check,
+        progress=progress_mode(args),
+        keep_parts=args.keep_parts,
+    )
+    return 0, made.summary, _build_text(made)
+
+
+def _add_join(p: argparse.ArgumentParser) -> Options:
+    add_field_options(p, lm.PipelineConfig, "speed, and rejected files (default: as given to the first part)")
+    return {
+        "out": dict(help="file of the data set, as given to leakmel build --part"),
+        "--check": _CHECK,
+        "--keep-parts": dict(action="store_true", help="keep the folder of the parts"),
+    }
 
 
 def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, str]:
@@ -344,8 +399,12 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,analysis,report",
+        "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,part,cluster,analysis,report",
         "leakmel build recordings --split all --out mels",
+    ),
+    "join": (
+        "check,on-bad-file,max-rejected,compression,keep-parts",
+        "leakmel join mels/TRAINING_DATASET.H5",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
@@ -486,6 +545,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
             ),
         ),
         "build": (run_build, _add_build, None),
+        "join": (run_join, _add_join, None),
         "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
         "labels": (run_labels, _LABELS, None),
@@ -552,6 +612,10 @@ _SCAN: Options = {
         metavar="N",
         help="examples of problems to print, or all (default 20, at least one of each kind; 0: none)",
     ),
+    "--save": dict(
+        metavar="FILE",
+        help="also store the listing (.npz), for leakmel build --listing",
+    ),
 }
 _NAMES: Options = {
     "--table": dict(
@@ -567,8 +631,15 @@ _NAMES: Options = {
     ),
 }
 
-
 # %% ../nbs/cli.ipynb #477b2cdb
+_CHECK: dict[str, Any] = dict(
+    type=_count,
+    default=64,
+    metavar="N",
+    help="rows to recompute in float64 before publishing, or all (default 64)",
+)
+
+
 def _add_build(p: argparse.ArgumentParser) -> Options:
     from leakmel.dataset.run.modes import MODES
 
@@ -598,11 +669,18 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
             help=f"how recordings are read: {', '.join(MODES)}. stream reads each once, preload loads them into memory first, "
             "memmap copies them into a cache file first (default auto)",
         ),
-        "--check": dict(
-            type=_count,
-            default=64,
-            metavar="N",
-            help="rows to recompute in float64 before publishing, or all (default 64)",
+        "--check": _CHECK,
+        "--part": dict(
+            metavar="I/N",
+            help="build only part I of N, for example one job of a Slurm array; leakmel join makes the data set of all parts",
+        ),
+        "--cluster": dict(
+            metavar="ADDRESS",
+            help="build on a Dask cluster, for example tls://head:8786; all its workers reach the recordings and --out",
+        ),
+        "--listing": dict(
+            metavar="FILE",
+            help="listing that leakmel scan --save stored: the folder is not listed again",
         ),
         "--fresh": dict(
             action="store_true",
