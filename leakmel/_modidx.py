@@ -1332,6 +1332,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts._store_listing': ( 'dataset/run/parts.html#_store_listing',
                                                                                          'leakmel/dataset/run/parts.py'),
+                                           'leakmel.dataset.run.parts._with_current_stamps': ( 'dataset/run/parts.html#_with_current_stamps',
+                                                                                               'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts._write_once': ( 'dataset/run/parts.html#_write_once',
                                                                                       'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts.build_on_cluster': ( 'dataset/run/parts.html#build_on_cluster',

@@ -86,12 +86,7 @@ def save_manifest(
 def _paths_of(array: np.ndarray) -> list[bytes]:
     "Return stored paths; raises ValueError for a path that leads out of the folder."
     joined = array.tobytes()
-    if (
-        b"\0/" in (all_of := b"\0" + joined + b"\0")
-        or b"\0../" in all_of
-        or b"/../" in all_of
-        or b"/..\0" in all_of
-    ):
+    if joined and (b"\0/" in (framed := b"\0" + joined + b"\0") or b"/../" in framed.replace(b"\0", b"/")):
         raise ValueError("a path leads out of the data folder")
     return joined.split(b"\0") if joined else []
 
@@ -136,7 +131,7 @@ def load_manifest(
 ) -> Manifest:  # raises DataError
     "Read a stored manifest."
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        with open(file, "rb") as f, np.load(f, allow_pickle=False) as stored:
             head = json.loads(stored["head"].tobytes())
             if head["format"] != _FORMAT:
                 raise ValueError(f"the format is {head['format']!r}")

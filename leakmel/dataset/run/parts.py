@@ -42,7 +42,7 @@ from ...core.timeline import Timeline
 from ..file.schema import data_set_name
 from ..file.writer import output_error
 from .config import PipelineConfig
-from .existing import read_state
+from .existing import read_state, stamps_of
 from .inputs import SpecLike, check_listing, check_target, decide_spec
 from .job import BuildRequest
 from .journal import recordings_digest
@@ -328,6 +328,17 @@ class AbsentEngine(Engine):
         )
 
 
+def _with_current_stamps(listing: Listing) -> Listing:
+    "Replace the sizes and modification times of recordings that have changed since they were listed."
+    now = stamps_of(listing, np.arange(len(listing)))
+    exists = now["size"] >= 0
+    return replace(
+        listing,
+        sizes=np.where(exists, now["size"], listing.sizes),
+        mtimes_ns=np.where(exists, now["mtime_ns"], listing.mtimes_ns),
+    )
+
+
 def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
     "Open the engine that computed the parts; without it only rows of parts can be joined."
     try:
@@ -360,6 +371,7 @@ def _join(
     progress: str,
     timeline: Timeline,
     listed_s: float = 0.0,  # when listing began, on the timeline's clock
+    fresh: bool = False,
     keep_parts: bool = False,
 ) -> BuildResult:  # raises LeakmelError
     "Join the parts, and count the time from `listed_s`."
@@ -379,7 +391,7 @@ def _join(
             bool(plan["with_waveforms"]),
         )
         manifest = Manifest.load(folder / LISTING_NAME)
-        (listing,) = manifest.listings
+        listing = _with_current_stamps(*manifest.listings)
     except (KeyError, TypeError, ValueError) as e:
         raise DataError(
             "the plan of the parts is damaged",
@@ -408,8 +420,9 @@ def _join(
         check=check,
         progress=progress,
         with_waveforms=with_waveforms,
-        fresh=False,
+        fresh=fresh,
     )
+    manifest = replace(manifest, listings=(listing,))
     files = [parts[k] if parts[k].suffix == ".h5" else None for k in range(1, n_parts + 1)]
     (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=files)
     if not keep_parts:
@@ -501,6 +514,12 @@ def build_on_cluster(
     for _, target in targets:
         if target in left:
             results[target] = _join(
-                target, request.config, request.check, request.progress, timeline, listed_s
+                target,
+                request.config,
+                request.check,
+                request.progress,
+                timeline,
+                listed_s,
+                fresh=request.fresh,
             )
     return [results[target] for _, target in targets]

@@ -263,7 +263,7 @@ def _check(run: BuildContext, job: Job) -> VerifyReport:
         sample=run.request.check,
         accounting=False,
         edges=np.searchsorted(np.flatnonzero(job.good), _batch_edges(run)).tolist(),  # as rows
-        table=run.manifest.table_path,
+        table=None if run.manifest.part_of else run.manifest.table_path,  # a part lacks most of the table
         columns=run.manifest.table_columns,
         sources=sources,
         progress=note,

@@ -1,0 +1,612 @@
+"Parts of a data set: the same bytes as one build, whatever happens to the processes, the recordings and the files of the parts."
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+from errors import raises
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import check
+
+import leakmel as lm
+from leakmel.audio.synth import write_demo, write_wav
+from leakmel.core.cluster import open_cluster, run_tasks
+from leakmel.core.errors import DataError, EngineError, MachineError, RecordingError, UsageError
+from leakmel.dataset.run import parts as parts_module
+from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
+from leakmel.dataset.source.loader import BadFilesError
+
+QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("parts") / "demo"
+    write_demo(root, n_files=200, faults=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(demo, tmp_path_factory) -> bytes:
+    "Bytes of the training set, built in one."
+    return built(demo, tmp_path_factory.mktemp("whole") / "x.h5")
+
+
+def built(root: Path, target: Path, split: str | None = "training", **options: Any) -> bytes:
+    return lm.build(root, split=split, out=target, fresh=True, **QUIET | options).path.read_bytes()
+
+
+def build_parts(root: Path, target: Path, n: int, split: str | None = "training", **options: Any) -> None:
+    for k in reversed(range(1, n + 1)):
+        build_part(root, part=(k, n), split=split, out=target, **QUIET | options)
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_joined_parts_are_equal_to_one_build(demo, whole, tmp_path, n):
+    build_parts(demo, tmp_path / "x.h5", n)
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.path.read_bytes() == whole
+    assert made.rows + len(made.rejections) == made.found
+    assert not parts_folder(made.path).exists()
+    check(made.path, demo / "TRAINING")
+
+
+def test_more_parts_than_recordings(tmp_path):
+    write_demo(tmp_path / "d", n_files=12)
+    right = built(tmp_path / "d", tmp_path / "y.h5")
+    build_parts(tmp_path / "d", tmp_path / "x.h5", 12)
+    assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == right
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"with_waveforms": True},
+        {"spec": {"preset": "overlap"}},
+        {"pipeline": lm.PipelineConfig(compression="gzip")},
+        {"pipeline": lm.PipelineConfig(on_dry_file="reject")},
+    ],
+    ids=["waveforms", "overlap", "gzip", "dry"],
+)
+def test_settings_reach_parts_and_join(demo, tmp_path, options):
+    right = built(demo, tmp_path / "y.h5", **options)
+    build_parts(demo, tmp_path / "x.h5", 3, **options)
+    assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == right
+
+
+def test_names_and_labels_from_a_table(demo, tmp_path):
+    paths = sorted(p.relative_to(demo) for p in (demo / "TRAINING").rglob("*.wav"))
+    lines = [f'"{p}",{p.parts[1]},pipe {k % 7},{k}' for k, p in enumerate(paths)]
+    (tmp_path / "t.csv").write_text("path,label,sensor,pressure\n" + "\n".join(lines))
+    labels = tmp_path / "labels.csv"
+    labels.write_text(f"path,label\n{paths[3]},OTHER\n{paths[80]},OTHER\n")
+    manifest = lm.scan(demo, table=tmp_path / "t.csv", progress="none")
+    given = {"manifest": manifest, "labels": labels}
+    right = built(demo, tmp_path / "y.h5", None, **given)
+    build_parts(demo, tmp_path / "x.h5", 4, None, **given)
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.path.read_bytes() == right
+    with lm.open_dataset(made.path) as ds:
+        assert "OTHER" in ds.class_names
+
+
+def test_parts_without_a_row(tmp_path):
+    "Two parts of five hold bad files only: they are counted, and the share of rejected files is judged over the whole."
+    noise = np.random.default_rng(0).normal(0, 1000, (20, 80_000)).astype(np.int16)
+    for k in range(50):
+        path = tmp_path / "d" / ("LEAK" if k < 40 else "QUIET") / f"{k:02d}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if 10 <= k < 20 or k >= 30 and k < 40:
+            path.write_bytes(b"no recording")
+        else:
+            write_wav(path, noise[k % 20], 8000)
+    right = built(tmp_path / "d", tmp_path / "y.h5", None)
+    build_parts(tmp_path / "d", tmp_path / "x.h5", 5, None)
+    endings = [p.suffix for _, p in sorted(finished_parts(parts_folder(tmp_path / "x.h5"), 5).items())]
+    assert endings == [".h5", ".empty", ".h5", ".empty", ".h5"]
+    strict = lm.PipelineConfig(max_rejected=0.3)
+    with raises("too-many-rejected", DataError):
+        join(tmp_path / "x.h5", pipeline=strict, progress="none")
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.path.read_bytes() == right
+    assert len(made.rejections) == 20
+
+
+# ---------------------------------------------------------------- changes and damage between part and join
+
+
+def test_recordings_that_change_before_the_join_are_read_again(tmp_path):
+    write_demo(tmp_path / "d", n_files=90)
+    listing = lm.scan(tmp_path / "d", split="training", progress="none")
+    build_parts(tmp_path / "d", tmp_path / "x.h5", 3, manifest=listing)
+    paths = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))
+    data = paths[5].read_bytes()
+    paths[5].write_bytes(data[:-2000] + bytes(2000))
+    paths[40].write_bytes(b"RIFF")
+    (tmp_path / "d" / "TRAINING" / "LEAK" / "new.wav").write_bytes(
+        data
+    )  # not in the listing, so not in the data set
+    paths[60].unlink()
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.summary["copied_rows"] == made.found - 3
+    assert made.summary["changes"]["changed"] == 3
+    assert sorted(r.code for r in made.rejections) == [
+        "changed",
+        "not_wav",
+    ]  # the removed one has no other size than listed
+    (tmp_path / "d" / "TRAINING" / "LEAK" / "new.wav").unlink()
+    right = lm.build(tmp_path / "d", split="training", out=tmp_path / "y.h5", **QUIET)
+    with lm.open_dataset(made.path) as ds, lm.open_dataset(right.path) as other:
+        assert np.array_equal(ds.mels[:], other.mels[:])
+        assert list(ds.files["path"]) == list(other.files["path"])
+
+
+def test_a_damaged_row_of_a_part_is_computed_again(demo, whole, tmp_path):
+    build_parts(demo, tmp_path / "x.h5", 3)
+    part = finished_parts(parts_folder(tmp_path / "x.h5"), 3)[2]
+    with h5py.File(part, "r") as f:
+        offset = f["segments_mel"].id.get_offset()
+    times = part.stat()
+    with part.open("r+b") as f:
+        f.seek(offset + 1000)
+        f.write(b"\xff\xff\xff\xff")
+    os.utime(part, ns=(times.st_atime_ns, times.st_mtime_ns))
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.path.read_bytes() == whole
+    assert made.summary["copied_rows"] == made.rows - 1
+
+
+@pytest.mark.parametrize("how", ["truncated", "no state", "other file"])
+def test_a_damaged_part_is_refused_by_name(demo, whole, tmp_path, how):
+    build_parts(demo, tmp_path / "x.h5", 3)
+    folder = parts_folder(tmp_path / "x.h5")
+    part = finished_parts(folder, 3)[2]
+    if how == "truncated":
+        os.truncate(part, part.stat().st_size - 1000)
+    elif how == "no state":
+        part.with_name(f".{part.name}.state").unlink()
+    else:
+        part.write_bytes(b"?")
+    with raises("part-unusable", DataError, path=part):
+        join(tmp_path / "x.h5", progress="none")
+    assert not (tmp_path / "x.h5").exists()
+    part.unlink()
+    with raises("parts-missing", DataError):
+        join(tmp_path / "x.h5", progress="none")
+    build_part(demo, part=(2, 3), split="training", out=tmp_path / "x.h5", **QUIET)
+    assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "{" * 5000, '{"format": "leakmel parts 1"}'])
+def test_a_damaged_plan_is_refused(demo, tmp_path, text):
+    build_parts(demo, tmp_path / "x.h5", 2)
+    (parts_folder(tmp_path / "x.h5") / "plan.json").write_text(text)
+    with raises("plan-invalid", DataError):
+        join(tmp_path / "x.h5", progress="none")
+
+
+def test_join_without_parts(tmp_path):
+    with raises("no-parts", DataError):
+        join(tmp_path / "x.h5", progress="none")
+
+
+# ---------------------------------------------------------------- processes that do not fit
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "torch"},
+        {"spec": {"n_mels": 32}},
+        {"with_waveforms": True},
+        {"part": (2, 4)},
+        {"labels": {"LEAK": 1}},
+    ],
+    ids=["engine", "spec", "waveforms", "number", "labels"],
+)
+def test_a_process_with_another_plan_is_refused(demo, tmp_path, options):
+    listing = lm.scan(demo, split="training", progress="none")
+    build_part(demo, part=(1, 3), split="training", out=tmp_path / "x.h5", manifest=listing, **QUIET)
+    options = {"part": (2, 3)} | options
+    if options.pop("labels", None):
+        (tmp_path / "labels.csv").write_text(
+            f"path,label\n{os.fsdecode(listing.listings[0].paths[0])},OTHER\n"
+        )
+        options["labels"] = tmp_path / "labels.csv"
+    folder = parts_folder(tmp_path / "x.h5")
+    before = sorted(folder.iterdir())
+    with raises("other-plan", DataError, path=folder):
+        build_part(demo, split="training", out=tmp_path / "x.h5", manifest=listing, **QUIET | options)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_process_of_another_release_is_refused(demo, tmp_path, monkeypatch):
+    build_part(demo, part=(1, 2), split="training", out=tmp_path / "x.h5", **QUIET)
+    monkeypatch.setattr(lm, "__version__", "9.9")
+    with raises("other-plan", DataError):
+        build_part(demo, part=(2, 2), split="training", out=tmp_path / "x.h5", **QUIET)
+
+
+def test_a_join_without_the_engine_of_the_parts_copies_but_does_not_compute(
+    demo, whole, tmp_path, monkeypatch
+):
+    build_parts(demo, tmp_path / "x.h5", 2)
+
+    def unavailable(*args: Any, **more: Any) -> None:
+        raise EngineError("not here", code="engine-missing")
+
+    monkeypatch.setattr(parts_module, "open_engine", unavailable)
+    assert join(tmp_path / "x.h5", progress="none", keep_parts=True).path.read_bytes() == whole
+    (tmp_path / "x.h5").unlink()
+    path = next(p for p in sorted((demo / "TRAINING").rglob("*.wav")) if p.stat().st_size > 10_000)
+    os.utime(path)  # has changed, as far as can be told
+    with raises("engine-missing", EngineError):
+        join(tmp_path / "x.h5", progress="none")
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/b", (1, 2, 3), "1/0", "1/100000000", None])
+def test_wrong_numbers_of_parts(demo, tmp_path, part):
+    with raises("invalid-part", UsageError):
+        build_part(demo, part=part, split="training", out=tmp_path / "x.h5", **QUIET)
+
+
+# ---------------------------------------------------------------- killed processes
+
+_ONE_PART = """
+import sys, leakmel as lm
+lm.build_part(sys.argv[1], part=sys.argv[3], split="training", out=sys.argv[2], engine="cpu", progress="none")
+"""
+
+
+def in_a_process(root: Path, target: Path, part: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", _ONE_PART, str(root), str(target), part], env=env)
+
+
+def wait_for(found: Callable[[], Any], seconds: float = 60) -> Any:
+    "Wait until something is there, and return it."
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return value
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    "Enough recordings that a part takes some tenths of a second."
+    root = tmp_path_factory.mktemp("large") / "demo"
+    write_demo(root, n_files=300)
+    for path in list((root / "TRAINING").rglob("*.wav")):
+        for k in range(25):
+            os.link(path, path.with_name(f"H{k}{path.name}"))
+    return root
+
+
+def partials(folder: Path) -> list[Path]:
+    return list(folder.glob(".*.partial")) if folder.exists() else []
+
+
+@pytest.mark.slow
+def test_a_process_that_was_taken_for_dead_does_not_touch_the_joined_file(large, tmp_path):
+    target = tmp_path / "x.h5"
+    folder = parts_folder(target)
+    zombie = in_a_process(large, target, "1/2")
+    try:
+        wait_for(lambda: partials(folder))
+        os.kill(zombie.pid, signal.SIGSTOP)
+        assert not finished_parts(folder, 2)
+        build_parts(large, target, 2)
+        made = join(target, progress="none", keep_parts=True)
+        before = made.path.read_bytes()
+        os.kill(zombie.pid, signal.SIGCONT)
+        assert zombie.wait(60) == 0
+    finally:
+        zombie.kill()
+    assert made.path.read_bytes() == before == built(large, tmp_path / "y.h5")
+    assert len(list(folder.glob("00001-of-00002.*.h5"))) == 2  # both attempts are complete, one was joined
+    assert join(target, progress="none").summary["nothing_to_do"]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_nothing_that_is_joined(large, tmp_path):
+    target = tmp_path / "x.h5"
+    process = in_a_process(large, target, "2/2")
+    wait_for(lambda: partials(parts_folder(target)))
+    process.kill()
+    process.wait()
+    build_part(large, part=(1, 2), split="training", out=target, **QUIET)
+    with raises("parts-missing", DataError):
+        join(target, progress="none")
+    build_part(large, part=(2, 2), split="training", out=target, **QUIET)
+    assert join(target, progress="none").path.read_bytes() == built(large, tmp_path / "y.h5")
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[Any]:
+    "Two workers of Dask in processes of their own, over TCP on this machine."
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.slow
+def test_dask_gives_the_same_bytes_by_client_and_by_address(demo, whole, dask, tmp_path, caplog):
+    for k, cluster in enumerate((dask, dask.scheduler.address)):
+        made = lm.build(demo, split="training", out=tmp_path / f"{k}.h5", cluster=cluster, **QUIET)
+        assert made.path.read_bytes() == whole
+    assert "not encrypted" not in caplog.text
+    sets = lm.build_all(demo, out_dir=tmp_path / "all", cluster=dask, **QUIET)
+    assert [r.split for r in sets] == ["TRAINING", "VALIDATION", "TESTING"]
+    assert sets[0].path.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(large, dask, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 1000)
+    monkeypatch.setattr(parts_module, "_MIN_PART_SIZE", 100)
+    target = tmp_path / "x.h5"
+    killed = threading.Event()
+
+    def kill_one() -> None:
+        folder = parts_folder(target)
+        wait_for(lambda: partials(folder))
+        pids = dask.run(os.getpid)
+        os.kill(next(iter(pids.values())), signal.SIGKILL)
+        killed.set()
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    made = lm.build(large, split="training", out=target, cluster=dask, **QUIET)
+    thread.join()
+    assert killed.is_set()
+    assert made.summary["parts"] >= 5
+    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+
+
+@pytest.mark.slow
+def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(large, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 1000)
+    target = tmp_path / "x.h5"
+    folder = parts_folder(target)
+
+    def kill_one() -> None:
+        wait_for(lambda: list(folder.glob("*.h5")) and partials(folder))
+        for child in psutil.Process().children(recursive=True):
+            if "spawn_main" in " ".join(child.cmdline()):
+                child.kill()
+
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        thread = threading.Thread(target=kill_one)
+        thread.start()
+        with raises("worker-died", MachineError):
+            lm.build(large, split="training", out=target, cluster=pool, **QUIET)
+        thread.join()
+    n_parts = json.loads((folder / "plan.json").read_text())["n_parts"]
+    before = {p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()}
+    assert before
+    assert not target.exists()
+    kept = dict[Path, int]()
+
+    def note(*args: Any, **more: Any) -> Any:
+        kept.update({p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()})
+        return original(*args, **more)
+
+    original = parts_module._join
+    monkeypatch.setattr(parts_module, "_join", note)
+    with ThreadPoolExecutor(2) as threads:
+        made = lm.build(large, split="training", out=target, cluster=threads, **QUIET)
+    assert before.items() <= kept.items()
+    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+
+
+_HEAD = """
+import sys, leakmel as lm
+from concurrent.futures import ThreadPoolExecutor
+from leakmel.dataset.run import parts
+parts.PART_SIZE = 1000
+with ThreadPoolExecutor(1) as pool:
+    lm.build(sys.argv[1], split="training", out=sys.argv[2], cluster=pool, engine="cpu", progress="none")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_head_that_ends_can_be_started_again(large, tmp_path, number):
+    target = tmp_path / "x.h5"
+    folder = parts_folder(target)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    head = subprocess.Popen(
+        [sys.executable, "-c", _HEAD, str(large), str(target)],
+        env=env,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    wait_for(lambda: folder.exists() and len(list(folder.glob("*.h5"))) >= 2)
+    head.send_signal(number)
+    assert head.wait(30) != 0
+    assert not target.exists()
+    kept = {p.name for p in folder.glob("*.h5")}
+    joined = parts_module.finished_parts
+    assert kept
+    found = list[set[str]]()
+
+    def note(*args: Any) -> dict[int, Path]:
+        result = joined(*args)
+        found.append({p.name for p in result.values()})
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(parts_module, "PART_SIZE", 1000)
+        patch.setattr(parts_module, "finished_parts", note)
+        made = lm.build(large, split="training", out=target, cluster=pool, **QUIET)
+    assert kept <= found[-1]
+    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+
+
+# ---------------------------------------------------------------- updates, clusters, errors
+
+
+def test_an_existing_data_set_is_updated_without_the_cluster(tmp_path):
+    write_demo(tmp_path / "d", n_files=60)
+    with ThreadPoolExecutor(1) as pool:
+        options = dict(split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
+        assert lm.build(tmp_path / "d", **options).summary["parts"] == 1
+        again = lm.build(tmp_path / "d", **options)
+        assert again.summary["nothing_to_do"]
+        assert again.summary["parts"] == 0
+        other = lm.build(tmp_path / "d", spec={"n_mels": 32}, **options)
+        assert other.summary["parts"] == 1
+        assert lm.build(tmp_path / "d", spec={"n_mels": 32}, fresh=True, **options).summary["parts"] == 1
+
+
+@pytest.mark.parametrize("cluster", [3, object(), [], "tcp://127.0.0.1:1"])
+def test_what_is_no_cluster(demo, tmp_path, cluster, monkeypatch):
+    if isinstance(cluster, str):
+        distributed = pytest.importorskip("distributed")
+        original = distributed.Client.__init__
+        monkeypatch.setattr(
+            distributed.Client,
+            "__init__",
+            lambda self, *a, timeout, **more: original(self, *a, timeout=0.5, **more),
+        )
+    with raises("no-cluster"):
+        lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=cluster, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("address", "warns"),
+    [
+        ("tcp://10.0.0.1:8786", True),
+        ("10.0.0.1:8786", True),
+        ("tls://10.0.0.1:8786", False),
+        ("tcp://127.0.0.1:8786", False),
+    ],
+)
+def test_an_open_connection_to_another_machine_is_warned_of(address, warns, caplog):
+    from leakmel.core.cluster import _warn_if_open
+
+    _warn_if_open(address)
+    assert ("not encrypted" in caplog.text) == warns
+
+
+def fail(number: int) -> int:
+    if number == 1:
+        raise BadFilesError("bad", [], 3, code="all-rejected", path="/x")
+    return number
+
+
+def test_errors_of_tasks_arrive_whole_and_end_the_others():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, open_cluster(pool) as client:
+        with raises("all-rejected", BadFilesError) as e:
+            list(run_tasks(client, fail, [(k,) for k in range(3)], ["a", "b", "c"]))
+        assert e.value.path == "/x"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("x", code="data", path="p", found=3, remedy="r"),
+        RecordingError("too_short", "{n} s", path="p"),
+        BadFilesError("x", [], 4, code="all-rejected"),
+    ],
+)
+def test_errors_can_be_pickled(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+# ---------------------------------------------------------------- stored manifests
+
+
+def test_stored_manifest_with_odd_names(tmp_path):
+    folder = os.fsencode(tmp_path / "d") + b"/LEAK\xff"
+    os.makedirs(folder)
+    names = [b"a.wav", b"new\nline.wav", b"\xfe.wav", b" .wav", b"-x.wav", "ü.wav".encode()]
+    for name in names:
+        with open(folder + b"/" + name, "wb"):
+            pass
+    found = lm.scan(tmp_path / "d", progress="none")
+    again = lm.Manifest.load(found.save(tmp_path / "l.npz"))
+    assert again.listings[0].paths == found.listings[0].paths
+    assert again.label_names == found.label_names
+    assert again.counts() == found.counts()
+    assert again.problems.equals(found.problems)
+    assert np.array_equal(again.listings[0].mtimes_ns, found.listings[0].mtimes_ns)
+
+
+@pytest.mark.parametrize("path", [b"/etc/x.wav", b"../x.wav", b"a/../../x.wav", b"LEAK/..", b".."])
+def test_stored_manifest_that_leads_out_of_the_folder_is_refused(demo, tmp_path, path):
+    found = lm.scan(demo, split="training", progress="none")
+    found.listings[0].paths[3] = path
+    with raises("no-manifest", DataError):
+        lm.Manifest.load(found.save(tmp_path / "l.npz"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(at=st.floats(0, 1), data=st.binary(min_size=1, max_size=20), cut=st.booleans())
+def test_damaged_stored_manifest_is_refused_or_equal(demo_listing, at, data, cut):
+    good, path, right = demo_listing
+    k = int(at * (len(good) - 1))
+    path.write_bytes(good[:k] if cut else good[:k] + data + good[k + len(data) :])
+    try:
+        found = lm.Manifest.load(path)
+    except DataError:
+        return
+    assert len(found) == right
+
+
+@pytest.fixture(scope="module")
+def demo_listing(demo, tmp_path_factory) -> tuple[bytes, Path, int]:
+    found = lm.scan(demo, split="testing", progress="none")
+    path = found.save(tmp_path_factory.mktemp("listing") / "l.npz")
+    return path.read_bytes(), path.with_name("m.npz"), len(found)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_command_line(demo, whole, tmp_path, capsys):
+    from leakmel.cli import main
+
+    out, listing = tmp_path / "x.h5", tmp_path / "l.npz"
+    assert main(["scan", str(demo), "--save", str(listing), "--quiet"]) in (0, 1)
+    common = ["build", str(demo), "--split", "training", "--out", str(out), "--engine", "cpu", "--quiet"]
+    for k in (1, 2):
+        assert main([*common, "--listing", str(listing), "--part", f"{k}/2"]) == 0
+    capsys.readouterr()
+    assert main(["join", str(out), "--quiet", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["parts"] == 2
+    assert body["rows"] + body["rejected"] == body["found"]
+    assert out.read_bytes() == whole
+    assert main([*common, "--part", "1/2", "--fresh"]) == 2
+    assert main(["join", str(out), "--quiet"]) == 1
+    assert re.search("no parts", capsys.readouterr().err)
