@@ -27,6 +27,7 @@ from leakmel.dataset.file.writer import (
     allocated_bytes,
     output_error,
     part_bytes,
+    read_at,
     require_space,
     delayed_signals,
 )
@@ -114,11 +115,19 @@ def _copy_rows(
     ]
     if file.waveform_bytes:
         parts.append((WAVEFORMS, "waveform_digest", file.waveform_bytes, file.write_waveform))
-    with open_file(existing.path) as f:
+    with open_file(existing.path) as f, open(existing.path, "rb", buffering=0) as raw:
         for part, name, item_bytes, write in parts:
+            offset = (
+                None if existing.compressed else f[part].id.get_offset()
+            )  # read without the HDF5 library: 3 times faster
+            buffer = np.empty((max(1, _READ_TOGETHER // item_bytes), item_bytes), np.uint8)
             for run in consecutive_runs(known["number"], places, item_bytes):
-                start = int(places[run.start])
-                block = f[part][start : start + run.stop - run.start]
+                start, n = int(places[run.start]), run.stop - run.start
+                if offset is None:
+                    block = f[part][start : start + n]
+                else:
+                    block = buffer[:n]
+                    read_at(raw.fileno(), block.reshape(-1), offset + start * item_bytes)
                 fine[run] &= digests_of(block) == known[name][run]
                 write(int(known["number"][run.start]), block)
     return Entry(known[fine], existing.unusual)

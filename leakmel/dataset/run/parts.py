@@ -206,8 +206,8 @@ def run_part(
     "Build a part; runs in any process."
     (mine,), (number, n_parts) = own.listings, own.part_of or (1, 1)
     folder = parts_folder(target)
-    # the whole data set is judged and compressed by `join`: a part may have any share of bad files
-    config = replace(request.config, max_rejected=1.0, compression="none")
+    # the whole data set is judged, compressed and synced by `join`: a part may have any share of bad files
+    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False)
     if n_together and config.compute_workers is None:
         config = replace(config, compute_workers=cores_of_task(n_together))
     request = replace(request, config=config)

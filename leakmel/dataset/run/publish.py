@@ -438,7 +438,9 @@ def result_of(
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
     import_s = max(imports, default=0.0)
-    noted = split_problems(run.manifest, job, jobs)
+    noted = (
+        () if run.manifest.part_of else split_problems(run.manifest, job, jobs)
+    )  # those of parts: by `join`
 
     def facts() -> dict[str, Any]:
         seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
