@@ -274,7 +274,7 @@ def _join_parts(
             if path is None:
                 continue
             own = job.listing.part(number, len(parts))
-            found = open_existing(path, own, run.fingerprint, request.with_waveforms)
+            found = open_existing(path, own, run.fingerprint, request.with_waveforms, run.engine.identity)
             if found is None:
                 raise DataError(
                     "the data set of a part is damaged, or was built with other settings",

@@ -47,6 +47,7 @@ from .inputs import SpecLike, check_listing, check_target, decide_spec
 from .job import BuildRequest
 from .journal import recordings_digest
 from .pipeline import build_targets, list_for_build, listing_of_split
+from .probe import engine_probe
 from .publish import BuildResult
 from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, open_engine
@@ -221,7 +222,7 @@ def run_part(
                 expected="one process per GPU, which sees this GPU only",
                 remedy="start each worker with CUDA_VISIBLE_DEVICES=K, or with --gpus-per-task=1 in Slurm",
             )
-        _agree(folder, plan | {"engine": engine.identity})
+        _agree(folder, plan | {"engine": engine.identity, "probe": engine_probe(engine)})
 
     if not len(mine):  # more parts than recordings
         return _empty_part(folder, number, n_parts, 0, 0.0)
@@ -457,7 +458,7 @@ def _start_parts(
         stored = _read_plan(folder) or {}
     n_stored = stored.get("n_parts")
     plan = plan_parts(whole, n_stored if isinstance(n_stored, int) else n_wanted, spec, request)
-    if differ := _differences({"engine": None} | stored, plan) if stored else "":
+    if differ := _differences(stored, plan) if stored else "":
         log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
