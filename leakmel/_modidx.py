@@ -2287,6 +2287,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._result_table': ( 'learn/evaluate/cross_validation.html#_result_table',
                                                                                                                     'leakmel/learn/evaluate/cross_validation.py'),
+                                                         'leakmel.learn.evaluate.cross_validation._run_folds': ( 'learn/evaluate/cross_validation.html#_run_folds',
+                                                                                                                 'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._score_fold': ( 'learn/evaluate/cross_validation.html#_score_fold',
                                                                                                                   'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._trainer_of': ( 'learn/evaluate/cross_validation.html#_trainer_of',

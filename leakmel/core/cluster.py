@@ -114,7 +114,7 @@ def run_tasks(
         else:
             from distributed import as_completed as completed_in_dask
 
-            completed = completed_in_dask(list(futures))
+            completed = completed_in_dask(list(futures), loop=client.loop)
         for future in completed:
             try:
                 result = future.result()

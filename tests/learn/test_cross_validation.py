@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,21 @@ def test_network_and_choice_inside_each_fold(
     assert len(seen) == n == chosen.n_done
     assert seen.count("cnn") == seen.count("spectral") == n / 2
     assert np.isfinite(chosen.table["score"]).all()
+
+
+@pytest.mark.parametrize("kind", ["executor", "dask"])
+def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossValidation, kind: str) -> None:
+    with ExitStack() as stack:
+        if kind == "executor":
+            cluster: Any = stack.enter_context(ProcessPoolExecutor(2, mp_context=get_context("spawn")))
+        else:
+            distributed = pytest.importorskip("distributed")
+            options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
+            cluster = stack.enter_context(distributed.LocalCluster(2, threads_per_worker=1, **options))
+            cluster = cluster.scheduler_address
+        again = cross_validated(small_sets, seeds=2, cluster=cluster)
+    pd.testing.assert_frame_equal(again.table, found.table)
+    assert again.to_dict()["detector"] == found.to_dict()["detector"]
 
 
 def test_kind_is_spectral_where_training_recordings_are_one_group(

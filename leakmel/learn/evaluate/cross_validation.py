@@ -36,6 +36,7 @@ from threadpoolctl import threadpool_limits
 
 from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
+from ...core.cluster import Cluster, open_cluster, run_tasks
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
 from ...core.progress import Progress, announce
@@ -186,24 +187,44 @@ def _score_fold(
     return found, score, simple, trainer.n_done - n_before
 
 
+def _run_folds(
+    trainer: FoldTrainer,
+    features: Mapping[str, np.ndarray],
+    tasks: Sequence[tuple[np.ndarray, int, int]],  # of `_score_fold`
+    jobs: int,
+    cluster: Cluster | None,
+) -> Iterator[tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]]:
+    "Score folds in processes of this machine or on a cluster; yield results as they come."
+    if cluster is None:
+        run = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch="all")
+        yield from run(delayed(_score_fold)(trainer, features, *task) for task in tasks)
+        return
+    names = [f"leakmel-fold-{seed + 1}-{k + 1}" for _, k, seed in tasks]
+    with open_cluster(cluster) as client:
+        for _, result in run_tasks(
+            client, _score_fold, [(trainer, features, *task) for task in tasks], names
+        ):
+            yield result
+
+
 def _repetitions(
     trainer: FoldTrainer,
     features: Mapping[str, np.ndarray],
     folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
     jobs: int,  # processes; 1: this one
     bar: Progress,
+    cluster: Cluster | None = None,  # None: processes of this machine
 ) -> tuple[tuple[Repetition, ...], int]:  # fits of this call
     "Score every recording once with each seed."
     truth = trainer.truth
-    if jobs > 1 and trainer.settings.detector != "cnn":
+    if (jobs > 1 or cluster is not None) and trainer.settings.detector != "cnn":
         _ = trainer.features  # read once, not in each process
     score = np.full((len(folds), len(truth)), np.nan)
     simple = {name: score.copy() for name in features}
     figures: list[FoldFigures] = []
     n_done = 0
     tasks = [(fold, k, seed) for seed, (fold, _) in enumerate(folds) for k in range(int(fold.max()) + 1)]
-    run = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch="all")
-    for own, scores, baselines, n in run(delayed(_score_fold)(trainer, features, *task) for task in tasks):
+    for own, scores, baselines, n in _run_folds(trainer, features, tasks, jobs, cluster):
         held_out = folds[own.seed][0] == own.fold
         score[own.seed, held_out] = scores
         for name, values in baselines.items():
@@ -539,6 +560,8 @@ def cross_validate(
     legacy: bool = False,  # files of the earlier system
     labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     progress: bool | str = True,  # or as for `core.progress.Progress`
+    cluster: Cluster
+    | None = None,  # an Executor, a Dask client or the address of a scheduler: it fits the folds, instead of `jobs`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
     require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
@@ -559,10 +582,10 @@ def cross_validate(
         features = baseline_features(trainer.ds, progress="none")
         n_outer = sum(int(fold.max()) + 1 for fold, _ in folds)
         with single_thread():
-            processes = _plan_fits(trainer, opened, n_outer, jobs, show)
+            processes = 1 if cluster is not None else _plan_fits(trainer, opened, n_outer, jobs, show)
         total = seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            repetitions, n_done = _repetitions(trainer, features, folds, processes, bar)
+            repetitions, n_done = _repetitions(trainer, features, folds, processes, bar, cluster)
         found = _result(trainer, repetitions, n_done, n_draws, began, folder)
         found = replace(found, labels_by_people=opened.labels_by_people)
         if folder is not None:
