@@ -7,7 +7,7 @@ __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "ru
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
 import logging, uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, as_completed
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -97,7 +97,7 @@ def run_tasks(
     function: Callable[..., Any],  # importable by its name in all processes
     calls: Sequence[tuple],  # arguments of each call
     names: Sequence[str],  # of the tasks, for Dask's dashboard and for errors
-) -> Iterator[
+) -> Generator[
     tuple[int, Any]
 ]:  # number of a call, and its result, as they come; raises what a call raises, and MachineError
     "Call a function once for each tuple of arguments; calls that have not begun are cancelled if the iterator is closed."

@@ -417,8 +417,8 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(large, tmp_p
         kept.update({p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()})
         return original(*args, **more)
 
-    original = parts_module._join
-    monkeypatch.setattr(parts_module, "_join", note)
+    original = parts_module._Joining.join
+    monkeypatch.setattr(parts_module._Joining, "join", note)
     with ThreadPoolExecutor(2) as threads:
         made = lm.build(large, split="training", out=target, cluster=threads, **QUIET)
     assert before.items() <= kept.items()

@@ -8,6 +8,7 @@ __all__ = [
     "segment_view",
     "store_waveforms",
     "BuildRequest",
+    "Parts",
     "BuildContext",
     "Job",
     "job_metadata",
@@ -15,7 +16,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/job.ipynb #b33870a8
 import os, threading, time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,14 @@ class BuildRequest:
                 found=f"mode={mode!r}",
                 expected=f"auto or {ready.choice.used}",
             )
+
+
+@dataclass(frozen=True)
+class Parts:
+    "Data sets of the parts of a data set."
+
+    n_parts: int
+    files: Iterator[Path | None]  # in order, each when it is complete; None: a part without a row
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -32,7 +32,7 @@ from leakmel.dataset.file.writer import (
     delayed_signals,
 )
 from .existing import ExistingDataset, is_settled, open_existing, stamps_of
-from .job import BuildContext, Job, job_metadata, waveform_shape
+from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
 from .publish import report_paths, note_columns
 from ..source.loader import BadFilesError, check_rejected_share, first_bad_file
@@ -259,28 +259,28 @@ def _keep_rows(
 def _join_parts(
     run: BuildContext,
     job: Job,
-    parts: Sequence[Path | None],
+    parts: Parts,
 ) -> None:  # raises DataError, OSError
     "Copy the rows of the parts; recordings that have changed since, and those of a part without a row, are left to be read."
     n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
-    job.n_parts = len(parts)
+    job.n_parts = parts.n_parts
     with (
         Progress(n, label="join", show=request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,
     ):
-        for number, path in enumerate(parts, start=1):
-            start, _ = part_range(n, number, len(parts))
-            bar.update(start, f"part {number:,} of {len(parts):,}")
+        for number, path in enumerate(parts.files, start=1):
+            start, _ = part_range(n, number, parts.n_parts)
+            bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path is None:
                 continue
-            own = job.listing.part(number, len(parts))
+            own = job.listing.part(number, parts.n_parts)
             found = open_existing(path, own, run.fingerprint, request.with_waveforms, run.engine.identity)
             if found is None:
                 raise DataError(
                     "the data set of a part is damaged, or was built with other settings",
                     code="part-unusable",
                     path=path,
-                    remedy=f"remove this file and build the part again (--part {number}/{len(parts)})",
+                    remedy=f"remove this file and build the part again (--part {number}/{parts.n_parts})",
                 )
             changes = {what: k + found.changes[what] for what, k in changes.items()}
             found.known["number"] += start
@@ -299,7 +299,7 @@ def _join_parts(
 def open_jobs(
     run: BuildContext,
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
-    parts: Sequence[Path | None] = (),  # data sets of the parts of the one target; None: a part without a row
+    parts: Parts | None = None,  # of the one target
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()

@@ -22,9 +22,10 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
 import json, logging, os, re, shutil, uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from ..file.writer import output_error
 from .config import PipelineConfig
 from .existing import read_state, stamps_of
 from .inputs import SpecLike, check_listing, check_target, decide_spec
-from .job import BuildRequest
+from .job import BuildRequest, Parts
 from .journal import recordings_digest
 from .pipeline import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
@@ -362,20 +363,7 @@ def join(
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file and the parts are then unchanged
     "Make the data set of all parts, equal byte for byte to that of `build`."
-    return _join(Path(os.path.abspath(out)), pipeline, check, progress, Timeline(), keep_parts=keep_parts)
-
-
-def _join(
-    target: Path,
-    pipeline: PipelineConfig | None,
-    check: int | None,
-    progress: str,
-    timeline: Timeline,
-    listed_s: float = 0.0,  # when listing began, on the timeline's clock
-    fresh: bool = False,
-    keep_parts: bool = False,
-) -> BuildResult:  # raises LeakmelError
-    "Join the parts, and count the time from `listed_s`."
+    target = Path(os.path.abspath(out))
     folder = parts_folder(target)
     if (plan := _read_plan(folder)) is None:
         raise DataError(
@@ -384,23 +372,8 @@ def _join(
             path=folder,
             remedy="build them first: leakmel build ROOT --out FILE --part I/N",
         )
-    try:
-        n_parts, config = int(plan["n_parts"]), pipeline or PipelineConfig(**plan["pipeline"])
-        spec, identity, with_waveforms = (
-            MelSpec(**plan["spec"]),
-            str(plan["engine"]),
-            bool(plan["with_waveforms"]),
-        )
-        manifest = Manifest.load(folder / LISTING_NAME)
-        listing = _with_current_stamps(*manifest.listings)
-    except (KeyError, TypeError, ValueError) as e:
-        raise DataError(
-            "the plan of the parts is damaged",
-            code="plan-invalid",
-            path=folder / PLAN_NAME,
-            found=f"{type(e).__name__}: {e}",
-            remedy="remove the folder of the parts and build them again",
-        ) from e
+    n_parts = plan.get("n_parts")
+    n_parts = n_parts if isinstance(n_parts, int) else 0
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
         shown = ", ".join(f"{k}/{n_parts}" for k in missing[:5]) + (" ..." if len(missing) > 5 else "")
@@ -411,24 +384,65 @@ def _join(
             found=f"{len(parts):,} of {n_parts:,} parts; missing: {shown}",
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
-    request = BuildRequest(
-        root=manifest.root,
-        spec=spec,
-        engine=_engine_of(identity, spec, config),
-        mode="stream",
-        preloaded=None,
-        config=config,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
-    )
-    manifest = replace(manifest, listings=(listing,))
-    files = [parts[k] if parts[k].suffix == ".h5" else None for k in range(1, n_parts + 1)]
-    (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=files)
-    if not keep_parts:
-        shutil.rmtree(folder, ignore_errors=True)
-    return made
+    files = (parts[k] for k in range(1, n_parts + 1))
+    joining = _Joining(pipeline, check, progress, Timeline(), keep_parts=keep_parts)
+    return joining.join(target, plan, files)
+
+
+@dataclass(frozen=True)
+class _Joining:
+    "How parts are joined."
+
+    pipeline: PipelineConfig | None  # None: as in the plan
+    check: int | None
+    progress: str
+    timeline: Timeline
+    listed_s: float = 0.0  # from here the time of the build counts
+    fresh: bool = False
+    keep_parts: bool = False
+
+    def join(
+        self,
+        target: Path,
+        plan: dict[str, Any],
+        files: Iterable[Path],  # of the parts in order; taken one by one, so they can be built meanwhile
+    ) -> BuildResult:  # raises LeakmelError
+        "Make the data set of all parts."
+        folder = parts_folder(target)
+        try:
+            config = self.pipeline or PipelineConfig(**plan["pipeline"])
+            spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
+            with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
+            manifest = Manifest.load(folder / LISTING_NAME)
+            listing = _with_current_stamps(*manifest.listings)
+        except (KeyError, TypeError, ValueError) as e:
+            raise DataError(
+                "the plan of the parts is damaged",
+                code="plan-invalid",
+                path=folder / PLAN_NAME,
+                found=f"{type(e).__name__}: {e}",
+                remedy="remove the folder of the parts and build them again",
+            ) from e
+        request = BuildRequest(
+            root=manifest.root,
+            spec=spec,
+            engine=_engine_of(identity, spec, config),
+            mode="stream",
+            preloaded=None,
+            config=config,
+            check=self.check,
+            progress=self.progress,
+            with_waveforms=with_waveforms,
+            fresh=self.fresh,
+        )
+        manifest = replace(manifest, listings=(listing,))
+        parts = Parts(n_parts, (file if file.suffix == ".h5" else None for file in files))
+        (made,) = build_targets(
+            request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
+        )
+        if not self.keep_parts:
+            shutil.rmtree(folder, ignore_errors=True)
+        return made
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
@@ -484,8 +498,8 @@ def build_on_cluster(
     stop = parts_folder(targets[0][1]) / f"{uuid.uuid4().hex[:8]}.stop"
     request = replace(request, spec=spec, mode="stream", preloaded=None)
     quiet = replace(request, progress="none", fresh=False, stop_file=stop)
-    results = dict[Path, BuildResult]()
-    left = dict[Path, int]()
+    joining = _Joining(request.config, request.check, "none", timeline, listed_s, fresh=request.fresh)
+    results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
         for listing, target in targets:
@@ -502,25 +516,30 @@ def build_on_cluster(
             ]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
             of += [target] * n_parts
+        if not calls:
+            return [results[target] for _, target in targets]
         n_found = sum(len(own) for _, own, *_ in calls)
-        try:
-            with Progress(n_found, label="parts", show=request.progress if calls else "none") as bar:
-                for k, (i, part) in enumerate(run_tasks(client, run_part, calls, names), start=1):
-                    bar.update(bar.n_done + part.found, f"{k:,} of {len(calls):,} parts")
-                    left[of[i]] -= 1
-        except BaseException:
-            with suppress(OSError):
-                stop.touch()  # parts that are being built end
-            raise
-    for _, target in targets:
-        if target in left:
-            results[target] = _join(
-                target,
-                request.config,
-                request.check,
-                request.progress,
-                timeline,
-                listed_s,
-                fresh=request.fresh,
-            )
+        done = dict[tuple[Path, int], Path]()
+        bar = Progress(n_found, label="parts", show=request.progress)
+        with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
+
+            def in_order(target: Path) -> Iterator[Path]:
+                "Yield the parts of a data set, each when it is complete."
+                for k in range(1, left[target] + 1):
+                    while (target, k) not in done:
+                        i, part = next(finished)
+                        done[of[i], part.number] = part.path
+                        bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")
+                    yield done[target, k]
+
+            try:
+                for target in left:
+                    files = in_order(target)
+                    first = next(files)  # it has stored the plan with the engine
+                    plan = _read_plan(parts_folder(target)) or {}
+                    results[target] = joining.join(target, plan, chain([first], files))
+            except BaseException:
+                with suppress(OSError):
+                    stop.touch()  # parts that are being built end
+                raise
     return [results[target] for _, target in targets]

@@ -29,7 +29,7 @@ from ..check.verify import check_sample
 from ..file.schema import data_set_name
 from .config import PipelineConfig, plan_workers
 from .inputs import SpecLike, checked_inputs, list_recordings
-from .job import BuildRequest, BuildContext, Job
+from .job import BuildContext, BuildRequest, Job, Parts
 from .modes import Preloaded, prepare, with_spec_rules
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
@@ -166,7 +166,7 @@ def build_targets(
     listed_s: float,  # when listing began, on the timeline's clock
     *,
     check_run: Callable[[BuildContext], None] = lambda run: None,  # called before anything is written
-    parts: Sequence[Path | None] = (),  # data sets of the parts of the one target, of which rows are copied
+    parts: Parts | None = None,  # of the one target, of which rows are copied
 ) -> list[BuildResult]:
     "Build the data sets of some splits in one pipeline."
     interval_s = request.config.monitor_interval_s
