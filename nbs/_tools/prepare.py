@@ -53,6 +53,7 @@ GUIDES = {  # folder of notebooks that export nothing -> title and sentence of i
 EXAMPLES = (
     "start",
     "build",
+    "build_part",
     "train",
     "evaluate",
     "predict",
@@ -451,6 +452,11 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
             make_start,
         ),
         "build": ({"data_root": str(demo_folder()), "out": str(DOCS / "run")}, make_build),
+        "build_part": (
+            {"data_root": str(demo_folder()), "split": "training", "out": str(DOCS / "parts" / "training.h5")}
+            | {"part": "1/2"},
+            make_demo,
+        ),
         "train": (
             {"data": str(learning_folder() / "mels"), "out": str(learning_folder() / "train"), **SMALL}
             | {"channels": "16,32", "device": "cpu"},

@@ -28,6 +28,7 @@ RESULTS = "out*.ipynb"
 SHIPPED = (
     "start",
     "build",
+    "build_part",
     "train",
     "evaluate",
     "predict",

@@ -142,7 +142,7 @@ def test_no_network_is_tried_with_few_recordings(sets, tmp_path):
     choice = result.summary["choice"]
     assert [t["kind"] for t in choice["tried"]] == ["spectral"]
     assert result.detector.kind == "spectral"
-    assert str(folds_module.MIN_FOR_NETWORK) in choice["reason"]
+    assert f"{folds_module.MIN_FOR_NETWORK:,}" in choice["reason"]
 
 
 def test_offset_of_a_calibration_line_does_not_follow_the_share_of_leaks():

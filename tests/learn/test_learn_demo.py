@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import leakmel as lm
+from leakmel.learn.metrics.bootstrap import Bootstrap
 from leakmel.learn.model.settings import TrainSettings
 
 SMALL = TrainSettings(
@@ -64,18 +66,39 @@ def test_small_detector_beats_the_level_baseline_on_a_small_synthetic_set(tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_default_training_on_the_demo_set_is_worse_than_no_baseline(tmp_path, seed):
-    """With the default settings of `leakmel demo`, `leakmel build` and `leakmel train`.
+def test_default_training_beats_all_baselines_on_networks_of_the_size_of_the_demo(tmp_path):
+    """With the default settings, cross-validated over all 40 sensors of each of six networks of 1,200 recordings.
 
-    Ten test sensors do not carry more: trees reach an AUC of 0.999 with seed 0, and with seed 2 the interval of the difference from
-    mean mels is -0.014 to +0.074. The test below has the sensors that it takes to show that all baselines are beaten.
+    The ten sensors of one test set do not carry more than a comparison with level and mean mels: trees reach an AUC of 0.97 to 0.98 here.
+    The intervals are those of the mean over the networks, with sensors resampled inside each.
     """
+    gains: dict[str, list[float]] = {}
+    draws: dict[str, list[np.ndarray]] = {}
+    for seed in range(6):
+        lm.write_demo(tmp_path / f"demo{seed}", n_files=1200, seed=seed)
+        sets = lm.build_all(tmp_path / f"demo{seed}", out_dir=tmp_path / f"sets{seed}", progress="none")
+        found = lm.cross_validate([r.path for r in sets], progress="none", device="cpu", jobs=1)
+        boot = Bootstrap(found.table["leak"].to_numpy(), found.groups, n_draws=1000, seed=seed)
+        own = boot.auc_draws(found.table["score"].to_numpy())
+        for name, model in found.baselines.items():
+            gains.setdefault(name, []).append(found.detector.figures["auc"] - model.figures["auc"])
+            draws.setdefault(name, []).append(own - boot.auc_draws(found.table[f"score_{name}"].to_numpy()))
+    assert len(gains) == 3
+    for name, differences in draws.items():
+        low, high = np.nanpercentile(np.mean(differences, axis=0), [2.5, 97.5])
+        print(f"{name}: {np.mean(gains[name]):+.4f} ({low:+.4f} to {high:+.4f}), {np.round(gains[name], 4)}")
+        assert low > 0, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_default_training_on_one_demo_set_is_worse_than_no_baseline(tmp_path, seed):
+    "Ten test sensors do not show more."
     e = evaluated(tmp_path, 1200, TrainSettings(), seed)
     assert_honest(e)
     level, *others = [d["auc"] for d in e.differences[e.vote].values()]
     assert level.interval.low > 0.1, e.report()
-    assert all(d.value >= 0 and d.interval.low > -0.02 for d in others), e.report()
+    assert all(d.interval.high > 0 for d in others), e.report()
 
 
 @pytest.mark.long

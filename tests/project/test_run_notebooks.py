@@ -66,6 +66,17 @@ def run(project: Path, name: str, **given: object) -> tuple[Run, dict]:
 
 
 @pytest.mark.slow
+def test_parts_and_join_by_papermill(made):
+    given = {"data_root": made / "demo", "split": "training", "out": made / "parts" / "x.h5", "engine": "cpu"}
+    for part in ("2/2", "1/2", "join"):
+        words = [str(w) for key, value in (given | {"part": part}).items() for w in ("-p", key, value)]
+        done = papermill(made, *words, notebook="build_part.ipynb", out=f"out-{part[0]}.ipynb")
+        assert done.status == 0, done.log
+    right = lm.build(made / "demo", split="training", out=made / "whole.h5", engine="cpu", progress="none")
+    assert (made / "parts" / "x.h5").read_bytes() == right.path.read_bytes()
+
+
+@pytest.mark.slow
 def test_evaluate(made: Path) -> None:
     given = {"data": made / "sets", "model": made / "model", "out": made / "evaluate", "n_draws": 100}
     done, summary = run(made, "evaluate", **given, device="cpu")

@@ -128,7 +128,7 @@ class LoaderSettings(_CheckedSettings):
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Settings of a training."
 
-    # kind of detector: spectral (band statistics), cnn, blend (mean of both); auto: spectral, or from 300 recordings on chosen by cross-validation
+    # kind of detector: spectral (band statistics), cnn, blend (mean of both); auto: spectral, or from 2,000 recordings on chosen by cross-validation
     detector: Literal["auto", "spectral", "cnn", "blend"] = "auto"
     keep_level: bool = False  # spectral: use the level of a recording as a feature
     epochs: int = 12  # cnn: maximum number of epochs

@@ -246,8 +246,8 @@ class FoldTrainer:
 # %% ../../../nbs/learn/train/folds.ipynb #fo000010
 KINDS = ("spectral", "cnn", "blend")  # the simplest first
 MOST_FOR_FOLDS = 500  # recordings
-MIN_FOR_NETWORK = 300  # recordings; with fewer, "auto" tries no network
-ONE_KIND = f"Below {MIN_FOR_NETWORK} recordings only spectral is tried."
+MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
+ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
 
 
 def kinds_to_fit(
