@@ -399,7 +399,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,part,cluster,analysis,report",
+        "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,part,analysis,report",
         "leakmel build recordings --split all --out mels",
     ),
     "join": (

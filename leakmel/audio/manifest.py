@@ -18,7 +18,7 @@ __all__ = [
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import os, stat, time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from html import escape
 from pathlib import Path
@@ -42,6 +42,7 @@ from leakmel.audio.listing import (
     make_listing,
     split_folders,
 )
+from .manifest_file import read_manifest, write_manifest
 from .naming import Naming, PatternPreview, pattern_naming, preview_names
 from leakmel.audio.problems import (
     Problem,
@@ -108,18 +109,44 @@ class Manifest:
         file: str | os.PathLike,
     ) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
-        from leakmel.audio.manifest_file import save_manifest
-
-        return save_manifest(self, file)
+        facts = {
+            "root": os.fspath(self.root),
+            "label_names": self.label_names,
+            "notes": [(p.kind, p.path, p.message) for p in self.notes],
+            "seconds": self.seconds,
+            "naming": asdict(self.naming),
+            "table_path": None if self.table_path is None else os.fspath(self.table_path),
+            "table_columns": dict(self.table_columns),
+            "people": dict(self.people),
+            "part_of": self.part_of,
+        }
+        return write_manifest(file, facts, self.listings, self.unmatched)
 
     @staticmethod
     def load(
         file: str | os.PathLike,  # of `save`
     ) -> "Manifest":  # raises DataError
         "Read a stored manifest; the folder is not listed again."
-        from leakmel.audio.manifest_file import load_manifest
 
-        return load_manifest(file)
+        def make(
+            facts: dict[str, Any], listings: tuple[Listing, ...], unmatched: tuple[bytes, ...]
+        ) -> "Manifest":
+            table, part_of = facts["table_path"], facts["part_of"]
+            return Manifest(
+                root=Path(facts["root"]),
+                label_names=tuple(map(str, facts["label_names"])),
+                listings=listings,
+                notes=tuple(Problem(*note) for note in facts["notes"]),
+                seconds=float(facts["seconds"]),
+                naming=Naming(**facts["naming"]),
+                table_path=None if table is None else Path(table),
+                unmatched=unmatched,
+                table_columns=dict(facts["table_columns"]),
+                people=dict(facts["people"]),
+                part_of=None if part_of is None else tuple(part_of),
+            )
+
+        return read_manifest(file, make)
 
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."

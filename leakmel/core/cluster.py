@@ -28,7 +28,7 @@ def _warn_if_open(address: str) -> None:
     url = urlsplit(address if "://" in address else f"tcp://{address}")
     if url.scheme == "tcp" and not (url.hostname or "").startswith(_LOOPBACK):
         log.warning(
-            "the connection to %s is not encrypted: whoever reaches this port can run code; use tls://",
+            "the connection to %s is not encrypted: programs that reach this port can run code; use tls://",
             address,
         )
 

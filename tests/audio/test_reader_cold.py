@@ -554,10 +554,10 @@ def test_interrupt_stops_prefetch(data: Path, tmp_path: Path, monkeypatch: pytes
 
         real(lanes, Waits(), watch)
 
-    from leakmel.dataset.run import pipeline
+    from leakmel.dataset.run import targets
 
-    real = pipeline.run_threads
-    monkeypatch.setattr(pipeline, "run_threads", interrupt)
+    real = targets.run_threads
+    monkeypatch.setattr(targets, "run_threads", interrupt)
     with pytest.raises(KeyboardInterrupt):
         built(data, tmp_path / "x.h5", read_ahead=4)
     assert no_thread_is_left()

@@ -209,6 +209,31 @@ class ExistingDataset:
     changes: dict[str, int]  # recordings added, changed and removed since
 
 
+def _has_settings(
+    f: h5py.File, target: Path, state: State, fingerprint: str, with_waveforms: bool, engine: str
+) -> bool:
+    "Return whether an open data set is that of the state file, and was built with these settings by this engine."
+    from leakmel import __version__
+
+    if next(unsafe_parts(f), None) or metadata_digest(f) != state.digest:
+        return False
+    if (before := str(f.attrs["engine"])) != engine:
+        log.warning(
+            "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
+            target,
+            before,
+            engine,
+        )
+        return False
+    expected = {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint,
+        "leakmel_version": __version__,
+        DIGEST_ATTRIBUTE: state.digest,
+    }
+    return all(f.attrs[k] == v for k, v in expected.items()) and (WAVEFORMS in f) == with_waveforms
+
+
 def open_existing(
     target: Path,
     listing: Listing,
@@ -217,29 +242,11 @@ def open_existing(
     engine: str,  # its identity
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."
-    from leakmel import __version__
-
     if (state := read_state(target)) is None:
         return None
-    expected = {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": fingerprint,
-        "leakmel_version": __version__,
-        DIGEST_ATTRIBUTE: state.digest,
-    }
     try:
         with open_file(target) as f:
-            if next(unsafe_parts(f), None) or metadata_digest(f) != state.digest:
-                return None
-            if (before := str(f.attrs["engine"])) != engine:
-                log.warning(
-                    "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
-                    target,
-                    before,
-                    engine,
-                )
-                return None
-            if any(f.attrs[k] != v for k, v in expected.items()) or (WAVEFORMS in f) != with_waveforms:
+            if not _has_settings(f, target, state, fingerprint, with_waveforms, engine):
                 return None
             lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
             rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]

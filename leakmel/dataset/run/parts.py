@@ -47,7 +47,7 @@ from .existing import read_state, stamps_of
 from .inputs import SpecLike, check_listing, check_target, decide_spec
 from .job import BuildRequest, Parts
 from .journal import recordings_digest
-from .pipeline import build_targets, list_for_build, listing_of_split
+from .targets import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
 from .publish import BuildResult
 from ..source.loader import BadFilesError, decoders

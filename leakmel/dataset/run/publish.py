@@ -169,6 +169,8 @@ def split_problems(
     columns, listing = job.columns, job.listing
     if columns is None:
         raise ValueError(f"{job.split} is not published")
+    if manifest.part_of:
+        return ()  # those of the whole data set are reported by `join`
     others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not listing and x.place)
     before = [x.columns for x in takewhile(lambda x: x is not job, jobs) if x.columns is not None]
     found = [
@@ -419,6 +421,16 @@ def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Ou
     _write_report(path, lists, lambda: body)
 
 
+def _started_s(run: BuildContext, job: Job, jobs: Sequence[Job]) -> float:
+    "Return when the time of a split begins, on the timeline's clock: that of the first one with the listing."
+    if job is jobs[0]:
+        return run.listed_s
+    spans = [s for s in run.timeline.spans if s.split == job.split]
+    reads = [s.start_s for s in spans if s.stage == job.reader.stage]
+    own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
+    return min(reads or own, default=0.0)
+
+
 def result_of(
     run: BuildContext,
     job: Job,  # published
@@ -429,18 +441,11 @@ def result_of(
     if report is None or published_s is None:
         raise ValueError(f"{job.split} is not published")
     began = timeline.now_s()
-    started = run.listed_s  # the time of the first split begins with the listing
-    if job is not jobs[0]:
-        spans = [s for s in timeline.spans if s.split == job.split]
-        reads = [s.start_s for s in spans if s.stage == job.reader.stage]
-        own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
-        started = min(reads or own, default=0.0)
+    started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
     import_s = max(imports, default=0.0)
-    noted = (
-        () if run.manifest.part_of else split_problems(run.manifest, job, jobs)
-    )  # those of parts: by `join`
+    noted = split_problems(run.manifest, job, jobs)
 
     def facts() -> dict[str, Any]:
         seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
