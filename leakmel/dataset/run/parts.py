@@ -25,6 +25,7 @@ import json, logging, os, re, shutil, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,10 @@ def build_part(
     stored = parts_folder(target) / LISTING_NAME
     if manifest is None and stored.is_file():
         manifest, labels = Manifest.load(stored), None
+        when = datetime.fromtimestamp(stored.stat().st_mtime).isoformat(" ", "minutes")
+        log.info(
+            "%s: %s recordings, listed for these parts on %s", show_path(target), f"{len(manifest):,}", when
+        )
     _, _, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     check_target(target, manifest.root)
