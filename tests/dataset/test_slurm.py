@@ -117,7 +117,9 @@ JOIN = f"#!/bin/sh\nexec {COMMAND} join x.h5 --quiet\n"
 
 def test_array_and_join(slurm, tmp_path):
     write_demo(tmp_path / "demo", n_files=120, faults=True)
-    right = lm.build(tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none")
+    right = lm.build(
+        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
+    )
     array = submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=PART)
     submit(slurm, tmp_path, f"--dependency=afterok:{array}", script=JOIN)
     wait_for_jobs(slurm)
@@ -128,7 +130,9 @@ def test_array_and_join(slurm, tmp_path):
 def test_element_that_fails_is_submitted_again(slurm, tmp_path):
     "One element is killed; the join does not run, and names the part; the same element again, then the join."
     write_demo(tmp_path / "demo", n_files=120)
-    right = lm.build(tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none")
+    right = lm.build(
+        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
+    )
     killed = PART.replace("exec ", "[ $SLURM_ARRAY_TASK_ID = 3 ] && kill -9 $$\nexec ")
     submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=killed)
     wait_for_jobs(slurm)
@@ -144,7 +148,9 @@ def test_element_that_fails_is_submitted_again(slurm, tmp_path):
 
 def test_cancelled_element_leaves_a_part_that_can_be_built_again(slurm, tmp_path):
     write_demo(tmp_path / "demo", n_files=120)
-    right = lm.build(tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none")
+    right = lm.build(
+        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
+    )
     slow = PART.replace("exec ", "sleep 60\nexec ")
     job = submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=slow)
     time.sleep(3)
@@ -159,7 +165,9 @@ def test_cancelled_element_leaves_a_part_that_can_be_built_again(slurm, tmp_path
 
 def test_papermill_in_an_array(slurm, tmp_path):
     write_demo(tmp_path / "demo", n_files=60)
-    right = lm.build(tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none")
+    right = lm.build(
+        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
+    )
     shutil.copy(ROOT / "nbs" / "build_part.ipynb", tmp_path)
     given = f"-p data_root {tmp_path}/demo -p split training -p out {tmp_path}/x.h5 -p engine cpu"
     run = f"{sys.executable} -m papermill build_part.ipynb"
@@ -174,7 +182,18 @@ def test_papermill_in_an_array(slurm, tmp_path):
 def test_signal_of_the_time_limit_ends_an_element(slurm, tmp_path):
     "SIGTERM, as Slurm sends it at the time limit, ends the build with status 143; nothing is joined of it."
     write_demo(tmp_path / "demo", n_files=60)
-    command = [*COMMAND.split(), "build", "demo", "--split", "training", "--out", "x.h5", "--part", "1/2", "--quiet"]
+    command = [
+        *COMMAND.split(),
+        "build",
+        "demo",
+        "--split",
+        "training",
+        "--out",
+        "x.h5",
+        "--part",
+        "1/2",
+        "--quiet",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, env=slurm)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
