@@ -740,6 +740,10 @@ PREDICT: Options = {
         metavar="N",
         help="recordings in a batch",
     ),
+    "--cluster": dict(
+        metavar="ADDRESS",
+        help="score on a Dask cluster, for example tls://head:8786; all its workers reach the folder",
+    ),
     "--read-workers": dict(
         type=int,
         metavar="N",
@@ -786,6 +790,7 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         files_per_batch=args.files_per_batch,
         read_workers=args.read_workers,
         progress=progress_mode(args),
+        cluster=args.cluster,
     )
     body = done.summary
     text = f"{show_path(done.folder)}: {done.text(line_width())}"

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,30 @@ def test_batches_and_threads_change_no_score(mixed, detector, settings):
     for (path, a), (other, b) in zip(all_scores(right).items(), all_scores(found).items(), strict=True):
         assert path == other
         assert np.abs(a - b).max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["threads", "dask"])
+def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(prediction, "_LEAST_IN_PART", 1)
+    with ExitStack() as stack:
+        if kind == "threads":
+            cluster: Any = stack.enter_context(ThreadPoolExecutor(3))
+        else:
+            distributed = pytest.importorskip("distributed")
+            options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
+            cluster = stack.enter_context(distributed.LocalCluster(2, threads_per_worker=1, **options))
+            cluster = cluster.scheduler_address
+        manifest = lm.scan(mixed, progress="none")
+        for k, given in enumerate(({}, {"manifest": manifest})):
+            outs = [tmp_path / f"{k}-{where}.csv" for where in ("here", "there")]
+            one = lm.predict(mixed, detector, out=outs[0], progress="none", device="cpu", **given)
+            many = lm.predict(
+                mixed, detector, out=outs[1], progress="none", device="cpu", cluster=cluster, **given
+            )
+            assert outs[0].read_bytes() == outs[1].read_bytes()
+            assert [r.path for r in one.rejections] == [r.path for r in many.rejections]
+            assert (one.engine, one.device) == (many.engine, many.device)
 
 
 def test_fake_device_gives_the_same_scores(mixed, detector):

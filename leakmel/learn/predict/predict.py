@@ -29,7 +29,8 @@ import numpy as np
 
 from ...audio.conform import native
 from ...audio.manifest import Manifest
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
+from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
@@ -46,7 +47,7 @@ from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
 from .readers import RecordingList, RecordingReaders, find_recordings
-from .scored import ScoredRecordings, to_categories
+from .scored import ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
 
 if TYPE_CHECKING:
@@ -537,6 +538,89 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
+@dataclass(frozen=True, eq=False)
+class _Scoring:
+    "How recordings are scored, for any process."
+
+    detector: Detector
+    engine: str
+    device: str
+    length: str
+    files_per_batch: int | None
+    read_workers: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    "Scores of recordings, and what computed them."
+
+    recordings: ScoredRecordings
+    rejections: tuple[Rejected, ...]
+    engine: str  # its identity
+    device: str
+
+
+def _score(found: RecordingList, how: _Scoring, progress: str) -> _Scored:
+    "Read and score recordings."
+    n, spec = len(found.listing), required_spec(how.detector)
+    on = pick_device(how.device, registered=True)
+    sizes = block_sizes(spec, on, n, how.files_per_batch, how.read_workers)
+    label = f"scoring {show_path(found.listing.folder.name)}"
+    with (
+        open_scorer(how.detector, how.engine, on, sizes.n_files) as scorer,
+        Progress(n, label=label, show=progress) as bar,
+    ):
+        readers = RecordingReaders(found, spec, how.length, sizes.n_files, sizes.n_readers)
+        scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
+        run_threads(
+            readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
+        )
+    rejections = tuple(sorted(readers.rejected, key=lambda r: r.path))
+    recordings = _collect(found, scoring, how.detector.provenance)
+    return _Scored(recordings, rejections, scorer.identity, scorer.device)
+
+
+def _score_part(found: RecordingList, how: _Scoring, n_together: int) -> _Scored:
+    "Score a part in a process of a cluster."
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores_of_task(n_together))
+    try:
+        return _score(found, how, "none")
+    finally:
+        torch.set_num_threads(before)
+
+
+_MOST_IN_PART, _LEAST_IN_PART = 65_536, 500  # recordings
+
+
+def _score_on_cluster(found: RecordingList, how: _Scoring, cluster: Cluster, progress: str) -> _Scored:
+    "Score parts of the recordings on a cluster, and join the scores."
+    n = len(found.listing)
+    with open_cluster(cluster) as client:
+        n_together = n_processes(client)
+        n_parts = max(-(-n // _MOST_IN_PART), min(n_together, n // _LEAST_IN_PART), 1)
+        calls = [(found.part(k, n_parts), how, n_together) for k in range(1, n_parts + 1)]
+        names = [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
+        parts = dict[int, _Scored]()
+        with Progress(n, label=f"scoring {show_path(found.listing.folder.name)}", show=progress) as bar:
+            for k, scored in run_tasks(client, _score_part, calls, names):
+                parts[k] = scored
+                bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
+    own = [parts[k] for k in range(n_parts)]
+    others = {(p.engine, p.device.partition(":")[0]) for p in own}
+    if len(others) > 1:
+        raise EngineError(
+            "the processes of the cluster use different engines or devices",
+            code="devices-differ",
+            found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
+            remedy="name engine and device (--engine cpu --device cpu)",
+        )
+    rejections = tuple(sorted((r for p in own for r in p.rejections), key=lambda r: r.path))
+    return _Scored(joined_columns([p.recordings for p in own]), rejections, own[0].engine, own[0].device)
+
+
 def predict(
     folder: str | os.PathLike,  # folder of recordings in any subfolders; labels are not needed
     model: str
@@ -557,6 +641,8 @@ def predict(
     files_per_batch: int | None = None,  # recordings that are scored together
     read_workers: int | None = None,  # threads that read
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
+    cluster: Cluster
+    | None = None,  # an Executor, a Dask client or the address of a scheduler: it scores parts of the recordings
 ) -> Predictions:  # raises LeakmelError
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS:
@@ -569,7 +655,8 @@ def predict(
     if not isinstance(model, Detector):
         model = model_file(model)
         named = show_path(os.path.abspath(model))
-    on = pick_device(device, registered=True)
+    if cluster is None:
+        pick_device(device, registered=True)  # a wrong name is an error now
     if target is not None:
         check_output(target, Path(os.path.abspath(folder)))
     detector = model if isinstance(model, Detector) else load_detector(model)
@@ -579,28 +666,21 @@ def predict(
     native()  # an import; not part of the time
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
-    n = len(found.listing)
-    sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
-    label = f"scoring {show_path(found.listing.folder.name)}"
-    with (
-        open_scorer(detector, engine, on, sizes.n_files) as scorer,
-        Progress(n, label=label, show=progress) as bar,
-    ):
-        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers)
-        scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
-        run_threads(
-            readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
-        )
+    how = _Scoring(detector, engine, device, length, files_per_batch, read_workers)
+    if cluster is None:
+        scored = _score(found, how, progress)
+    else:
+        scored = _score_on_cluster(found, how, cluster, progress)
     done = Predictions(
         folder=found.listing.folder,
-        scored=_collect(found, scoring, detector.provenance),
-        rejections=tuple(sorted(readers.rejected, key=lambda r: r.path)),
+        scored=scored.recordings,
+        rejections=scored.rejections,
         rule=rule,
         spec=spec,
         length=length,
         model=named,
-        engine=scorer.identity,
-        device=scorer.device,
+        engine=scored.engine,
+        device=scored.device,
         seconds=time.perf_counter() - began,
         out=target,
         learned_by=detector.engine,

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...audio.conform import quality_figures
 from ...audio.file_names import NameParts, parse_name, split_name
-from ...audio.listing import FoundFiles, Listing, found_below, make_listing
+from ...audio.listing import FoundFiles, Listing, found_below, make_listing, part_range
 from ...audio.manifest import Manifest, check_manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
@@ -53,6 +53,17 @@ class RecordingList:
     listing: Listing  # paths relative to the folder
     labels: Sequence[str]  # [n] from folders or a table, for display; empty where there is none
     names: Sequence[NameParts]  # [n] parts of the names
+
+    def part(
+        self,
+        number: int,  # from 1
+        n_parts: int,
+    ) -> "RecordingList":
+        "Return one of n parts: consecutive recordings."
+        own = slice(*part_range(len(self.listing), number, n_parts))
+        listing = self.listing.part(number, n_parts)
+        names = _ParsedNames(listing.paths) if isinstance(self.names, _ParsedNames) else self.names[own]
+        return RecordingList(listing, self.labels[own], names)
 
 
 class _ParsedNames(Sequence[NameParts]):

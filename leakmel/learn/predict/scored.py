@@ -9,12 +9,15 @@ __all__ = [
     "SegmentScores",
     "ScoredRecording",
     "ScoredRecordings",
+    "joined_categories",
+    "joined_columns",
     "to_columns",
 ]
 
 # %% ../../../nbs/learn/predict/scored.ipynb #5c0ed002
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -159,6 +162,32 @@ class ScoredRecordings(Sequence[ScoredRecording]):
             gain=float(self.gain[i]),
             in_training=self.in_training[i],
         )
+
+
+def joined_categories(parts: Sequence[Categories]) -> Categories:
+    "Join the values of consecutive recordings."
+    numbers: dict[Any, int] = {}
+    codes = [np.zeros(0, np.int32)]
+    for part in parts:
+        own = [numbers.setdefault(value, len(numbers)) for value in part.values]
+        codes.append(np.array(own, np.int32)[part.codes])
+    return Categories(list(numbers), np.concatenate(codes))
+
+
+def joined_columns(
+    parts: Sequence[ScoredRecordings],  # at least one, of consecutive recordings
+) -> ScoredRecordings:
+    "Join the columns of parts of a prediction."
+    n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
+    values = np.concatenate([p.segment_scores.values for p in parts])
+    categories = ("form", "label", "sensor", "in_training")
+    return ScoredRecordings(
+        paths=list(chain.from_iterable(p.paths for p in parts)),
+        segment_scores=SegmentScores(values, np.cumsum(n_segments)),
+        facts=np.concatenate([p.facts for p in parts]),
+        gain=np.concatenate([p.gain for p in parts]),
+        **{name: joined_categories([getattr(p, name) for p in parts]) for name in categories},
+    )
 
 
 def to_columns(
