@@ -27,6 +27,7 @@ __all__ = [
 import argparse, json, logging, os, re, signal, sys, threading
 from collections import Counter
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any, NoReturn
 
 import leakmel as lm
@@ -200,7 +201,7 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
     what = f"complete before: {show_path(made.path)}"
     if made.seconds:
         what = f"{made.found:,} recordings in {made.seconds:.2f} s: {show_path(made.path)}"
-    text = f"{name}: {what}\nWhen all parts are built: leakmel join {show_path(args.out)}"
+    text = f"{name}: {what}\nWhen all parts are built: leakmel join {quote(show_path(args.out))}"
     return 0, vars(made) | {"path": show_path(made.path)}, text
 
 
@@ -209,7 +210,7 @@ def run_join(args: argparse.Namespace) -> Outcome:
     given = given_fields(args, lm.PipelineConfig)
     made = lm.join(
         args.out,
-        pipeline=lm.PipelineConfig(**given) if given else None,
+        pipeline=given,
         check=args.check,
         progress=progress_mode(args),
         keep_parts=args.keep_parts,

@@ -131,7 +131,9 @@ class Manifest:
         def make(
             facts: dict[str, Any], listings: tuple[Listing, ...], unmatched: tuple[bytes, ...]
         ) -> "Manifest":
-            table, part_of = facts["table_path"], facts["part_of"]
+            table, part_of, root = facts["table_path"], facts["part_of"], Path(facts["root"])
+            if any(x.folder not in (root, root / x.folder.name) or x.folder.name == ".." for x in listings):
+                raise ValueError("a folder of the listing is not that of its root")
             return Manifest(
                 root=Path(facts["root"]),
                 label_names=tuple(map(str, facts["label_names"])),

@@ -74,7 +74,8 @@ def write_manifest(
             arrays[f"{k}/extra/{j}"] = _texts_array(texts)
     new = path.with_name(f".{path.name}.new")
     try:
-        with open(new, "wb") as f:
+        new.unlink(missing_ok=True)  # never written through a link
+        with open(new, "xb") as f:
             np.savez(f, allow_pickle=False, **arrays)
         os.replace(new, path)
     except OSError as e:

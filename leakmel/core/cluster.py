@@ -54,10 +54,12 @@ def open_cluster(
         return
     from distributed import Client
 
-    _warn_if_open(cluster)
+    client = Client.__new__(Client)
     try:
-        client = Client(cluster, timeout=30, set_as_default=False)
+        _warn_if_open(cluster)
+        client.__init__(cluster, timeout=30, set_as_default=False)  # type: ignore[misc]
     except Exception as e:  # what the transport raises, for example for a wrong certificate
+        client.status = "closed"  # else the end of the program waits for a minute for it
         raise MachineError(
             "the scheduler of the cluster cannot be reached",
             code="no-cluster",
@@ -73,7 +75,7 @@ def n_processes(
 ) -> int:
     "Return how many tasks a cluster runs at the same time; at least 1."
     if isinstance(client, Executor):
-        return max(1, getattr(client, "_max_workers", 1))
+        return max(1, getattr(client, "_max_workers", None) or 1)
     return max(1, sum(w["nthreads"] for w in client.scheduler_info(n_workers=-1)["workers"].values()))
 
 

@@ -611,3 +611,63 @@ def test_command_line(demo, whole, tmp_path, capsys):
     assert main([*common, "--part", "1/2", "--fresh"]) == 2
     assert main(["join", str(out), "--quiet"]) == 1
     assert re.search("no parts", capsys.readouterr().err)
+
+
+# ---------------------------------------------------------------- folders of parts that cannot be trusted
+
+
+def test_labels_that_are_given_to_a_later_part_are_refused_or_used(demo, tmp_path):
+    listing = lm.scan(demo, split="training", progress="none").listings[0]
+    (tmp_path / "labels.csv").write_text(f"path,label\n{os.fsdecode(listing.paths[0])},OTHER\n")
+    options = {"split": "training", "out": tmp_path / "x.h5", **QUIET}
+    build_part(demo, part=(1, 2), **options)
+    with raises("other-plan", DataError):
+        build_part(demo, part=(2, 2), labels=tmp_path / "labels.csv", **options)
+
+
+def test_listing_that_names_another_folder_is_refused(demo, tmp_path):
+    found = lm.scan(demo, split="training", progress="none")
+    object.__setattr__(found.listings[0], "folder", tmp_path)
+    with raises("no-manifest", DataError):
+        lm.Manifest.load(found.save(tmp_path / "l.npz"))
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "many"])
+def test_hostile_folder_of_parts_is_refused(demo, tmp_path, how):
+    build_parts(demo, tmp_path / "x.h5", 2)
+    folder = parts_folder(tmp_path / "x.h5")
+    plan = folder / "plan.json"
+    if how == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif how == "fifo":
+        plan.unlink()
+        os.mkfifo(plan)
+    else:
+        plan.write_text(json.dumps(json.loads(plan.read_text()) | {"n_parts": 10**12}))
+    with raises("plan-invalid", DataError):
+        join(tmp_path / "x.h5", progress="none")
+
+
+def test_options_of_a_join_change_only_what_they_name(demo, tmp_path):
+    strict = lm.PipelineConfig(max_rejected=0.0)
+    build_parts(demo, tmp_path / "x.h5", 2, pipeline=strict)
+    with raises("too-many-rejected", DataError):
+        join(tmp_path / "x.h5", pipeline={"compression": "gzip"}, progress="none")
+
+
+def test_recordings_that_came_after_the_listing_are_counted(tmp_path, caplog):
+    write_demo(tmp_path / "d", n_files=30)
+    build_parts(tmp_path / "d", tmp_path / "x.h5", 2)
+    path = next((tmp_path / "d" / "TRAINING").rglob("*.wav"))
+    path.with_name("new.wav").write_bytes(path.read_bytes())
+    join(tmp_path / "x.h5", progress="none")
+    assert "1 recordings came after the listing" in caplog.text
+
+
+def test_save_does_not_write_through_a_link(demo, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".l.npz.new").symlink_to(tmp_path / "victim")
+    lm.scan(demo, progress="none").save(tmp_path / "l.npz")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not (tmp_path / "l.npz").is_symlink()

@@ -107,7 +107,7 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
 }
-EXTRAS = {"learn", "notebook", "gpu", "search", "all", "dev"}
+EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "all", "dev"}
 
 
 def conda_lists() -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, uuid
+import json, logging, os, re, shutil, stat, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -33,12 +33,13 @@ from typing import Any
 import h5py
 import numpy as np
 
+from ...audio.file_names import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing
-from ...audio.manifest import Manifest
+from ...audio.manifest import Manifest, scan
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from ...core.errors import DataError, EngineError, UsageError, show_path
+from ...core.errors import DataError, EngineError, SpecError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.timeline import Timeline
 from ..file.schema import data_set_name
@@ -60,6 +61,7 @@ log = logging.getLogger("leakmel")
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000005
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
+_MAX_PARTS, _MAX_PLAN_BYTES = 100_000, 1 << 20
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty)")
 
 
@@ -76,7 +78,7 @@ def parse_part(
     "Parse the number of a part."
     with suppress(ValueError, TypeError):
         number, n_parts = map(int, part.split("/") if isinstance(part, str) else part)
-        if 1 <= number <= n_parts < 100_000:
+        if 1 <= number <= n_parts < _MAX_PARTS:
             return number, n_parts
     raise UsageError(
         "the number of the part is not valid",
@@ -120,15 +122,36 @@ def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises Out
             new.unlink(missing_ok=True)
 
 
+def _check_owner(folder: Path) -> None:  # raises DataError
+    "Refuse a parts folder that is a link or belongs to another user: its listing decides which files are read."
+    try:
+        st = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(st.st_mode) or st.st_uid not in (os.geteuid(), 0):
+        raise DataError(
+            "the folder of the parts is a link, no folder, or belongs to another user",
+            code="plan-invalid",
+            path=folder,
+            found=f"owner {st.st_uid}, mode {stat.filemode(st.st_mode)}",
+            remedy="remove it, or write to another place",
+        )
+
+
 def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none; raises DataError
     "Read the plan of the parts in a folder."
+    _check_owner(folder)
     try:
-        plan = json.loads((folder / PLAN_NAME).read_bytes())
-        if isinstance(plan, dict) and plan["format"] == _FORMAT:
+        fd = os.open(folder / PLAN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as f:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            plan = json.loads(f.read(_MAX_PLAN_BYTES) if is_file else b"")
+        n = plan["n_parts"]
+        if plan["format"] == _FORMAT and type(n) is int and 1 <= n < _MAX_PARTS:
             return plan
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DataError(
         "the plan of the parts is damaged, or of another release",
@@ -136,6 +159,13 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
         path=folder / PLAN_NAME,
         remedy="remove the folder of the parts and build them again",
     )
+
+
+def _recordings(whole: Manifest) -> dict[str, Any]:  # of one split
+    "Return what a plan holds of the listing."
+    (listing,) = whole.listings
+    names = [show_path(name) for name in whole.label_names]
+    return {"recordings": recordings_digest(listing), "labels": [names, digest_of(listing.label_ids)]}
 
 
 def plan_parts(
@@ -147,7 +177,6 @@ def plan_parts(
     "Return the plan of all parts as far as it is known before an engine is open."
     from leakmel import __version__
 
-    (listing,) = whole.listings
     return {
         "format": _FORMAT,
         "n_parts": n_parts,
@@ -155,8 +184,7 @@ def plan_parts(
         "decoders": decoders(),
         "spec": spec.to_dict(),
         "with_waveforms": request.with_waveforms,
-        "recordings": recordings_digest(listing),
-        "labels": [[show_path(name) for name in whole.label_names], digest_of(listing.label_ids)],
+        **_recordings(whole),
         "pipeline": asdict(request.config),
     }
 
@@ -292,10 +320,14 @@ def build_part(
         with_waveforms=with_waveforms,
         fresh=False,
     )
-    target = Path(os.path.abspath(out if out is not None else data_set_name((split or "").upper())))
+    target = Path(os.path.abspath(out if out is not None else data_set_name(split_name(split or "") or "")))
     stored = parts_folder(target) / LISTING_NAME
-    if manifest is None and stored.is_file():
-        manifest, labels = Manifest.load(stored), None
+    _check_owner(stored.parent)
+    if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
+        with suppress(OSError):
+            stored.unlink(missing_ok=True)
+    if manifest is None and labels is None and stored.is_file():
+        manifest = Manifest.load(stored)
         when = datetime.fromtimestamp(stored.stat().st_mtime).isoformat(" ", "minutes")
         log.info(
             "%s: %s recordings, listed for these parts on %s", show_path(target), f"{len(manifest):,}", when
@@ -358,11 +390,27 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
     return AbsentEngine(spec, identity, engine.identity)
 
 
+def _warn_of_new_recordings(whole: Manifest, target: Path) -> None:
+    "Count the recordings that came after the listing."
+    if whole.naming.source == "table":
+        return
+    (old,) = whole.listings
+    with suppress(DataError):
+        found = scan(
+            whole.root, split=old.split or None, pattern=whole.naming.pattern or None, progress="none"
+        )
+        new = sum(len(set(x.paths) - set(old.paths)) for x in found.listings)
+        if new:
+            text = "%s: %s recordings came after the listing of the parts and are not in the data set; leakmel build adds them"
+            log.warning(text, show_path(target), f"{new:,}")
+
+
 def join(
     out: str | os.PathLike,  # the file of the whole data set, as given to `build_part`
     *,
     pipeline: PipelineConfig
-    | None = None,  # rules for rejected files, compression, speed; None: as given to the first part
+    | dict[str, Any]
+    | None = None,  # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
     check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
@@ -389,6 +437,7 @@ def join(
             found=f"{len(parts):,} of {n_parts:,} parts; missing: {shown}",
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
+    _warn_of_new_recordings(Manifest.load(folder / LISTING_NAME), target)
     files = (parts[k] for k in range(1, n_parts + 1))
     joining = _Joining(pipeline, check, progress, Timeline(), keep_parts=keep_parts)
     return joining.join(target, plan, files)
@@ -398,7 +447,7 @@ def join(
 class _Joining:
     "How parts are joined."
 
-    pipeline: PipelineConfig | None  # None: as in the plan
+    pipeline: PipelineConfig | dict[str, Any] | None  # a dict: changes of the plan's; None: as in the plan
     check: int | None
     progress: str
     timeline: Timeline
@@ -415,12 +464,16 @@ class _Joining:
         "Make the data set of all parts."
         folder = parts_folder(target)
         try:
-            config = self.pipeline or PipelineConfig(**plan["pipeline"])
+            given, stored = self.pipeline, PipelineConfig(**plan["pipeline"])
+            config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
             spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
             with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
             manifest = Manifest.load(folder / LISTING_NAME)
-            listing = _with_current_stamps(*manifest.listings)
-        except (KeyError, TypeError, ValueError) as e:
+            (listing,) = manifest.listings
+            if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
+                raise ValueError("the listing is not that of the plan")
+            listing = _with_current_stamps(listing)
+        except (KeyError, TypeError, ValueError, SpecError) as e:
             raise DataError(
                 "the plan of the parts is damaged",
                 code="plan-invalid",
@@ -500,9 +553,9 @@ def build_on_cluster(
         check_target(target, manifest.root)
         check_listing(listing, manifest)
     spec = decide_spec(request.spec, [listing for listing, _ in targets]).spec
-    stop = parts_folder(targets[0][1]) / f"{uuid.uuid4().hex[:8]}.stop"
+    stop = f"{uuid.uuid4().hex[:8]}.stop"
     request = replace(request, spec=spec, mode="stream", preloaded=None)
-    quiet = replace(request, progress="none", fresh=False, stop_file=stop)
+    quiet = replace(request, progress="none", fresh=False)
     joining = _Joining(request.config, request.check, "none", timeline, listed_s, fresh=request.fresh)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
@@ -514,11 +567,10 @@ def build_on_cluster(
             n = len(listing)
             wanted = max(-(-n // PART_SIZE), min(n_together, n // _MIN_PART_SIZE), 1)
             whole = replace(manifest, listings=(listing,))
+            own = replace(quiet, stop_file=parts_folder(target) / stop)
             plan = _start_parts(whole, target, spec, request, wanted)
             left[target] = n_parts = int(plan["n_parts"])
-            calls += [
-                (quiet, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)
-            ]
+            calls += [(own, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
             of += [target] * n_parts
         if not calls:
@@ -544,7 +596,8 @@ def build_on_cluster(
                     plan = _read_plan(parts_folder(target)) or {}
                     results[target] = joining.join(target, plan, chain([first], files))
             except BaseException:
-                with suppress(OSError):
-                    stop.touch()  # parts that are being built end
+                for target in left:
+                    with suppress(OSError):
+                        (parts_folder(target) / stop).touch()  # parts that are being built end
                 raise
     return [results[target] for _, target in targets]
