@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -198,17 +197,9 @@ def test_batches_and_threads_change_no_score(mixed, detector, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["threads", "dask"])
-def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch, kind):
+def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "_LEAST_IN_PART", 1)
-    with ExitStack() as stack:
-        if kind == "threads":
-            cluster: Any = stack.enter_context(ThreadPoolExecutor(3))
-        else:
-            distributed = pytest.importorskip("distributed")
-            options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
-            cluster = stack.enter_context(distributed.LocalCluster(2, threads_per_worker=1, **options))
-            cluster = cluster.scheduler_address
+    with ThreadPoolExecutor(3) as cluster:
         manifest = lm.scan(mixed, progress="none")
         for k, given in enumerate(({}, {"manifest": manifest})):
             outs = [tmp_path / f"{k}-{where}.csv" for where in ("here", "there")]
