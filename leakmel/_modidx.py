@@ -1233,6 +1233,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'leakmel/dataset/run/journal.py'),
                                              'leakmel.dataset.run.journal._body': ( 'dataset/run/journal.html#_body',
                                                                                     'leakmel/dataset/run/journal.py'),
+                                             'leakmel.dataset.run.journal._digest_of_paths': ( 'dataset/run/journal.html#_digest_of_paths',
+                                                                                               'leakmel/dataset/run/journal.py'),
                                              'leakmel.dataset.run.journal._entry_line': ( 'dataset/run/journal.html#_entry_line',
                                                                                           'leakmel/dataset/run/journal.py'),
                                              'leakmel.dataset.run.journal._entry_of': ( 'dataset/run/journal.html#_entry_of',

@@ -28,6 +28,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_demo, write_wav
 from leakmel.core.cluster import open_cluster, run_tasks
 from leakmel.core.errors import DataError, EngineError, MachineError, RecordingError, UsageError
+from leakmel.dataset.run import open_jobs as open_jobs_module
 from leakmel.dataset.run import parts as parts_module
 from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
 from leakmel.dataset.source.loader import BadFilesError
@@ -448,26 +449,87 @@ def test_the_head_that_ends_can_be_started_again(large, tmp_path, number):
         stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    wait_for(lambda: folder.exists() and len(list(folder.glob("*.h5"))) >= 2)
+    wait_for(lambda: (folder / "plan.json").exists())
+    n_parts = json.loads((folder / "plan.json").read_text())["n_parts"]
+    wait_for(lambda: len(finished_parts(folder, n_parts)) >= 2)
     head.send_signal(number)
     assert head.wait(30) != 0
     assert not target.exists()
-    kept = {p.name for p in folder.glob("*.h5")}
+    kept = set(finished_parts(folder, n_parts))
     joined = parts_module.finished_parts
     assert kept
-    found = list[set[str]]()
+    found = list[set[int]]()
 
     def note(*args: Any) -> dict[int, Path]:
         result = joined(*args)
-        found.append({p.name for p in result.values()})
+        found.append(set(result))
         return result
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(parts_module, "PART_SIZE", 1000)
         patch.setattr(parts_module, "finished_parts", note)
         made = lm.build(large, split="training", out=target, cluster=pool, **QUIET)
-    assert kept <= found[-1]
+    assert kept <= found[0]
     assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+
+
+def suffixes(target: Path, n: int) -> list[str]:
+    return [path.suffix for _, path in sorted(finished_parts(parts_folder(target), n).items())]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, EngineError])
+def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_path, monkeypatch, error):
+    target, copied = tmp_path / "x.h5", open_jobs_module._copy_rows
+    build_parts(demo, target, 4)
+
+    def interrupt(*args: Any) -> Any:
+        if suffixes(target, 4)[1] == ".joined":
+            raise error("stopped", code="engine-missing") if error is EngineError else error
+        return copied(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(open_jobs_module, "_copy_rows", interrupt)
+        with pytest.raises(error):
+            join(target, progress="none")
+    assert not target.exists()
+    assert suffixes(target, 4) == [".joined", ".joined", ".h5", ".h5"]
+    made = join(target, progress="none")
+    assert made.path.read_bytes() == whole
+    moved = made.summary["resumed_rows"], made.summary["copied_rows"]
+    assert all(moved)
+    assert sum(moved) == made.rows  # none was computed again
+    assert not parts_folder(target).exists()
+
+
+def test_parts_go_on_after_too_many_bad_files(demo, whole, tmp_path):
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 3)
+    with pytest.raises(BadFilesError):
+        join(target, pipeline={"max_rejected": 0.0}, progress="none")
+    assert suffixes(target, 3) == [".joined"] * 3
+    made = join(target, progress="none")
+    assert made.path.read_bytes() == whole
+    assert made.summary["resumed_rows"] == made.rows
+
+
+def test_parts_whose_moved_rows_are_lost_are_read_again(demo, whole, tmp_path):
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 3)
+    with pytest.raises(BadFilesError):
+        join(target, pipeline={"max_rejected": 0.0}, progress="none")
+    target.with_name(".x.h5.partial").unlink()
+    made = join(target, progress="none")
+    assert made.path.read_bytes() == whole
+    assert made.summary["resumed_rows"] == 0
+
+
+def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_path):
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 3)
+    with pytest.raises(BadFilesError):
+        join(target, pipeline={"max_rejected": 0.0, "journal_bytes": 0}, progress="none")
+    assert suffixes(target, 3) == [".h5"] * 3
+    assert join(target, progress="none").path.read_bytes() == whole
 
 
 # ---------------------------------------------------------------- updates, clusters, errors

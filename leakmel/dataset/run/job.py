@@ -139,7 +139,10 @@ class Parts:
     "Data sets of the parts of a data set."
 
     n_parts: int
-    files: Iterator[Path | None]  # in order, each when it is complete; None: a part without a row
+    files: Iterator[
+        Path | None
+    ]  # in order, each when it is complete; None: a part without a row, or joined before
+    keep: bool = False  # keep the files after their rows are copied
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -92,7 +92,7 @@ def _entry_of(body: dict[str, Any], n: int) -> Entry:
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #e2598a7a
-JOURNAL_SCHEMA = 2
+JOURNAL_SCHEMA = 3
 
 
 def folder_inodes(
@@ -109,15 +109,21 @@ def folder_inodes(
     return np.array([found[folder] for folder in folders], np.int64)
 
 
-def recordings_digest(
-    listing: Listing,
-) -> str:  # 32 hexadecimal digits
-    "Return a digest of paths, sizes and modification times."
+def _digest_of_paths(listing: Listing) -> Any:
+    "Return a digest of paths, to be continued."
     import xxhash
 
     total = xxhash.xxh3_128()
     for start in range(0, len(listing), 4096):
         total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
+    return total
+
+
+def recordings_digest(
+    listing: Listing,
+) -> str:  # 32 hexadecimal digits
+    "Return a digest of paths, sizes and modification times."
+    total = _digest_of_paths(listing)
     for values in (listing.sizes, listing.mtimes_ns):
         total.update(np.ascontiguousarray(values, np.int64).data)
     return total.hexdigest()
@@ -129,7 +135,7 @@ def journal_identity(
     row_shape: tuple[int, ...],
     with_waveforms: bool,
 ) -> dict[str, Any]:
-    "Return the facts that must be equal for a build to be resumed, including the inode numbers of folders."
+    "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
     import xxhash
     from leakmel import __version__
 
@@ -140,7 +146,7 @@ def journal_identity(
         "row_shape": list(row_shape),
         "with_waveforms": with_waveforms,
         "n_candidates": len(listing),
-        "recordings": recordings_digest(listing),
+        "recordings": _digest_of_paths(listing).hexdigest(),
         "folders": xxhash.xxh3_128_hexdigest(folder_inodes(listing, range(len(listing))).tobytes()),
         "decoders": decoders(),
         "known": str(KNOWN.descr),
@@ -149,8 +155,8 @@ def journal_identity(
 
 
 _MISMATCHES = {
-    "recordings": "the recordings have changed",
-    "n_candidates": "the recordings have changed",
+    "recordings": "recordings were added, removed or renamed",
+    "n_candidates": "recordings were added, removed or renamed",
     "folders": "the recordings' folders have changed",
     "decoders": "packages that decode or resample have other versions",
     "fingerprint": "the settings of the features, the engine or its processor differ",

@@ -62,7 +62,7 @@ log = logging.getLogger("leakmel")
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
 _MAX_PARTS, _MAX_PLAN_BYTES = 100_000, 1 << 20
-_PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty)")
+_PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
 
 
 def parts_folder(
@@ -91,7 +91,9 @@ def parse_part(
 def finished_parts(
     folder: Path,
     n_parts: int,
-) -> dict[int, Path]:  # by number; .h5: a data set; .empty: no recording of the part could be used
+) -> dict[
+    int, Path
+]:  # by number; .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`
     "Find the complete parts."
     found = {}
     with suppress(FileNotFoundError):
@@ -414,7 +416,7 @@ def join(
     check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
-) -> BuildResult:  # raises LeakmelError; an existing file and the parts are then unchanged
+) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
     "Make the data set of all parts, equal byte for byte to that of `build`."
     target = Path(os.path.abspath(out))
     folder = parts_folder(target)
@@ -494,7 +496,7 @@ class _Joining:
             fresh=self.fresh,
         )
         manifest = replace(manifest, listings=(listing,))
-        parts = Parts(n_parts, (file if file.suffix == ".h5" else None for file in files))
+        parts = Parts(n_parts, (file if file.suffix == ".h5" else None for file in files), self.keep_parts)
         (made,) = build_targets(
             request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
         )
@@ -506,6 +508,7 @@ class _Joining:
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
 PART_SIZE = 65_536  # most recordings of a part
 _MIN_PART_SIZE = 2_000
+_PARTS_PER_PROCESS = 4  # parts are joined while others are built, so the last ones have to be small
 
 
 def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
@@ -565,7 +568,7 @@ def build_on_cluster(
                 (results[target],) = build_targets(request, manifest, [(listing, target)], timeline, listed_s)
                 continue
             n = len(listing)
-            wanted = max(-(-n // PART_SIZE), min(n_together, n // _MIN_PART_SIZE), 1)
+            wanted = max(-(-n // PART_SIZE), min(_PARTS_PER_PROCESS * n_together, n // _MIN_PART_SIZE), 1)
             whole = replace(manifest, listings=(listing,))
             own = replace(quiet, stop_file=parts_folder(target) / stop)
             plan = _start_parts(whole, target, spec, request, wanted)
