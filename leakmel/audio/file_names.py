@@ -28,6 +28,7 @@ _ALIASES = {
 }
 
 
+@lru_cache(4096)
 def split_name(
     folder: str,  # name of a folder, or what a user typed
 ) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
@@ -36,10 +37,8 @@ def split_name(
 
 
 # %% ../../nbs/audio/file_names.ipynb #07094184
-_DIGITS = re.compile(
-    r"(\d{4})(\d\d)(\d\d)[_T](\d\d)(\d\d)(\d\d)(Z|[+-]\d\d:?\d\d)?|(\d{4})-(\d\d)-(\d\d)_(\d\d)-(\d\d)-(\d\d)()",
-    re.ASCII,
-)
+_DIGITS = re.compile(r"\d{8}[_T]\d{6}(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+_DASHED = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)", re.ASCII)
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
@@ -50,11 +49,9 @@ def iso_time(
     "A time as loggers and tables write it, in ISO 8601."
     if len(text) > 40:
         return ""
-    if m := _DIGITS.fullmatch(text):
-        text = "{}-{}-{}T{}:{}:{}{}".format(
-            *(g or "" for g in (m.groups()[:7] if m.group(1) else m.groups()[7:]))
-        )
-    elif not _ISO.fullmatch(text):
+    if m := _DASHED.fullmatch(text):
+        text = "{}T{}:{}:{}".format(*m.groups())
+    elif not (_DIGITS.fullmatch(text) or _ISO.fullmatch(text)):
         return ""
     try:
         return datetime.fromisoformat(text).isoformat()

@@ -437,6 +437,27 @@ def test_publish_replaces_and_abort_does_not(tmp_path):
     assert target.read_bytes() == new != old
 
 
+def test_the_replaced_file_is_closed_in_a_thread(tmp_path, monkeypatch):
+    target = tmp_path / "x.h5"
+    target.write_bytes(b"old")
+    old = os.stat(target).st_ino
+    closed, close = [], os.close
+
+    def note(fd: int) -> None:
+        closed.append((os.fstat(fd).st_ino, threading.current_thread() is threading.main_thread()))
+        close(fd)
+
+    file = RowFile(target, (1, 1, 2, 3), 1)
+    monkeypatch.setattr(os, "close", note)
+    file.publish(sync=False)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(10)
+    monkeypatch.undo()
+    assert (old, False) in closed
+    assert os.stat(target).st_ino != old
+
+
 def test_abort_twice_and_after_publish(tmp_path):
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     file.abort()

@@ -95,6 +95,25 @@ def mixed(tmp_path_factory) -> Path:
     return write_mixed(tmp_path_factory.mktemp("mixed") / "flat")
 
 
+def test_names_are_the_same_by_folder_and_by_manifest(tmp_path, detector):
+    root = tmp_path / "set"
+    for k, (split, gain) in enumerate(
+        [("TRAINING", "20"), ("TRAINING", "0.1"), ("TESTING", "-1.25"), ("TESTING", "x")]
+    ):
+        put(root, f"{split}/LEAK/S\udcffensor {k}~{k}~20240101_101010~{gain}.wav", noise(k))
+    by_folder = lm.predict(root, detector, **QUIET)
+    by_manifest = lm.predict(root, detector, manifest=scan(root, progress="none"), **QUIET)
+    for p in (by_folder, by_manifest):
+        found = {s.sensor: s.gain for s in p.scored}
+        assert {k: v for k, v in found.items() if v == v} == {
+            "S\udcffensor 0": 20.0,
+            "S\udcffensor 1": 0.1,
+            "S\udcffensor 2": -1.25,
+        }
+        assert np.isnan(found["S\udcffensor 3"])
+    assert by_folder.scored.paths == by_manifest.scored.paths
+
+
 # ---- the same scores as by way of a data set
 
 

@@ -442,7 +442,14 @@ class RowFile:
     def publish(self, *, sync: bool = True) -> None:
         "Give the file its final name."
         self._close()
-        os.replace(self.partial, self.target)
+        old = -1
+        with suppress(OSError):  # there is none
+            old = os.open(self.target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.replace(self.partial, self.target)
+        finally:
+            if old >= 0:  # its space is freed when it is closed, which takes 0.2 s per gigabyte
+                threading.Thread(target=os.close, args=(old,)).start()
         if sync:
             sync_folder(self.target.parent)
 

@@ -46,7 +46,7 @@ from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
-from .readers import RecordingList, RecordingReaders, find_recordings
+from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
 from .scored import ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
 
@@ -190,6 +190,10 @@ def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
     "Return a column as the CSV file has it."
     if name == "segment_scores":
         return [" ".join([f"{x:.3f}" for x in scores.tolist()]) for scores in column]
+    if isinstance(column, np.ndarray) and column.dtype.kind in "fib":  # most columns have few values
+        distinct, places = np.unique(column, return_inverse=True)
+        if 8 * len(distinct) < len(column):
+            return np.array(_cells(name, distinct), object)[places].tolist()
     values = column.tolist() if isinstance(column, np.ndarray) else column
     if isinstance(column, np.ndarray) and column.dtype.kind == "f":
         if name in ("score", "threshold"):
@@ -517,21 +521,22 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
         )
     facts = readers.facts[good]
     known = provenance.contains(d.decode() for d in facts["digest"].tolist()).tolist()
-    gain = np.zeros(len(good))
-
-    def sensors() -> Iterator[str]:
-        for place, k in enumerate(good.tolist()):
-            name = found.names[k]
-            gain[place] = name.gain
-            yield name.sensor
-
+    if isinstance(found.names, ParsedNames):
+        columns = found.names.columns(good.tolist())
+        names = to_categories(columns["sensor"].tolist())
+        sensor = replace(names, values=[os.fsdecode(name) for name in names.values])
+        gains, places = np.unique(columns["gain"], return_inverse=True)  # float32
+        gain = np.array([float(str(x)) for x in gains])[places]
+    else:
+        sensor = to_categories(found.names[k].sensor for k in good.tolist())
+        gain = np.array([found.names[k].gain for k in good.tolist()])
     return ScoredRecordings(
         [found.listing.paths[k] for k in good.tolist()],
         scores,
         facts,
         to_categories(readers.unusual.get(k, PLAIN) for k in good.tolist()),
         to_categories(found.labels[k] for k in good.tolist()),
-        to_categories(sensors()),
+        sensor,
         gain,
         to_categories(known if provenance.is_complete else (x or None for x in known)),
     )
