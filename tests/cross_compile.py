@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from leakmel.core.errors import EngineError
 from leakmel.mel import triton_kernel
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.triton_kernel import (
@@ -24,6 +25,7 @@ from leakmel.mel.triton_kernel import (
     _mel_kernel,
     _moments_kernel,
     kernel_constants,
+    require_products,
 )
 
 TYPES = {
@@ -35,6 +37,15 @@ TYPES = {
     "tiles_ptr": "*i32",
     "n_rows": "i32",
 }
+
+
+def is_refused(ptx: str) -> bool:
+    "Whether the engine would refuse to launch this machine code."
+    try:
+        require_products(ptx)
+    except EngineError:
+        return True
+    return False
 
 
 def compiled(
@@ -77,6 +88,9 @@ def compiled(
         "stack": int(stack),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
+        "tcgen05": ptx.count("tcgen05.mma"),
+        "traps": len(re.findall(r"\btrap\s*;", ptx)),
+        "refused": is_refused(ptx),
         "cp_async": ptx.count("cp.async"),
     }
 

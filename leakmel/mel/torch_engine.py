@@ -10,6 +10,7 @@ __all__ = [
     "block_files",
     "DeviceMoments",
     "TorchChain",
+    "float32_precisions",
     "full_float32_precision",
     "one_thread",
     "TorchEngine",
@@ -184,18 +185,12 @@ _SWITCHES = (
 )
 
 
-def _precisions() -> tuple[Any, ...]:
-    try:
-        tf32 = torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        tf32 = None  # old and new switches contradict each other, and torch does not say
-    return torch.get_float32_matmul_precision(), tf32, [s.fp32_precision for s in _SWITCHES]
+def float32_precisions() -> list[str]:  # "ieee" or "none": full precision; "tf32", "bf16"
+    "Return how torch computes float32 in each of its libraries: convolutions and products on a GPU, then on a CPU."
+    return [s.fp32_precision for s in _SWITCHES]
 
 
-def _set_precisions(matmul: str, tf32: bool | None, each: list[str]) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    if tf32 is not None:
-        torch.backends.cudnn.allow_tf32 = tf32
+def _set_precisions(each: list[str]) -> None:
     for s, precision in zip(_SWITCHES, each):
         s.fp32_precision = precision
 
@@ -203,7 +198,7 @@ def _set_precisions(matmul: str, tf32: bool | None, each: list[str]) -> None:
 # %% ../../nbs/mel/torch_engine.ipynb #77b88534
 _PRECISION_LOCK = threading.Lock()
 _saved_precisions = list[
-    tuple[Any, ...]
+    list[str]
 ]()  # what was allowed before the first one came, once for each that computes now
 
 
@@ -211,9 +206,9 @@ _saved_precisions = list[
 def full_float32_precision() -> Iterator[None]:
     "Compute float32 as float32 in the body: no TF32 on a GPU, no bfloat16 on a CPU. Autocast stays as it is."
     with _PRECISION_LOCK:
-        before = _saved_precisions[0] if _saved_precisions else _precisions()
+        before = _saved_precisions[0] if _saved_precisions else float32_precisions()
         if not _saved_precisions:
-            _set_precisions("highest", None if before[1] is None else False, ["ieee"] * len(_SWITCHES))
+            _set_precisions(["ieee"] * len(_SWITCHES))
         _saved_precisions.append(before)
     try:
         yield
@@ -221,7 +216,7 @@ def full_float32_precision() -> Iterator[None]:
         with _PRECISION_LOCK:
             before = _saved_precisions.pop()
             if not _saved_precisions:
-                _set_precisions(*before)
+                _set_precisions(before)
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13

@@ -9,6 +9,7 @@ __all__ = ["import_torchaudio", "TorchaudioLogMel", "TorchaudioChain", "Torchaud
 import sys
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,13 +110,14 @@ class TorchaudioChain:
     "Chain for a device; it computes G recordings (a granule) at a time."
 
     def __init__(self, spec: MelSpec, device: Device, n_block: int):
-        if torch.get_float32_matmul_precision() != "highest":
+        matmul: Any = torch.backends.cuda.matmul  # `fp32_precision` is new in torch 2.9
+        if matmul.fp32_precision not in ("none", "ieee"):
             raise EngineError(
                 "the process allows float32 matrix products of a lower precision, which would change rows",
                 code="float32-precision",
-                found=repr(torch.get_float32_matmul_precision()),
-                expected="'highest'",
-                remedy="call torch.set_float32_matmul_precision('highest'), or use another engine",
+                found=repr(matmul.fp32_precision),
+                expected="'ieee'",
+                remedy="set torch.backends.cuda.matmul.fp32_precision = 'ieee', or use another engine",
             )
         self.granule = block_files(spec, device.kind)
         self.log_mel = TorchaudioLogMel(spec, device.torch_device)

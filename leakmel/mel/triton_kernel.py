@@ -15,6 +15,7 @@ __all__ = [
     "place_table",
     "Launch",
     "launch_for",
+    "require_products",
     "kernel_constants",
     "kernel_tables",
     "TritonChain",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/mel/triton_kernel.ipynb #887425ec
-import threading
+import re, threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,25 +114,44 @@ class Launch:
     float_stages: int = 3  # the same for float samples, which take more registers
 
 
-LAUNCHES = {9: Launch(bins=128, float_stages=2)}  # by major compute capability; others by the defaults
+LAUNCHES = {
+    8: Launch(),
+    9: Launch(bins=128, float_stages=2),
+    12: Launch(),
+}  # by major compute capability; Triton 3.6 and 3.7 compile the kernel for 10.x and 11.x to a bare trap
 
 
 def launch_for(
     device: torch.device,
 ) -> Launch:
-    "Fixed launch configuration of a device; raises EngineError for a GPU without bfloat16 products."
+    "Fixed launch configuration of a device; raises EngineError for a GPU of a kind that is not in LAUNCHES."
     if device.type != "cuda":
         return Launch()
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
+    if major not in LAUNCHES:
         raise EngineError(
-            "the GPU is too old for the triton engine",
+            "the triton engine does not support GPUs of this kind",
             code="not-on-device",
             found=f"compute capability {major}.{minor}",
-            expected="8.0 or higher",
-            remedy="use engine='torch'",
+            expected=", ".join(f"{known}.x" for known in LAUNCHES),
+            remedy="use engine='torch' or engine='cpu'",
         )
-    return LAUNCHES.get(major, Launch())
+    return LAUNCHES[major]
+
+
+def require_products(
+    ptx: str,  # of the feature kernel
+) -> None:
+    "Raise EngineError for a kernel with a trap, which would end CUDA for the whole process, or without products on tensor cores."
+    has_trap = re.search(r"\btrap\s*;", ptx) is not None
+    if has_trap or not re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", ptx):
+        raise EngineError(
+            "Triton did not compile the kernel for this GPU",
+            code="not-on-device",
+            found=f"Triton {triton.__version__}, {'a trap' if has_trap else 'no product on tensor cores'}",
+            expected="products on tensor cores",
+            remedy="use engine='torch' or engine='cpu', or another version of Triton",
+        )
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #04f03951
@@ -404,24 +424,27 @@ class TritonChain:
         self._constants = kernel_constants(spec, self.launch, self.device.type)
         tables = kernel_tables(spec, self._constants)
         self._tables = [torch.from_numpy(t).to(self.device) for t in tables.values()]
+        self._checked: set[torch.dtype] = set()  # of samples: the machine code was looked at
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
         n_rows, groups = len(x) * self._constants["n_distinct"], len(self._tables[-1])
         if not n_rows:
             return
+        on_gpu = self.device.type == "cuda"
+        grid = -(-n_rows // self.launch.rows), groups
+        values = x, mels, *self._tables, n_rows
+        options = self._constants | {
+            "num_warps": self.launch.warps,
+            "num_stages": self.launch.stages if x.dtype == torch.int16 else self.launch.float_stages,
+            "enable_fp_fusion": False,
+        }
         # Triton launches on the current device; the interpreter takes one launch at a time
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING:
-            _mel_kernel[(-(-n_rows // self.launch.rows), groups)](
-                x,
-                mels,
-                *self._tables,
-                n_rows,
-                **self._constants,
-                num_warps=self.launch.warps,
-                num_stages=self.launch.stages if x.dtype == torch.int16 else self.launch.float_stages,
-                enable_fp_fusion=False,
-            )
+        with torch.cuda.device(self.device) if on_gpu else _INTERPRETING:
+            if on_gpu and x.dtype not in self._checked:  # `warmup` compiles, and launches nothing
+                require_products(_mel_kernel.warmup(*values, grid=grid, **options).asm["ptx"])
+                self._checked.add(x.dtype)
+            _mel_kernel[grid](*values, **options)
             if moments is not None:
                 _moments_kernel[(len(x),)](
                     x,

@@ -1,6 +1,8 @@
 "Devices by name; float32 precision; out of memory at any operation while recordings are scored."
 
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -79,23 +81,21 @@ SWITCHES = (
 
 def switches() -> list[Any]:
     "All that decides how exactly torch computes in float32."
-    return [torch.get_float32_matmul_precision(), *(s.fp32_precision for s in SWITCHES)]
+    return [s.fp32_precision for s in SWITCHES]
 
 
-EXACT = ["highest", *["ieee"] * 5]
+EXACT = ["ieee"] * 5
 
 
 @pytest.fixture
 def own_switches() -> Iterator[None]:
     "Switches of the process that a test may turn."
-    before, (cudnn, matmul) = (
-        switches(),
-        (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32),
-    )
+    before, precision = switches(), torch.get_float32_matmul_precision()
+    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     yield
-    torch.set_float32_matmul_precision(before[0])
+    torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
-    for s, value in zip(SWITCHES, before[1:], strict=True):
+    for s, value in zip(SWITCHES, before, strict=True):
         s.fp32_precision = value
     assert switches() == before
 
@@ -137,6 +137,47 @@ def test_float32_precision_is_enforced_and_restored(own_switches, turn):
     with pytest.raises(KeyError), full_float32_precision():
         raise KeyError("x")
     assert switches() == before
+
+
+ALLOWED = """
+import sys, warnings
+import torch
+exec(sys.argv[1])
+from leakmel.learn.data.segments import Batch
+from leakmel.learn.data.task import make_task
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.train.step import Stepper
+from leakmel.mel.engines import open_engine
+from leakmel.mel.spec import MelSpec
+from leakmel.mel.torch_engine import float32_precisions, full_float32_precision
+warnings.simplefilter("error")
+before = float32_precisions()
+assert before[2] == "tf32", before
+net = LeakNet(NetSettings(channels=(8, 8)))
+task, settings = make_task(["LEAK", "NORMAL"]), TrainSettings(batch_size=4, channels=(8, 8))
+stepper = Stepper(net, task, settings, "cpu", [2, 2], 3)
+stepper.step(Batch(torch.randn(4, 2, 64, 1).half(), torch.tensor([0, 1, 0, 1]), torch.arange(4)))
+open_engine("torch", MelSpec(duration_s=0.5), device="cpu").close()
+with full_float32_precision():
+    assert set(float32_precisions()) == {"ieee"}, float32_precisions()
+assert float32_precisions() == before
+"""
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+    ],
+)
+def test_a_process_that_allows_tf32_can_train_and_compute(allow: str) -> None:
+    "By the older or the newer switches: torch raises an error where older ones are read after newer ones were set."
+    done = subprocess.run([sys.executable, "-c", ALLOWED, allow], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_concurrent_threads_restore_the_precision_settings(own_switches):

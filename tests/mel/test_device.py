@@ -805,13 +805,14 @@ def test_torchaudio_rows_need_full_float32_products() -> None:
     "The transform multiplies float32 matrices, which a setting of the process may make less precise."
     if find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
-    before = torch.get_float32_matmul_precision()
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
     try:
-        torch.set_float32_matmul_precision("high")
-        with raises("float32-precision", EngineError, found="'high'"):
+        matmul.fp32_precision = "tf32"
+        with raises("float32-precision", EngineError, found="'tf32'"):
             open_engine("torchaudio", SHORT, device="fake")
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before
     open_engine("torchaudio", SHORT, device="fake").close()
 
 

@@ -11,18 +11,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import need
+from errors import raises
 from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 
 from leakmel.audio.conform import moments_of
+from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
 from leakmel.mel.reference import compare, hann_periodic, reference_features
 from leakmel.mel.spec import PRESETS, MelSpec
@@ -472,10 +476,12 @@ def compiled_presets() -> dict[int, list[dict[str, Any]]]:
     return {c: [next(found) for _ in cases] for c, cases in asked.items()}
 
 
-def cross_compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "What tests/cross_compile.py found."
+def cross_compiled(cases: list[dict[str, Any]], folder: str = "") -> list[dict[str, Any]]:
+    "What tests/cross_compile.py found, with the Triton of a folder."
     need(importlib.util.find_spec("triton"), "triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = [folder, str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, str(Path(__file__).parents[1] / "cross_compile.py")]
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -509,6 +515,87 @@ def test_machine_code_for_other_gpus(capability: int, which: str, request: pytes
         assert one["stack"] <= (256 if name == "long recordings" else 64 if samples == "float32" else 0), (
             output
         )
+
+
+# Most shared memory of a block, by the same table; cards of 10.x are refused until one has shown parity.
+TARGETS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+# Folders in which `pip install --no-deps --target FOLDER triton==VERSION` has put other versions, with colons between.
+OTHER_TRITONS = [folder for folder in os.environ.get("LEAKMEL_TRITONS", "").split(":") if folder]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["", *OTHER_TRITONS])
+def test_kernel_for_all_supported_gpus_has_no_trap(folder: str) -> None:
+    "A trap is sticky: CUDA is dead for the process. Where Triton compiles one, `require_products` and `launch_for` refuse the card."
+    spec = asdict(MelSpec())
+    cases = [
+        {"capability": c, "spec": spec, "samples": samples}
+        for c in TARGETS
+        for samples in ("int16", "float32")
+    ]
+    for case, one in zip(cases, cross_compiled(cases, folder)):
+        output = f"{case['capability']}, {case['samples']}: {one}"
+        tensor_cores = one["mma"] + one["wgmma"] + one["tcgen05"]
+        assert one["refused"] == (one["traps"] > 0 or not tensor_cores), output
+        assert one["shared"] <= TARGETS[case["capability"]], output
+        if case["capability"] // 10 != 10:
+            assert not one["refused"], output
+            assert one["stack"] <= 256, output
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_supported"),
+    [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)],
+)
+def test_unproven_gpus_are_refused_before_the_kernel_is_made(
+    capability: tuple[int, int], is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(importlib.util.find_spec("triton"), "triton")
+    from leakmel.mel.triton_kernel import launch_for
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if is_supported:
+        assert launch_for(torch.device("cuda", 0)).rows == 128
+        return
+    with raises("not-on-device", EngineError, says=f"{capability[0]}.{capability[1]}"):
+        launch_for(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("ptx", ["trap;", "mma.sync.aligned; trap ;", "mma.sync.aligned;", ""])
+def test_machine_code_is_looked_at_before_the_first_launch(ptx: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need(importlib.util.find_spec("triton"), "triton")
+    from leakmel.mel import triton_kernel
+
+    class Kernel:
+        "Notes what is done with it."
+
+        def __init__(self) -> None:
+            self.done: list[str] = []
+
+        def warmup(self, *values: Any, **options: Any) -> Any:
+            self.done.append("compiled")
+            return SimpleNamespace(asm={"ptx": ptx})
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *values, **options: self.done.append("launched")
+
+    kernel = Kernel()
+    monkeypatch.setattr(triton_kernel, "_mel_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    spec = MelSpec(duration_s=0.5)
+    chain = triton_kernel.TritonChain(spec, torch.device("cpu"), 2)
+    chain.device = torch.device("cuda", 0)
+    x, mels = torch.zeros((2, spec.n_samples)), torch.zeros((2, *spec.row_shape), dtype=torch.float16)
+    if ptx == "mma.sync.aligned;":
+        for _ in range(2):
+            chain.features(x, mels, None)
+        assert kernel.done == ["compiled", "launched", "launched"]
+        chain.features(x.to(torch.int16), mels, None)
+        assert kernel.done[3:] == ["compiled", "launched"]
+        return
+    with raises("not-on-device", EngineError, says="trap" if "trap" in ptx else "no product"):
+        chain.features(x, mels, None)
+    assert kernel.done == ["compiled"]
 
 
 @pytest.mark.parametrize("capability", SHARED)
