@@ -11,6 +11,7 @@ __all__ = [
     "LoadMeter",
     "Sampler",
     "usable_cores",
+    "wsl_version",
     "Monitor",
     "peak",
     "mean",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/monitor.ipynb #59f5ee59
-import os, platform, threading, time
+import os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -85,24 +86,35 @@ def _machine_clocks() -> tuple[float, float]:
 
 
 # %% ../../nbs/core/monitor.ipynb #59501daf
-def _gpu_handle():
-    "NVML handle of the first GPU that this process may use; raises an error if it has none."
+def _gpu_handle(
+    device: str = "",  # "cuda:1"; of other names, the first GPU that this process may use
+):
+    "NVML handle of a GPU; raises an error if this process may use none."
     import pynvml
 
     pynvml.nvmlInit()
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if first.startswith(("GPU-", "MIG-")):
-        return pynvml.nvmlDeviceGetHandleByUUID(first)
-    if not first.isdigit():
-        raise LookupError("CUDA_VISIBLE_DEVICES hides every GPU")
-    return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+    number = device.partition("cuda:")[2]
+    k = int(number) if number.isdigit() else 0
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        with suppress(AttributeError):  # old torch
+            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(k).uuid}")
+    visible = (
+        os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else []
+    )
+    name = visible[k].strip() if k < len(visible) else "" if visible else str(k)
+    if name.startswith(("GPU-", "MIG-")):
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
+    if not name.isdigit():
+        raise LookupError("CUDA_VISIBLE_DEVICES hides this GPU")
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name))
 
 
 # %% ../../nbs/core/monitor.ipynb #d58ccbd5
 class Sampler:
     "Probes of this machine, each guarded separately."
 
-    def __init__(self):
+    def __init__(self, device: str = ""):  # "cuda:1"; of other names, the first GPU
         self.missing: dict[str, str] = {}  # key -> why there is no value
         process, machine = LoadMeter(_process_clocks), LoadMeter(_machine_clocks)
 
@@ -128,7 +140,7 @@ class Sampler:
         try:
             import pynvml
 
-            gpu = _gpu_handle()
+            gpu = _gpu_handle(device)
         except Exception as e:
             self.add_missing(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
             return
@@ -168,6 +180,17 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+# %% ../../nbs/core/monitor.ipynb #0b1f7a32
+def wsl_version(
+    release: str | None = None,  # of the kernel; None: of this machine
+) -> int:  # 0: this is not WSL
+    "Return the version of the Windows Subsystem for Linux."
+    text = (platform.release() if release is None else release).lower()
+    if "microsoft" not in text:
+        return 0
+    return 2 if "wsl2" in text or "microsoft-standard" in text else 1
+
+
 # %% ../../nbs/core/monitor.ipynb #741b3176
 class Monitor:
     "Sample the machine into `timeline.samples` while the body runs; raises no error into the body."
@@ -176,10 +199,11 @@ class Monitor:
         self,
         timeline: "Timeline",  # where the samples go
         interval_s: float = 0.1,  # seconds between samples, above 0
+        device: str = "",  # that is watched: "cuda:1"; of other names, the first GPU
     ):
         self.timeline = timeline
         self.interval_s = interval_s
-        self.sampler = Sampler()
+        self.sampler = Sampler(device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leakmel-monitor", daemon=True)
 

@@ -8,6 +8,7 @@ __all__ = [
     "MAX_BLOCK_BYTES",
     "MAX_PENDING_BLOCKS",
     "MAX_GRAPHS",
+    "GRAPH_AFTER",
     "block_size",
     "DeviceRunner",
     "DeviceLane",
@@ -61,6 +62,9 @@ MAX_BLOCK_RECORDINGS = 1024  # of a block
 MAX_BLOCK_BYTES = 512 << 20  # of a block
 MAX_PENDING_BLOCKS = 256  # blocks queued on a device before the host waits for the first one
 MAX_GRAPHS = 4  # of one set of buffers
+GRAPH_AFTER = (
+    100  # blocks of a size in one set of buffers, usually a quarter of all, before a graph is captured
+)
 
 
 def block_size(
@@ -225,7 +229,7 @@ class DeviceRunner:
         work = buffers.work(n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
         buffers.n_blocks[key] += 1
-        if not self._graphs or buffers.n_blocks[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
+        if not self._graphs or buffers.n_blocks[key] != GRAPH_AFTER or len(buffers.graphs) >= MAX_GRAPHS:
             return
         try:
             self.device.synchronize()
@@ -377,12 +381,14 @@ class DeviceEngine(Engine):
         return "".join(self._processors)
 
     def host_array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
-        "Pinned zeros; ordinary memory after `close`."
+        "Pinned zeros, if the system can pin them; ordinary memory after `close`."
         if not self.runners:
             return super().host_array(shape, dtype)
-        made = self.runners[0].device.pinned(shape, torch.from_numpy(np.empty(0, dtype)).dtype)
-        self._arrays.append(made)
-        self.host_bytes += made.nbytes
+        device = self.runners[0].device
+        made = device.pinned(shape, torch.from_numpy(np.empty(0, dtype)).dtype)
+        if device.is_pinned(made):
+            self._arrays.append(made)
+            self.host_bytes += made.nbytes
         return made.numpy()
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:

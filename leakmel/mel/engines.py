@@ -336,6 +336,8 @@ def open_engine(
         why = EngineError("no engine can be used on this machine", code="engine-missing")
         for each, where in _candidates(device):
             try:
+                if device == "auto" and where == "cuda":
+                    return _open_on_devices(each, spec, options)
                 return open_engine(each, spec, device=where, options=options)
             except EngineError as e:
                 log_skipped_engine(each, e, is_expected=each != "cpu")
@@ -355,6 +357,34 @@ def open_engine(
         engine.close()
         raise
     return engine
+
+
+def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) -> Engine:
+    "Open an engine on all GPUs; if that fails, on the largest group of GPUs that work alone and give the same bits, or on one of them."
+    try:
+        return open_engine(name, spec, device="cuda", options=options)
+    except EngineUnavailable:
+        raise
+    except EngineError as e:
+        why = e.with_traceback(None)
+    from leakmel.mel.device import visible_devices
+
+    names = visible_devices()
+    groups: dict[str, list[str]] = {}  # by identity: what gives the same bits
+    for each in names if len(names) > 1 else []:
+        try:
+            with open_engine(name, spec, device=each, options=options) as alone:
+                groups.setdefault(alone.identity, []).append(each)
+        except EngineError as e:
+            logging.getLogger("leakmel").warning("engine %s does not use %s: %s", name, each, str(e))
+    best = max(groups.values(), key=len, default=[])
+    for chosen in (best, best[:1]) if best else ():
+        numbers = ",".join(each.removeprefix("cuda:") for each in chosen)
+        try:
+            return open_engine(name, spec, device=f"cuda:{numbers}", options=options)
+        except EngineError as e:
+            why = e.with_traceback(None)
+    raise why
 
 
 def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = True) -> None:

@@ -24,7 +24,7 @@ __all__ = [
 
 # %% ../../nbs/mel/triton_kernel.ipynb #887425ec
 import re, threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -469,6 +469,7 @@ class TritonEngine(DeviceEngine):
         if device == "cpu":
             raise _not_on("cpu")
         devices = open_devices(device) if isinstance(device, str) else device
+        options = replace(options or DeviceOptions(), graph=False)  # three launches: a graph saves nothing
         super().__init__(spec, devices, partial(self.make_chain, spec), options)
 
     @staticmethod

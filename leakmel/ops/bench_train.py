@@ -111,7 +111,7 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
         state = TrainingState(data, settings, torch.device(bench.device))
         with state.loader:
             warm, warm_s = _train_epoch(state), time.perf_counter() - began
-            with Monitor(timeline, 0.1):
+            with Monitor(timeline, 0.1, bench.device):
                 for k in range(bench.rounds):
                     times = _train_epoch(state)
                     speed = {"batches_per_s": times.batches_per_s, "busy_share": times.busy_share}

@@ -32,7 +32,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ..core.errors import DataError, show_path
+from ..core.errors import DataError, EngineError, show_path
 from ..core.monitor import size_text
 from . import doctor_checks as checks
 from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, make_check, package_check
@@ -196,6 +196,10 @@ def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]
     try:
         for n_bytes in sizes:
             host, there = on.pinned((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+            if not on.is_pinned(host):
+                raise EngineError(
+                    "CUDA cannot pin host memory", code="device-failed", found=f"{n_bytes:,} bytes"
+                )
             on.synchronize()
             rates = {}
             for way, target, source in (("in", there, host), ("out", host, there)):

@@ -51,7 +51,7 @@ import leakmel
 from ..core.errors import show_path
 from ..core.locks import lock_kind
 from ..core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
-from ..core.monitor import free_memory, size_text, usable_cores
+from ..core.monitor import free_memory, size_text, usable_cores, wsl_version
 
 # %% ../../nbs/ops/doctor_checks.ipynb #dfead063
 TITLES = {
@@ -276,7 +276,7 @@ def examine_wsl(
 ) -> Check:
     "Check whether this is WSL, and whether the folder is on a disk of Windows."
     text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
-    version = 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
+    version = wsl_version(text)
     figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
     where = (
         f"{show_path(folder)} lies on {show_path(at) or 'an unknown file system'} ({kind or NOT_MEASURED})"

@@ -177,6 +177,37 @@ def test_no_nvml_gives_none_and_one_reason(no_nvml):
         assert peak(timeline.samples, key) is None
 
 
+@pytest.mark.parametrize(
+    ("device", "visible", "is_set_up", "asked"),
+    [
+        ("cuda:1", None, False, 1),
+        ("cuda:1", "3,2", False, 2),
+        ("cuda:1", "GPU-a,GPU-b", False, "GPU-b"),
+        ("cuda:1", None, True, "GPU-1-of-torch"),
+        ("cuda:1", "3,2", True, "GPU-1-of-torch"),
+        ("cuda", "3,2", False, 3),
+        ("cpu", None, False, 0),
+    ],
+)
+def test_the_gpu_of_the_run_is_watched(monkeypatch, device, visible, is_set_up, asked):
+    "By the UUID that torch gives once CUDA is set up: the order of NVML is not that of CUDA."
+    found = []
+    nv = fake_nvml()
+    for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(nv, name, found.append, raising=False)
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: is_set_up,
+        get_device_properties=lambda k: types.SimpleNamespace(uuid=f"{k}-of-torch"),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nv)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    Monitor(Timeline(), device=device)
+    assert found == [asked]
+
+
 def test_gpu_figures_come_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -425,6 +425,15 @@ def test_half_precision_gives_nearly_the_same_weights(amp):
     assert half_type(TrainSettings(), torch.device("cpu")) is None
 
 
+def test_half_precision_is_that_of_the_device(monkeypatch):
+    "Torch's own question is about the current device, which can be another one."
+    capabilities = {torch.device("cuda", 0): (7, 5), torch.device("cuda", 1): (9, 0)}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    found = [half_type(TrainSettings(), device) for device in capabilities]
+    assert found == [torch.float16, torch.bfloat16]
+
+
 def test_overflowing_gradients_skip_the_step():
     stepper, batch = stepper_of(amp="fp16"), batch_of(24)
     stepper.step(batch)

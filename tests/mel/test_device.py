@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import need
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
 
@@ -26,7 +27,7 @@ from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
 from leakmel.mel import device as module
-from leakmel.mel import device_engine
+from leakmel.mel import device_engine, engines
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
@@ -34,6 +35,13 @@ from leakmel.mel.reference import compare, reference_features, reference_log_mel
 
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import TorchEngine, precision_recordings
+
+
+@pytest.fixture(autouse=True)
+def early_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    "Graphs from the second block on, so that small tests replay some."
+    monkeypatch.setattr(device_engine, "GRAPH_AFTER", 2)
+
 
 # A recording of 128 samples and a row of 16 values: what is under test is the way to the device and back.
 TINY = MelSpec(
@@ -424,6 +432,40 @@ def test_spans_of_a_block_follow_each_other() -> None:
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_pay_only_in_long_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    "Four captures in mid-stream cost about 20 ms, which 400 blocks save."
+    monkeypatch.undo()
+    assert 4 * device_engine.GRAPH_AFTER == 400
+    monkeypatch.setattr(device_engine, "GRAPH_AFTER", 9)
+    for n_blocks, n_captures in ((8, 0), (9, 1)):
+        (device,) = devices = engine_of_devices(1, 0, 0.0)
+        options = DeviceOptions(max_block=4, gpu_streams=1, buffers_per_stream=1)
+        submit_many(devices, options, size=4, n=4 * n_blocks)
+        assert device.counts["captures"] == n_captures
+
+
+def test_triton_engine_uses_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    "It has three launches, so that a graph saves nothing."
+    need(find_spec("triton"), "triton")
+    from leakmel.mel import triton_kernel
+
+    class Launched:
+        granule = 1
+
+        def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
+            mels.fill_(1)
+            if moments is not None:
+                moments.fill_(0)
+
+    monkeypatch.setattr(triton_kernel.TritonEngine, "make_chain", lambda *_: Launched())
+    device = FakeDevice()
+    with triton_kernel.TritonEngine(SHORT, device=[device], options=DeviceOptions(max_block=1)) as engine:
+        x = check_recording(SHORT)
+        for _ in range(20):
+            engine.run(x, np.zeros((1, *SHORT.row_shape), np.float16))
+    assert device.counts["captures"] == 0
 
 
 def test_graphs_are_captured_for_repeated_sizes() -> None:
@@ -945,6 +987,180 @@ def test_pinned_memory_is_private_in_huge_pages_and_stays_with_its_process(cudar
     assert (large.sum(), small.sum()) == (1, 2)
 
 
+class Plain:
+    "Memory of torch that is pinned, where the system pins some."
+
+    def __init__(self, works: bool):
+        self.works, self.zeros = works, torch.zeros
+
+    def __call__(
+        self, *shape: Any, pin_memory: bool = False, device: Any = None, **given: Any
+    ) -> torch.Tensor:
+        if pin_memory and not self.works:
+            raise RuntimeError("CUDA error: out of memory")
+        return self.zeros(*shape, **given)
+
+
+@pytest.mark.parametrize("torch_can", [True, False])
+def test_memory_that_cannot_be_registered(
+    torch_can: bool, cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    "Torch's pinned memory takes its place, then ordinary memory; only what is pinned is entered, and one warning has the remedy."
+    monkeypatch.setattr(torch, "zeros", Plain(torch_can))
+    monkeypatch.setattr(FakeDevice, "pinned", Device.pinned)
+    monkeypatch.setattr(FakeDevice, "is_pinned", Device.is_pinned)
+    device: Any = FakeDevice()
+    device._pinned, device._has_warned = {}, False
+    with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=64)) as engine:
+        cudart.code = 2
+        arrays = [engine.host_array((3, 5), np.int16) for _ in range(4)]
+        assert engine.host_bytes == (4 * 30 if torch_can else 0)
+        assert len(engine._arrays) == (4 if torch_can else 0)
+        assert not any(a.any() for a in arrays)
+    assert caplog.text.count("could not pin") == (0 if torch_can else 1)
+    assert ("Lower max_bytes_in_flight" in caplog.text) != torch_can
+    arrays[0][:] = 7
+    assert arrays[0].sum() == 105, "usable after the engine is closed"
+
+
+class Contexts:
+    "CUDA devices of which each call uses the current one, as the driver does."
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current, self.used = 0, list[int]()
+        outer = self
+
+        class Selected:
+            def __init__(self, device: torch.device):
+                self.index = device.index
+
+            def __enter__(self) -> None:
+                self.before, outer.current = outer.current, self.index
+
+            def __exit__(self, *_: object) -> None:
+                outer.current = self.before  # torch selects only a device that has a context
+
+        class Entered(Selected):
+            def __init__(self, stream: "Stream"):
+                self.index = stream.device.index
+
+            def __exit__(self, *_: object) -> None:
+                super().__exit__()
+                outer.used.append(self.before)  # torch selects it, which makes a context
+
+        class Event:
+            def __init__(self, **_: bool):
+                pass
+
+            def synchronize(self) -> None:
+                outer.used.append(outer.current)
+
+            def elapsed_time(self, other: "Event") -> float:
+                outer.used.append(outer.current)
+                return 1.0
+
+        class Stream:
+            def __init__(self, device: torch.device):
+                self.device = device
+
+            def wait_event(self, event: Event) -> None:
+                outer.used.append(outer.current)
+
+            record_event = wait_event
+
+        for name, value in {"device": Selected, "stream": Entered, "Event": Event, "Stream": Stream}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+        monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+
+
+@pytest.mark.parametrize("call", ["do", "copy", "wait", "record", "synchronize", "elapsed_time", "capture"])
+def test_a_second_gpu_uses_no_context_of_the_first(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Each thread begins with GPU 0 as its current device."
+    contexts = Contexts(monkeypatch)
+    device = Device(1)
+    stream, event = device.stream(), device.event()
+    calls: dict[str, Callable[[], object]] = {
+        "do": lambda: stream.do(lambda: contexts.used.append(contexts.current)),
+        "copy": lambda: stream.copy(torch.zeros(2), torch.ones(2)),
+        "wait": lambda: stream.wait(event),
+        "record": lambda: stream.record(event),
+        "synchronize": event.synchronize,
+        "elapsed_time": lambda: event.elapsed_time(device.event()),
+        "capture": lambda: device.capture(stream, lambda: None),
+    }
+    calls[call]()
+    assert set(contexts.used) == {1}
+    assert contexts.current == 0
+
+
+# ---- several cards, of which some fail -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    "Let this machine have cards, by compute capability; those that fail get an empty one. Returns the names of those that were opened."
+    opened: list[str] = []
+
+    def make(*capabilities: str) -> list[str]:
+        def open_card(index: int) -> Device:
+            faults = Faults() if capabilities[index] else Faults(fail_work=0)
+            card = FakeDevice(f"cuda:{index}", faults)
+            card.processor = capabilities[index] or "9.0"
+            opened.append(card.name)
+            return card
+
+        monkeypatch.setattr(module, "_open_device", open_card)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
+        return opened
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "n_lanes", "last"),
+    [
+        (("9.0", "9.0", "9.0"), 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (("9.0", "", "9.0"), 2, ["cuda:0", "cuda:2"]),
+        (("8.0", "9.0", "9.0"), 2, ["cuda:1", "cuda:2"]),
+        (("", "", "8.9"), 1, ["cuda:2"]),
+    ],
+)
+def test_auto_leaves_out_cards_that_fail(
+    cards: Callable[..., list[str]],
+    capabilities: tuple[str, ...],
+    n_lanes: int,
+    last: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    "One broken or odd card does not cost the others."
+    opened = cards(*capabilities)
+    with open_engine("auto", SHORT, options=DeviceOptions(max_block=8)) as engine:
+        assert (engine.name, engine.n_lanes, engine.device) == (
+            "torch",
+            n_lanes,
+            "fake" if n_lanes > 1 else last[0],
+        )
+    assert opened[-n_lanes:] == last
+    assert ("engine torch does not use" in caplog.text) == ("" in capabilities)
+
+
+def test_auto_without_a_card_that_works_takes_the_cpu(cards: Callable[..., list[str]]) -> None:
+    cards("", "")
+    with open_engine("auto", SHORT) as engine:
+        assert engine.device == "cpu"
+
+
+def test_devices_by_several_numbers(cards: Callable[..., list[str]]) -> None:
+    cards("9.0", "9.0", "9.0")
+    assert [d.name for d in open_devices("cuda:2,0,2")] == ["cuda:2", "cuda:0"]
+    with raises("no-device", EngineError, found="cuda:1,3"):
+        open_devices("cuda:1,3")
+
+
 def test_failed_gpu_is_closed_without_a_further_error(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -996,7 +1212,8 @@ def test_no_device_synchronisation_during_a_capture(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
     monkeypatch.setattr(torch.cuda, "graph", Graph)
-    monkeypatch.setattr(torch.cuda, "stream", lambda raw: nullcontext())
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda raw: nullcontext())
     device = Device(0)
     device.synchronize()
     device.trim()

@@ -18,10 +18,12 @@ from messy import write_messy
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
+from leakmel.dataset.run import config as run_config
 from leakmel.dataset.run import ring
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
+from leakmel.mel.engines import DeviceOptions
 
 SPEC = {"sample_rate": 4096, "duration_s": 1.0}
 
@@ -124,6 +126,24 @@ def test_modes_change_no_byte(
     assert contents(results) == right
 
 
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [(0, {}, 1 << 30), (2, {}, 256 << 20), (2, {"max_bytes_in_flight": 1 << 29}, 1 << 29)],
+)
+def test_wsl2_pins_less_memory_unless_told(
+    monkeypatch: pytest.MonkeyPatch, version: int, given: dict[str, int], expected: int
+) -> None:
+    "WSL2 pins 0.5 to 4 GB for all processes."
+    monkeypatch.setattr(run_config, "wsl_version", lambda: version)
+    spec = lm.MelSpec()
+    with torch_engine.TorchEngine(spec, device="fake", options=DeviceOptions(max_block=8)) as engine:
+        workers = run_config.plan_workers(
+            PipelineConfig(device="fake", files_per_batch=64, slots=10_000, **given), spec, engine, 10**6
+        )
+    n_bytes = workers.slots * workers.files_per_batch * run_config.slot_bytes(spec)
+    assert expected - 64 * run_config.slot_bytes(spec) < n_bytes <= expected
+
+
 # ---- nobody waits
 
 
@@ -185,7 +205,8 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
 def test_timeline_separates_copies_and_computing(
     demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
 ) -> None:
-    used = devices(*(Faults() for _ in range(n_devices)))
+    # late, so that one device does not take all batches
+    used = devices(*(Faults(delay_s=0.004, seed=k) for k in range(n_devices)))
     spans = build(demo, tmp_path, batch_accumulation=together, slots=12)[0].timeline.spans
     assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {
         device.name for device in used

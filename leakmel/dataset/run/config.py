@@ -7,6 +7,7 @@ __all__ = [
     "log",
     "BATCH_FILES",
     "BATCHES_ON_DEVICE",
+    "WSL_BYTES_IN_FLIGHT",
     "SCHEMA",
     "LIMITS",
     "PipelineConfig",
@@ -34,7 +35,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
-from ...core.monitor import machine_facts, usable_cores
+from ...core.monitor import machine_facts, usable_cores, wsl_version
 from ...core.parameters import check_types, field_choices, field_kinds
 from ..file.writer import output_error, replacing
 from ...mel.engines import Engine
@@ -138,6 +139,7 @@ class Workers:
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
+WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
 
 
 def slot_bytes(spec: MelSpec) -> int:
@@ -153,7 +155,11 @@ def plan_workers(
     n_files: int,  # of the largest split
 ) -> Workers:
     "Choose the numbers that the settings leave open, within max_bytes_in_flight."
-    room = config.max_bytes_in_flight // slot_bytes(spec)  # recordings that may be in flight
+    on_cpu = engine.device == "cpu"
+    most_bytes = config.max_bytes_in_flight
+    if not on_cpu and most_bytes == PipelineConfig.max_bytes_in_flight and wsl_version() == 2:
+        most_bytes = WSL_BYTES_IN_FLIGHT
+    room = most_bytes // slot_bytes(spec)  # recordings that may be in flight
     if room < 1:
         raise UsageError(
             "max_bytes_in_flight is too small for one recording",
@@ -161,7 +167,6 @@ def plan_workers(
             found=config.max_bytes_in_flight,
             expected=f"at least {slot_bytes(spec):,}",
         )
-    on_cpu = engine.device == "cpu"
     compute = config.compute_workers or engine.n_lanes
     read = config.read_workers or (0 if on_cpu else max(1, min(16, usable_cores())))
     per_batch = config.files_per_batch

@@ -174,7 +174,7 @@ def build_targets(
         jobs = stack.enter_context(open_jobs(run, targets, parts))
         to_do = [job for job in jobs if not job.is_up_to_date]
         try:
-            with Monitor(timeline, interval_s) if interval_s else nullcontext():
+            with Monitor(timeline, interval_s, run.engine.device) if interval_s else nullcontext():
                 if to_do:
                     with _open_readers(run, jobs):
                         _run_ring(run, to_do)

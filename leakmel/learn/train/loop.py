@@ -645,7 +645,7 @@ def train(
             if data.split is not None and data.split.leaky:
                 announce(data.split.stamp, show=show)
             with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
-                monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S)
+                monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(on))
                 with TrainingDisplay(run.state, show) as watch, monitor:
                     train_epochs(run, watch, stop, after_epoch)
                 return finish_training(run, start_text, choice, trainer)

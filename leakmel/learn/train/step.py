@@ -92,7 +92,8 @@ def half_type(
     if settings.amp == "auto":
         if device.type != "cuda":
             return None
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        # asked of this device: torch's own question is about the current one
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.amp]
 
 
