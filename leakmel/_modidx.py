@@ -4740,6 +4740,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'leakmel.ops.bench.synthetic_set_of_size': ( 'ops/bench.html#synthetic_set_of_size',
                                                                                 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.total_for_training': ('ops/bench.html#total_for_training', 'leakmel/ops/bench.py'),
+                                   'leakmel.ops.bench.touch_memory': ('ops/bench.html#touch_memory', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.verify_all': ('ops/bench.html#verify_all', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.work_folder': ('ops/bench.html#work_folder', 'leakmel/ops/bench.py')},
             'leakmel.ops.bench_gpu': { 'leakmel.ops.bench_gpu._measure_builds': ( 'ops/bench_gpu.html#_measure_builds',

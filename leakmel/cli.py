@@ -845,7 +845,7 @@ _BENCH: Options = {
         type=float,
         default=420,
         metavar="SECONDS",
-        help="time limit of the suite gpu; the least important measurements are skipped (default 420)",
+        help="time limit of the suites gpu and train; the least important measurements are skipped (default 420)",
     ),
     "--rehearse": dict(
         action="store_true",

@@ -22,6 +22,7 @@ __all__ = [
     "evict",
     "is_cached",
     "read_into_cache",
+    "touch_memory",
     "log_nothing",
     "work_folder",
     "total_for_training",
@@ -41,9 +42,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, os, statistics, subprocess, sys, tempfile, time
+import itertools, json, mmap, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -51,9 +53,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
-from ..core.monitor import machine_facts
+from ..core.monitor import free_memory, machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
 from ..core.timeline import covered_s, read_timeline
@@ -199,6 +203,29 @@ def read_into_cache(
     "Read files into the page cache."
     for path in paths:
         Path(path).read_bytes()
+
+
+# %% ../../nbs/ops/bench.ipynb #6d40a1f1
+def touch_memory(
+    n_bytes: int,  # at most half of the free memory is used
+) -> dict[str, float]:  # bytes and seconds
+    "Write to memory once and return it to the system."
+    began, n_threads = time.perf_counter(), usable_cores()
+    size = max(1, min(n_bytes, free_memory() // 2) // n_threads)
+
+    def touch(k: int) -> np.ndarray:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # Linux only
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, np.uint8)
+        whole[:: mmap.PAGESIZE] = 1
+        return whole
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        held = list(
+            pool.map(touch, range(n_threads))
+        )  # all at once: memory that is returned would be used again
+    return {"bytes": sum(each.nbytes for each in held), "seconds": time.perf_counter() - began}
 
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
@@ -384,7 +411,7 @@ def store(
     figures: dict[str, Any],
     folder: str | os.PathLike,  # usually runs/benchmarks
 ) -> Path:
-    "Write a record named by suite, date and commit, and by a number if that name exists."
+    "Write a record named by suite, date and commit, and by a number if that name exists; a later state of the same record replaces it."
     folder = work_folder(folder)
     date, short = figures["made_utc"][:10].replace("-", ""), (figures["commit"] or "unknown")[:8]
     stem = f"{figures['suite']}-{date}-{short}"
@@ -410,7 +437,10 @@ def newest(
     found = [
         f
         for f in map(_read, Path(folder).glob(f"{suite}-*.json"))
-        if f["suite"] == suite and not f.get("rehearsal") and str(f.get("device", "")).startswith(device)
+        if f["suite"] == suite
+        and not f.get("rehearsal")
+        and f.get("finished", True)
+        and str(f.get("device", "")).startswith(device)
     ]
     return max(found, key=lambda f: f["made_utc"], default=None)
 
@@ -437,7 +467,7 @@ def measure(
     *,
     n_files: int | None = None,  # recordings of the training split; None: the default of the suite
     rounds: int | None = None,  # counted rounds; None: 3 for gpu, else 5
-    budget_s: float = 420,  # of the suite gpu
+    budget_s: float = 420,  # of the suites gpu and train
     rehearse: bool = False,  # the suite train on a CPU, tiny
     commit_id: str | None = None,  # stored if git is not available
     log: LogLine = log_nothing,
@@ -451,11 +481,12 @@ def measure(
     for place in (folder, out):
         work_folder(place, make=False)
     given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "log": log}
-    if suite == "gpu":
+    if suite != "build":
         given |= {"budget_s": budget_s, "commit_id": commit_id, "keep": partial(store, folder=out)}
+    if suite == "gpu":
         given["n_files"] = n_files and total_for_training(n_files)
     elif suite == "train":
-        given |= {"rehearse": rehearse, "commit_id": commit_id}
+        given["rehearse"] = rehearse
     module, function, _ = SUITES[suite]
     options = {key: value for key, value in given.items() if value is not None}
     record = getattr(import_module(module), function)(folder, **options)

@@ -7,6 +7,7 @@ __all__ = [
     "GEOMETRIES",
     "MEASURED_ENGINES",
     "SAMPLE_ROWS",
+    "SET_SIZES",
     "geometry_spec",
     "geometry_words",
     "bench_gpu",
@@ -34,6 +35,7 @@ from leakmel.ops.bench import (
     run_leakmel,
     spreads,
     synthetic_set_of_size,
+    touch_memory,
     verify_all,
 )
 
@@ -63,6 +65,7 @@ def geometry_words(
 # %% ../../nbs/ops/bench_gpu.ipynb #9b053c90
 MEASURED_ENGINES = ("triton", "torch", "cpu")  # the most important first
 SAMPLE_ROWS = "400"  # of each data set, recomputed at the end
+SET_SIZES = 6  # memory that is touched, in sizes of the set: the recordings and the data sets of all engines in the page cache, and slots
 
 
 def _usable_engines(figures: dict[str, Any], device: str) -> list[str]:
@@ -89,11 +92,11 @@ def bench_gpu(
     commit_id: str | None = None,  # where there is no git
     keep: Callable[[dict[str, Any]], object] = lambda figures: (
         None
-    ),  # called with the record after each build
+    ),  # called with the record at the start and after each step
     log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; raises UsageError where there is no device
     "Check the engines on a machine with a GPU, then measure builds with each of them."
-    from leakmel.audio.synth import SPLIT_SIZES
+    from leakmel.audio.synth import SPLIT_SIZES, WAV_BYTES
 
     require_rounds(rounds)
     if budget_s <= 0:
@@ -101,9 +104,6 @@ def bench_gpu(
     if device != "cpu" and not may_have_cuda():
         raise _no_device("no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU")
     began, n_files = time.monotonic(), n_files or sum(SPLIT_SIZES.values())
-    root = synthetic_set_of_size(folder, n_files, log)
-    out = root.with_name("built")
-    log("checking the engines")
     figures = record_head("gpu" if device != "cpu" else "gpu-rehearsal") | {
         "rehearsal": device == "cpu",
         "cache": "warm",
@@ -112,19 +112,39 @@ def bench_gpu(
         "n_files": n_files,
         "rounds": rounds,
         "budget_s": budget_s,
-        "checks": run_leakmel("doctor", str(root)).body["checks"],
+        "touched": {},
+        "checks": [],
         "builds": {},
         "verified": {},
         "not_measured": [],
         "errors": [],
+        "ok": False,
+        "finished": False,
     }
     figures["commit"] = figures["commit"] or commit_id
-    gpu = next(c for c in figures["checks"] if c["key"] == "gpu")
-    if device != "cpu" and not gpu["figures"].get("usable_by_torch"):
-        raise _no_device(gpu["found"])
+
+    def keep_state(figures: dict[str, Any]) -> None:
+        keep(figures | {"seconds": time.monotonic() - began})
+
+    keep_state(figures)
+    root = synthetic_set_of_size(folder, n_files, log)
+    out = root.with_name("built")
+    log("touching memory")
+    figures["touched"] = touch_memory(SET_SIZES * n_files * WAV_BYTES)
+    keep_state(figures)
+    log("checking the engines")
+    figures["checks"] = run_leakmel("doctor", str(root)).body["checks"]
+    checks = {c["key"]: c for c in figures["checks"]}
+    if checks["compiled"]["status"] != "ok":  # without compiled code, a build measures Python
+        figures["errors"].append({"what": "compiled code", "error": checks["compiled"]["found"]})
+    if device != "cpu" and not checks["gpu"]["figures"].get("usable_by_torch"):
+        figures["errors"].append({"what": "GPU", "error": checks["gpu"]["found"]})
+        keep_state(figures)
+        raise _no_device(checks["gpu"]["found"])
+    keep_state(figures)
     engines = _usable_engines(figures, device)
     todo = [(geometry, engine) for geometry in GEOMETRIES for engine in engines]
-    _measure_builds(figures, root, out, todo, device, began + budget_s, keep, log)
+    _measure_builds(figures, root, out, todo, device, began + budget_s, keep_state, log)
     if figures["builds"]:
         log("verifying the data sets")
         try:
@@ -132,6 +152,7 @@ def bench_gpu(
         except LeakmelError as e:
             figures["errors"].append({"what": "verify", "error": str(e)})
     figures["ok"] = bool(figures["builds"]) and not figures["errors"]
+    figures["finished"] = True
     return figures | {"seconds": time.monotonic() - began}
 
 
@@ -161,6 +182,7 @@ def _measure_builds(
             except LeakmelError as e:
                 figures["errors"].append({"what": name, "error": str(e)})
                 log(f"{name}: {e}")
+                keep(figures)
                 continue
             longest_s = max(longest_s, time.monotonic() - started)
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
@@ -189,6 +211,7 @@ def gpu_table(
     if figures is None:
         return "not measured"
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
+    lines += [] if figures.get("finished", True) else ["UNFINISHED: the run was stopped before its end"]
     shown = [c for c in figures["checks"] if c["key"] in ("gpu", "bus") or c["key"].startswith("engine_")]
     lines += [f"{c['title']}: {c['found']}" for c in shown if c["status"] != "missing"]
     rows: list[tuple[str, ...]] = [

@@ -7,6 +7,7 @@ __all__ = [
     "ON_GPU",
     "ON_CPU",
     "TINY",
+    "SET_SIZES",
     "N_FILES",
     "MAX_SCORE_DIFFERENCE",
     "TrainPlan",
@@ -17,7 +18,9 @@ __all__ = [
 
 # %% ../../nbs/ops/bench_train.ipynb #4cedfc65
 import itertools, math, os, time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import numpy as np
 import torch
 
 import leakmel as lm
-from ..core.errors import LeakmelError, show_path
+from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.monitor import Monitor, mean
 from ..core.timeline import Timeline
 from ..insight.diagnose import aligned
@@ -46,6 +49,7 @@ from leakmel.ops.bench import (
     spreads,
     total_for_training,
     synthetic_set_of_size,
+    touch_memory,
 )
 from .doctor import card_facts
 
@@ -78,6 +82,7 @@ _CPU = _FIRST | {
 ON_GPU = TrainPlan(5632, TrainSettings(), _GPU, (64, 256, 512))
 ON_CPU = TrainPlan(5632, TrainSettings(), _CPU, (32, 128))
 TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,))
+SET_SIZES = 3  # memory that is touched, in sizes of the set: recordings, data set and rows in memory
 # usual recordings of the training split: the reference set's, or some batches an epoch
 N_FILES = {"cuda": 39_563, "cpu": 400}
 
@@ -91,7 +96,7 @@ class _Bench:
     path: Path  # of the training rows
     root: Path  # of the recordings
     device: str
-    rounds: int
+    rounds: int  # at most
     log: LogLine
 
 
@@ -103,8 +108,8 @@ def _train_epoch(state: TrainingState) -> StepTimes:
     return state.timer.times()
 
 
-def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
-    "Measure the training steps of one setting; return the figures and the detector."
+def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Detector]:
+    "Measure the training steps of one setting, one round and as many more as begin in time; return the figures and the detector."
     settings = bench.plan.settings(name, 1 + bench.rounds)
     with open_training(str(bench.path), settings=settings) as data:
         began, timeline, found = time.perf_counter(), Timeline(), list[dict[str, Any]]()
@@ -119,6 +124,8 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
                     bench.log(
                         f"{name}: round {k + 1} of {bench.rounds}: {times.batches_per_s:,.1f} batches/s"
                     )
+                    if time.monotonic() >= stop_s:
+                        break
             if not math.isfinite(loss := state.sums.mean_loss()):
                 raise LeakmelError(
                     "the loss of the training is not a finite number", code="benchmark-not-right", found=loss
@@ -131,13 +138,14 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
                 "half": str(state.stepper.half),
                 "gpu_percent": mean(timeline.samples, "gpu_percent"),
                 "last_loss": loss,
+                "rounds": len(found),
             }
             return spreads(found) | figures, detector_of(state)
 
 
 # %% ../../nbs/ops/bench_train.ipynb #318c40dd
-def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, Any]:
-    "Return recordings per second of evaluation (rows to scores) or prediction (recordings to scores) over some rounds."
+def _rates(bench: _Bench, group: str, detector: Detector, n: int, stop_s: float) -> dict[str, Any]:
+    "Return recordings per second of evaluation (rows to scores) or prediction (recordings to scores), over one round and as many more as begin in time."
     options: dict[str, Any] = {"device": bench.device, "files_per_batch": n}
     found = []
     with Segments(str(bench.path), level="recording") as rows:
@@ -152,7 +160,9 @@ def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, A
             found.append(n_files / seconds)
             when = "warm-up" if k < 0 else f"round {k + 1} of {bench.rounds}"
             bench.log(f"{group}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s")
-        figures = {"files_per_s": spread(found[1:])}
+            if k >= 0 and time.monotonic() >= stop_s:
+                break
+        figures = {"files_per_s": spread(found[1:]), "rounds": len(found) - 1}
         return figures | ({"rows": repr(rows)} if group == "evaluation" else {})
 
 
@@ -184,28 +194,36 @@ def bench_train(
     folder: str | os.PathLike,  # work folder: recordings and data set are kept there and reused
     *,
     n_files: int | None = None,  # recordings of the training split; None: N_FILES
-    rounds: int = 5,  # counted rounds of each setting
+    rounds: int = 5,  # counted rounds of each setting, at most
+    budget_s: float = 420,  # time limit, seconds; what is left is shared equally among the remaining steps
     rehearse: bool = False,  # on a CPU, tiny
     commit_id: str | None = None,  # stored if git is not available
+    keep: Callable[[dict[str, Any]], object] = lambda figures: (
+        None
+    ),  # called with the record at the start and after each step
     log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; "device" says of what
     "Measure training, evaluation and prediction on a synthetic data set."
+    from leakmel.audio.synth import WAV_BYTES
+
     require_rounds(rounds)
+    if budget_s <= 0:
+        raise UsageError("the time budget must be above 0", code="invalid-effort", found=budget_s)
+    ends_s = time.monotonic() + budget_s
     device = "cuda:0" if torch.cuda.is_available() and not rehearse else "cpu"
     kind = device.partition(":")[0]
     plan = TINY if rehearse else ON_GPU if kind == "cuda" else ON_CPU
     n_files = n_files or N_FILES[kind]
     n_all = total_for_training(min(n_files, 12) if rehearse else n_files)
-    root, path = synthetic_set_of_size(folder, n_all, log), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
-    log("building the data set")
-    lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     figures: dict[str, Any] = record_head("train") | {
         "rehearsal": rehearse,
         "card": card_facts(),
         "device": device,
         "torch": torch.__version__,
-        "set": {"root": show_path(root), "n_files": n_all},
+        "set": {"n_files": n_all},
         "rounds": rounds,
+        "budget_s": budget_s,
+        "touched": {},
         "cache": "warm",
         "interval": "training: whole epochs after the warm-up; evaluation: rows to scores; "
         "prediction: listing to the last score",
@@ -214,34 +232,57 @@ def bench_train(
         "evaluation": {},
         "prediction": {},
         "verified": {"n": 0, "max_abs": None, "all_ok": False},
+        "not_measured": [],
         "errors": [],
+        "ok": False,
+        "finished": False,
     }
     figures["commit"] = commit_id or figures["commit"]
+    keep(figures)
+    root, path = synthetic_set_of_size(folder, n_all, log), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
+    figures["set"]["root"] = show_path(root)
+    log("touching memory")
+    figures["touched"] = touch_memory(SET_SIZES * n_all * WAV_BYTES)
+    log("building the data set")
+    lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
+    keep(figures)
     bench, detectors = _Bench(plan, path, root, device, rounds, log), list[Detector]()
 
-    def note(what: str, error: Exception) -> None:
-        figures["errors"].append({"what": what, "error": str(error)})
-        log(f"{what}: {error}")
+    def train(name: str, stop_s: float) -> None:
+        figures["training"][name], detector = _train(bench, name, stop_s)
+        detectors.append(detector)
 
-    for name in plan.changes:
+    def compare() -> None:
+        figures["verified"] = agreement(path, root, detectors[0], device)
+
+    def rate(group: str, n: int, stop_s: float) -> None:
+        figures[group][str(n)] = _rates(bench, group, detectors[0], n, stop_s)
+
+    def attempt(what: str, step: Callable[[], None]) -> None:
         try:
-            figures["training"][name], detector = _train(bench, name)
-            detectors.append(detector)
+            step()
         except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
-            note(f"training: {name}", e)
+            figures["errors"].append({"what": what, "error": str(e)})
+            log(f"{what}: {e}")
+        keep(figures)
+
+    rates = itertools.product(("evaluation", "prediction"), plan.files_per_batch)
+    steps = [(f"training: {name}", partial(train, name)) for name in plan.changes]
+    steps += [(f"{group}: {n}", partial(rate, group, n)) for group, n in rates]
+    is_compared = False
+    for k, (what, step) in enumerate(steps):
+        now = time.monotonic()
+        if k and now >= ends_s:
+            figures["not_measured"].append({"what": what, "why": "the time budget was used up"})
+        elif detectors or k < len(plan.changes):
+            attempt(what, partial(step, now + (ends_s - now) / (len(steps) - k)))
+        if detectors and not is_compared:  # early: without it no figure is valid
+            is_compared = True
+            attempt("agreement", compare)
     if not detectors:
         why = figures["errors"][0]["error"]
         raise LeakmelError("the training failed with every setting", code="benchmark-not-right", found=why)
-    try:
-        figures["verified"] = agreement(path, root, detectors[0], device)
-    except (LeakmelError, RuntimeError) as e:
-        note("agreement", e)
-    for group, n in itertools.product(("evaluation", "prediction"), plan.files_per_batch):
-        try:
-            figures[group][str(n)] = _rates(bench, group, detectors[0], n)
-        except (LeakmelError, RuntimeError) as e:
-            note(f"{group}: {n}", e)
-    return figures | {"ok": figures["verified"]["all_ok"] and not figures["errors"]}
+    return figures | {"ok": figures["verified"]["all_ok"] and not figures["errors"], "finished": True}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #c3e945fb
@@ -252,6 +293,7 @@ def train_table(
     if figures is None:
         return "not measured"
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
+    lines += [] if figures.get("finished", True) else ["UNFINISHED: the run was stopped before its end"]
     head = (f"training, batches of {figures['batch_size']:,}", "batches/s", "range", "wait ms", "step ms")
     rows: list[tuple[str, ...]] = [(*head, "busy", "first s")]
     for name, f in figures["training"].items():
@@ -272,6 +314,7 @@ def train_table(
     elif not v["n"]:
         verdict = "prediction and evaluation were NOT COMPARED"
     lines += [verdict, *(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
+    lines += [f"not measured: {e['what']}: {e['why']}"[:100] for e in figures.get("not_measured", [])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]
     return "\n".join([*lines, f"{rounds_text(figures)} on {place}"[:100]])

@@ -191,7 +191,7 @@ def test_no_nvml_gives_none_and_one_reason(no_nvml):
 )
 def test_the_gpu_of_the_run_is_watched(monkeypatch, device, visible, is_set_up, asked):
     "By the UUID that torch gives once CUDA is set up: the order of NVML is not that of CUDA."
-    found = []
+    found: list[Any] = []
     nv = fake_nvml()
     for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
         monkeypatch.setattr(nv, name, found.append, raising=False)

@@ -131,7 +131,7 @@ def test_modes_change_no_byte(
     [(0, {}, 1 << 30), (2, {}, 256 << 20), (2, {"max_bytes_in_flight": 1 << 29}, 1 << 29)],
 )
 def test_wsl2_pins_less_memory_unless_told(
-    monkeypatch: pytest.MonkeyPatch, version: int, given: dict[str, int], expected: int
+    monkeypatch: pytest.MonkeyPatch, version: int, given: dict[str, Any], expected: int
 ) -> None:
     "WSL2 pins 0.5 to 4 GB for all processes."
     monkeypatch.setattr(run_config, "wsl_version", lambda: version)

@@ -528,7 +528,7 @@ OTHER_TRITONS = [folder for folder in os.environ.get("LEAKMEL_TRITONS", "").spli
 def test_kernel_for_all_supported_gpus_has_no_trap(folder: str) -> None:
     "A trap is sticky: CUDA is dead for the process. Where Triton compiles one, `require_products` and `launch_for` refuse the card."
     spec = asdict(MelSpec())
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"capability": c, "spec": spec, "samples": samples}
         for c in TARGETS
         for samples in ("int16", "float32")

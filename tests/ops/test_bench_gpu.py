@@ -17,8 +17,9 @@ from errors import raises
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
+from leakmel.ops import bench
 from leakmel.ops import bench_gpu as suite
-from leakmel.ops.bench import ProcessRun, newest, store, synthetic_set_of_size
+from leakmel.ops.bench import ProcessRun, newest, store, synthetic_set_of_size, touch_memory
 from leakmel.ops.bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
 from leakmel.ops.doctor import card_facts
 
@@ -147,13 +148,15 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.seconds, self.built = 0.0, 1.0, list[str]()
-        self.status = dict.fromkeys(["engine_triton", "engine_torch_cuda", "engine_cpu", "gpu", "bus"], "ok")
+        keys = ["engine_triton", "engine_torch_cuda", "engine_cpu", "gpu", "bus", "compiled"]
+        self.status = dict.fromkeys(keys, "ok")
         self.fails: Callable[[str], bool] = lambda name: False
         time = types.SimpleNamespace(monotonic=lambda: self.now_s)
         for name, value in {
             "may_have_cuda": lambda: True,
             "time": time,
             "synthetic_set_of_size": lambda folder, n, log: Path(folder, "demo"),
+            "touch_memory": lambda n_bytes: {"bytes": n_bytes, "seconds": 0.1},
             "run_leakmel": self.doctor,
             "build_once": self.build,
             "verify_all": lambda *given: {"all_ok": True, "rows": 12, "checked": 4},
@@ -226,8 +229,63 @@ def test_an_error_loses_only_its_own_figure(tmp_path, machine):
     assert len(figures["builds"]) == 5
     assert figures["errors"] == [{"what": "A, torch", "error": "CUDA error"}] * 2
     assert not figures["ok"]
-    assert len(kept) == 2 * 5, "stored after each build"
+    assert len(kept) == 3 + 2 * 6, "stored at the start, before and after the checks, and after each build"
     assert "ERROR in A, torch: CUDA error" in gpu_table(figures)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 7, 14])
+def test_record_of_a_killed_run_can_be_read(tmp_path, machine, k):
+    "Whatever was measured by then is in it; it is not a result."
+    n_stored = [0]
+
+    def keep(figures: dict[str, Any]) -> None:
+        store(figures, tmp_path / "store")
+        n_stored[0] += 1
+        if n_stored[0] > k:
+            raise KeyboardInterrupt  # as good as a kill: nothing after this line runs
+
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpu(tmp_path, rounds=1, commit_id="abc", keep=keep)
+    (path,) = (tmp_path / "store").glob("*.json")
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert (figures["ok"], figures["finished"]) == (False, False)
+    assert bool(figures["touched"]) == (k > 0)
+    assert bool(figures["checks"]) == (k > 1)
+    assert len(figures["builds"]) == max(0, k - 2 - 6), "the warm-up does not count"
+    assert gpu_table(figures).startswith("UNFINISHED")
+    assert newest("gpu", tmp_path / "store") is None
+
+
+def test_without_compiled_code_no_figure_is_right(tmp_path, machine):
+    machine.status["compiled"] = "missing"
+    figures = bench_gpu(tmp_path, rounds=1)
+    assert not figures["ok"]
+    assert [x["what"] for x in figures["errors"]] == ["compiled code"]
+
+
+def test_memory_is_touched_before_anything_is_measured(tmp_path, machine, monkeypatch):
+    order: list[str] = []
+    real = machine.build
+
+    def touch(n_bytes: int) -> dict[str, float]:
+        order.append("touched")
+        return {"bytes": n_bytes, "seconds": 0.1}
+
+    def build(*given: Any) -> dict[str, float]:
+        order.append("built")
+        return real(*given)
+
+    monkeypatch.setattr(suite, "touch_memory", touch)
+    monkeypatch.setattr(suite, "build_once", build)
+    figures = bench_gpu(tmp_path, n_files=1000, rounds=1)
+    assert order[0] == "touched"
+    assert order.count("touched") == 1
+    assert figures["touched"]["bytes"] > 2 * 1000 * 82_000, "recordings and data sets"
+
+
+def test_touched_memory_stays_below_half_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(bench, "free_memory", lambda: 40 << 20)
+    assert 19 << 20 < touch_memory(1 << 40)["bytes"] <= 20 << 20
 
 
 def test_wrong_rows_fail_the_suite(tmp_path, machine, monkeypatch):

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +108,10 @@ def test_cpu_and_gpu_plans_are_comparable():
 def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     right = suite._train
 
-    def train(bench: Any, name: str) -> Any:
+    def train(bench: Any, name: str, stop_s: float) -> Any:
         if name == "full precision":
             raise LeakmelError("no such kernel")
-        return right(bench, name)
+        return right(bench, name, stop_s)
 
     monkeypatch.setattr(suite, "_train", train)
     monkeypatch.setattr(
@@ -120,6 +123,51 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     assert list(found["training"]) == ["as trained"]
     assert found["errors"] == [{"what": "training: full precision", "error": "no such kernel"}]
     assert not found["ok"]
+
+
+def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatch):
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, TINY.changes, (8,)))
+    kept: list[str] = []
+    found = bench_train(
+        folder, n_files=6, rounds=3, budget_s=1e-3, rehearse=True, keep=lambda f: kept.append(json.dumps(f))
+    )
+    assert {name: f["rounds"] for name, f in found["training"].items()} == {"as trained": 1}
+    assert (found["ok"], found["finished"], found["verified"]["all_ok"]) == (True, True, True)
+    skipped = ["training: full precision", "training: streamed", "evaluation: 8", "prediction: 8"]
+    assert [x["what"] for x in found["not_measured"]] == skipped
+    assert "not measured: prediction: 8: the time budget" in train_table(found)
+    assert len(kept) == 4, "at the start, after the data set, after the training and after the check"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import leakmel.ops.bench as bench
+real, stored = Path.write_text, [0]
+def write_text(path, text, *given, **named):
+    if path.suffix != ".partial": return real(path, text, *given, **named)
+    stored[0] += 1
+    if stored[0] > int(sys.argv[3]):
+        real(path, text[: len(text) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(path, text, *given, **named)
+Path.write_text = write_text
+bench.measure("train", sys.argv[1], sys.argv[2], n_files=6, rounds=1, rehearse=True, commit_id="abc")
+"""
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_record_of_a_run_that_is_killed_while_it_writes(folder, tmp_path, k):
+    "The state before is there, whole."
+    words = [sys.executable, "-c", KILLED, str(folder), str(tmp_path), str(k)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert (found["ok"], found["finished"]) == (False, False)
+    assert len(found["training"]) == {1: 0, 2: 0, 3: 1, 5: 2}[k]
+    assert found["verified"]["all_ok"] == (k > 3)
+    assert "UNFINISHED" in train_table(found)
 
 
 def test_failed_agreement_check_gives_no_figure(folder, monkeypatch):
@@ -219,6 +267,8 @@ def test_cpu_record_is_marked_as_cpu(tmp_path, monkeypatch):
 def test_invalid_arguments_are_refused(tmp_path):
     with raises("invalid-effort", found=0):
         bench_train(tmp_path / "x", rounds=0, rehearse=True)
+    with raises("invalid-effort", found=0):
+        bench_train(tmp_path / "x", budget_s=0, rehearse=True)
     assert not (tmp_path / "x").exists()
 
 
