@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,6 +179,20 @@ def test_a_process_that_allows_tf32_can_train_and_compute(allow: str) -> None:
     "By the older or the newer switches: torch raises an error where older ones are read after newer ones were set."
     done = subprocess.run([sys.executable, "-c", ALLOWED, allow], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.",
+        "Please use the new API settings to control TF32 behavior, such as torch.backends.cudnn.conv.fp32_precision",
+    ],
+)
+def test_advice_of_torch_on_tf32_fails_no_test(advice: str) -> None:
+    "Torch gives it on each card that has TF32; every other warning is an error."
+    warnings.warn(advice, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="something else"):
+        warnings.warn("something else", UserWarning, stacklevel=1)
 
 
 def test_concurrent_threads_restore_the_precision_settings(own_switches):

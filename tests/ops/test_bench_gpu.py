@@ -126,6 +126,14 @@ def test_gpu_tests_are_collected_on_an_image_without_extras(bare):
     assert "tests/audio/test_wav.py" not in files
 
 
+@pytest.mark.slow
+def test_files_of_gpu_tests_need_no_extras(bare):
+    "The test of predictions on a card shares its recordings with this one."
+    words = ("-q", "-p", "no:cacheprovider", "-k", "fake_device_gives_the_same_scores")
+    done = bare("-m", "pytest", "tests/learn/test_learn_predict.py", *words)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_missing_device_reports_a_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["bench", str(tmp_path / "work"), "--suite", "gpu", "--out", str(tmp_path / "store")]) == 2
