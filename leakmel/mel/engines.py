@@ -367,9 +367,7 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
         raise
     except EngineError as e:
         why = e.with_traceback(None)
-    from leakmel.mel.device import visible_devices
-
-    names = visible_devices()
+    names = import_module("leakmel.mel.device").visible_devices()
     groups: dict[str, list[str]] = {}  # by identity: what gives the same bits
     for each in names if len(names) > 1 else []:
         try:

@@ -190,6 +190,49 @@ def agreement(
     return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MAX_SCORE_DIFFERENCE}
 
 
+def _measure_steps(
+    bench: _Bench,
+    figures: dict[str, Any],  # gets what is measured, errors, and what was not measured
+    keep: Callable[[dict[str, Any]], object],
+    ends_s: float,  # no step but the first is started later
+) -> bool:  # False: every training failed
+    "Measure trainings, then evaluation and prediction with the first detector; check the detector as soon as there is one."
+    detectors, plan = list[Detector](), bench.plan
+
+    def train(name: str, stop_s: float) -> None:
+        figures["training"][name], detector = _train(bench, name, stop_s)
+        detectors.append(detector)
+
+    def compare() -> None:
+        figures["verified"] = agreement(bench.path, bench.root, detectors[0], bench.device)
+
+    def rate(group: str, n: int, stop_s: float) -> None:
+        figures[group][str(n)] = _rates(bench, group, detectors[0], n, stop_s)
+
+    def attempt(what: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
+            figures["errors"].append({"what": what, "error": str(e)})
+            bench.log(f"{what}: {e}")
+        keep(figures)
+
+    rates = itertools.product(("evaluation", "prediction"), plan.files_per_batch)
+    steps = [(f"training: {name}", partial(train, name)) for name in plan.changes]
+    steps += [(f"{group}: {n}", partial(rate, group, n)) for group, n in rates]
+    is_compared = False
+    for k, (what, step) in enumerate(steps):
+        now = time.monotonic()
+        if k and now >= ends_s:
+            figures["not_measured"].append({"what": what, "why": "the time budget was used up"})
+        elif detectors or k < len(plan.changes):
+            attempt(what, partial(step, now + (ends_s - now) / (len(steps) - k)))
+        if detectors and not is_compared:  # early: without it no figure is valid
+            is_compared = True
+            attempt("agreement", compare)
+    return bool(detectors)
+
+
 def bench_train(
     folder: str | os.PathLike,  # work folder: recordings and data set are kept there and reused
     *,
@@ -246,40 +289,8 @@ def bench_train(
     log("building the data set")
     lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     keep(figures)
-    bench, detectors = _Bench(plan, path, root, device, rounds, log), list[Detector]()
-
-    def train(name: str, stop_s: float) -> None:
-        figures["training"][name], detector = _train(bench, name, stop_s)
-        detectors.append(detector)
-
-    def compare() -> None:
-        figures["verified"] = agreement(path, root, detectors[0], device)
-
-    def rate(group: str, n: int, stop_s: float) -> None:
-        figures[group][str(n)] = _rates(bench, group, detectors[0], n, stop_s)
-
-    def attempt(what: str, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
-            figures["errors"].append({"what": what, "error": str(e)})
-            log(f"{what}: {e}")
-        keep(figures)
-
-    rates = itertools.product(("evaluation", "prediction"), plan.files_per_batch)
-    steps = [(f"training: {name}", partial(train, name)) for name in plan.changes]
-    steps += [(f"{group}: {n}", partial(rate, group, n)) for group, n in rates]
-    is_compared = False
-    for k, (what, step) in enumerate(steps):
-        now = time.monotonic()
-        if k and now >= ends_s:
-            figures["not_measured"].append({"what": what, "why": "the time budget was used up"})
-        elif detectors or k < len(plan.changes):
-            attempt(what, partial(step, now + (ends_s - now) / (len(steps) - k)))
-        if detectors and not is_compared:  # early: without it no figure is valid
-            is_compared = True
-            attempt("agreement", compare)
-    if not detectors:
+    bench = _Bench(plan, path, root, device, rounds, log)
+    if not _measure_steps(bench, figures, keep, ends_s):
         why = figures["errors"][0]["error"]
         raise LeakmelError("the training failed with every setting", code="benchmark-not-right", found=why)
     return figures | {"ok": figures["verified"]["all_ok"] and not figures["errors"], "finished": True}
