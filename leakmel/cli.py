@@ -189,6 +189,7 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
         "--report": args.report,
     }
     unused |= {"--fresh": args.fresh, "--mode": args.mode not in ("auto", "stream")}
+    unused["--analysis"] = args.analysis == "full"
     if given := [name for name, is_given in unused.items() if is_given]:
         raise UsageError(
             f"{given[0]} cannot be used together with --part",
@@ -198,10 +199,12 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
     options = {name: value for name, value in common.items() if name not in ("mode", "fresh")}
     made = lm.build_part(args.root, part=args.part, split=args.split, out=args.out, **options)
     name = f"part {made.number} of {made.n_parts}"
-    what = f"complete before: {show_path(made.path)}"
-    if made.seconds:
-        what = f"{made.found:,} recordings in {made.seconds:.2f} s: {show_path(made.path)}"
-    text = f"{name}: {what}\nWhen all parts are built: leakmel join {quote(show_path(args.out))}"
+    what = "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
+    if made.path.suffix == ".empty":
+        what += (
+            ", none of which can be used" if made.found else ", because there are more parts than recordings"
+        )
+    text = f"{name}: {what}: {show_path(made.path)}\nWhen all parts are built: leakmel join {quote(show_path(args.out))}"
     return 0, vars(made) | {"path": show_path(made.path)}, text
 
 

@@ -6,7 +6,7 @@
 __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "run_tasks"]
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
-import logging, uuid
+import ipaddress, logging, uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, as_completed
 from contextlib import closing, contextmanager, suppress
@@ -20,13 +20,20 @@ log = logging.getLogger("leakmel")
 Cluster = Any  # an Executor, a distributed.Client, or the address of a Dask scheduler
 
 # %% ../../nbs/core/cluster.ipynb #cu000004
-_LOOPBACK = ("localhost", "127.", "::1", "[::1]")
+_NOT_ENCRYPTED = ("tcp", "ws", "ucx")  # schemes of Dask
+
+
+def _is_this_machine(host: str) -> bool:
+    "Return whether a host is a loopback address; other names are not looked up."
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _warn_if_open(address: str) -> None:
     "Warn of a connection that is neither encrypted nor local."
     url = urlsplit(address if "://" in address else f"tcp://{address}")
-    if url.scheme == "tcp" and not (url.hostname or "").startswith(_LOOPBACK):
+    if url.scheme in _NOT_ENCRYPTED and not _is_this_machine(url.hostname or ""):
         log.warning(
             "the connection to %s is not encrypted: programs that reach this port can run code; use tls://",
             address,

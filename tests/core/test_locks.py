@@ -40,7 +40,9 @@ HOLD = "with OutputLock(target): print('held', flush=True); time.sleep(60)\n"
 
 @pytest.fixture(params=["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    "A file system without flock, as its error."
+    "A file system without flock, as its error; for flock, one that has it."
+    if request.param == "flock":
+        return "flock"
 
     def refused(fd: int, operation: int) -> None:
         raise OSError(getattr(errno, request.param), "no locks")
@@ -119,6 +121,7 @@ def test_the_hdf5_library_needs_no_lock(
             assert len(ds) == expected
 
 
+@pytest.mark.parametrize("code", ["flock", "ENOSYS", "ENOLCK", "EOPNOTSUPP"], indirect=True)
 def test_one_holder_among_many_threads(tmp_path: Path, code: str) -> None:
     inside, most, refused = 0, 0, 0
     gate, start = threading.Lock(), threading.Barrier(8)

@@ -111,6 +111,20 @@ def test_names_and_labels_from_a_table(demo, tmp_path):
         assert "OTHER" in ds.class_names
 
 
+def test_table_that_changes_before_the_join_is_named(demo, tmp_path):
+    table = tmp_path / "t.csv"
+    paths = sorted(p.relative_to(demo) for p in (demo / "TRAINING").rglob("*.wav"))
+    table.write_text("path,label\n" + "\n".join(f'"{p}",{p.parts[1]}' for p in paths))
+    manifest = lm.scan(demo, table=table, progress="none")
+    build_parts(demo, tmp_path / "x.h5", 2, None, manifest=manifest)
+    before = table.read_text()
+    table.write_text(before.replace(",LEAK", ",BURST"))
+    with raises("table-changed", DataError, path=table):
+        join(tmp_path / "x.h5", progress="none")
+    table.write_text(before)
+    assert join(tmp_path / "x.h5", progress="none").rows
+
+
 def test_parts_without_a_row(tmp_path):
     "Two parts of five hold bad files only: they are counted, and the share of rejected files is judged over the whole."
     noise = np.random.default_rng(0).normal(0, 1000, (20, 80_000)).astype(np.int16)
@@ -128,9 +142,32 @@ def test_parts_without_a_row(tmp_path):
     strict = lm.PipelineConfig(max_rejected=0.3)
     with raises("too-many-rejected", DataError):
         join(tmp_path / "x.h5", pipeline=strict, progress="none")
-    made = join(tmp_path / "x.h5", progress="none")
+    made = join(tmp_path / "x.h5", progress="none", keep_parts=True)
     assert made.path.read_bytes() == right
     assert len(made.rejections) == 20
+    assert not [s for s in made.timeline.spans if s.stage == "read"]  # the bad files are not read again
+    for path in finished_parts(parts_folder(made.path), 5).values():
+        if path.suffix == ".empty":  # damaged: they are
+            path.write_text('{"rejected": [["../x.wav", "not_wav", ""]], "stamps": [[0, 0, 0, 0]]}')
+    made.path.unlink()
+    made = join(tmp_path / "x.h5", progress="none", keep_parts=True)
+    assert made.path.read_bytes() == right
+    assert [s for s in made.timeline.spans if s.stage == "read"]
+
+
+def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
+    write_demo(tmp_path / "d", n_files=30)
+    paths = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))
+    good = paths[0].read_bytes()
+    for path in paths[: len(paths) // 2]:
+        path.write_bytes(b"no recording")
+    time.sleep(0.1)  # a file that is younger than the clock's step is read again
+    build_parts(tmp_path / "d", tmp_path / "x.h5", 4)
+    assert finished_parts(parts_folder(tmp_path / "x.h5"), 4)[1].suffix == ".empty"
+    paths[0].write_bytes(good)
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
+    assert made.summary["changes"]["changed"] == 1
 
 
 # ---------------------------------------------------------------- changes and damage between part and join
@@ -240,6 +277,42 @@ def test_a_process_with_another_plan_is_refused(demo, tmp_path, options):
     with raises("other-plan", DataError, path=folder):
         build_part(demo, split="training", out=tmp_path / "x.h5", manifest=listing, **QUIET | options)
     assert sorted(folder.iterdir()) == before
+
+
+def test_other_plan_names_only_the_fields_that_differ(demo, tmp_path):
+    build_part(demo, part=(1, 3), split="training", out=tmp_path / "x.h5", **QUIET)
+    with raises("other-plan", DataError) as e:
+        build_part(demo, part=(2, 3), split="training", out=tmp_path / "x.h5", spec={"n_mels": 32}, **QUIET)
+    assert "spec.n_mels: 64, here 32" in e.value.found
+    assert "spec.n_fft" not in e.value.found
+    assert len(e.value.found) < 300
+
+
+def test_refused_part_leaves_no_folder(demo, tmp_path):
+    out = tmp_path / "a" / "b" / "x.h5"
+    (tmp_path / "d" / "LEAK").mkdir(parents=True)
+    with raises("no-recordings", DataError):
+        build_part(tmp_path / "d", part=(1, 2), out=out, **QUIET)
+    with ThreadPoolExecutor(1) as pool, raises("no-recordings", DataError):
+        lm.build(tmp_path / "d", out=out, cluster=pool, **QUIET)
+    assert not (tmp_path / "a").exists()
+
+
+def test_part_of_a_root_with_splits_needs_a_split(demo, tmp_path):
+    with raises("split-not-named", UsageError) as e:
+        build_part(demo, part=(1, 2), out=tmp_path / "x.h5", **QUIET)
+    assert "--split training" in e.value.remedy
+    assert "--split all" not in e.value.remedy
+
+
+def test_how_recordings_are_read_cannot_be_chosen_on_a_cluster(demo, tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        options = {"split": "training", "out": tmp_path / "x.h5", "cluster": pool, **QUIET}
+        with raises("conflicting-parameters", UsageError):
+            lm.build(demo, mode="preload", **options)
+        with lm.preload(demo, split="training", progress="none") as ready:
+            with raises("conflicting-parameters", UsageError):
+                lm.build(demo, preloaded=ready, **options)
 
 
 def test_a_process_of_another_release_is_refused(demo, tmp_path, monkeypatch):
@@ -569,6 +642,14 @@ def test_what_is_no_cluster(demo, tmp_path, cluster, monkeypatch):
         ("10.0.0.1:8786", True),
         ("tls://10.0.0.1:8786", False),
         ("tcp://127.0.0.1:8786", False),
+        ("tcp://127.9.9.9:8786", False),
+        ("tcp://[::1]:8786", False),
+        ("localhost:8786", False),
+        ("tcp://127.evil.example:8786", True),
+        ("tcp://localhost.evil.example:8786", True),
+        ("ws://10.0.0.1:8786", True),
+        ("wss://10.0.0.1:8786", False),
+        ("inproc://10.0.0.1/7/1", False),
     ],
 )
 def test_an_open_connection_to_another_machine_is_warned_of(address, warns, caplog):
@@ -664,15 +745,35 @@ def test_command_line(demo, whole, tmp_path, capsys):
     common = ["build", str(demo), "--split", "training", "--out", str(out), "--engine", "cpu", "--quiet"]
     for k in (1, 2):
         assert main([*common, "--listing", str(listing), "--part", f"{k}/2"]) == 0
-    capsys.readouterr()
+    assert "complete before" not in capsys.readouterr().out
+    assert main([*common, "--listing", str(listing), "--part", "1/2"]) == 0
+    assert "complete before" in capsys.readouterr().out
     assert main(["join", str(out), "--quiet", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["parts"] == 2
     assert body["rows"] + body["rejected"] == body["found"]
     assert out.read_bytes() == whole
     assert main([*common, "--part", "1/2", "--fresh"]) == 2
+    assert main([*common, "--part", "1/2", "--analysis", "full"]) == 2
     assert main(["join", str(out), "--quiet"]) == 1
     assert re.search("no parts", capsys.readouterr().err)
+
+
+def test_command_line_of_a_part_without_a_row(tmp_path, capsys):
+    from leakmel.cli import main
+
+    write_demo(tmp_path / "d", n_files=12)
+    common = ["build", str(tmp_path / "d"), "--split", "training", "--out", str(tmp_path / "x.h5")]
+    assert main([*common, "--part", "12/12", "--engine", "cpu", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["was_complete"] is False
+    for path in (tmp_path / "d" / "TRAINING").rglob("*.wav"):
+        path.write_bytes(b"RIFF")
+    rate = ["--sample-rate", "8000", "--duration-s", "10"]
+    common[5] = str(tmp_path / "y.h5")
+    assert main([*common, *rate, "--part", "1/2", "--engine", "cpu", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "none of which can be used" in said
+    assert "complete before" not in said
 
 
 # ---------------------------------------------------------------- folders of parts that cannot be trusted

@@ -15,7 +15,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
-from leakmel.dataset.run.parts import parts_folder
+from leakmel.dataset.run.parts import finished_parts, parts_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -127,38 +127,35 @@ def test_array_and_join(slurm, tmp_path):
     assert not parts_folder(tmp_path / "x.h5").exists()
 
 
-def test_element_that_fails_is_submitted_again(slurm, tmp_path):
-    "One element is killed; the join does not run, and names the part; the same element again, then the join."
+@pytest.mark.parametrize("how", ["killed", "cancelled"])
+def test_elements_that_end_are_submitted_again(slurm, tmp_path, how):
+    "One element is killed, or the array is cancelled; a join names the missing parts; the same elements again, then the join."
     write_demo(tmp_path / "demo", n_files=120)
     right = lm.build(
         tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
     )
-    killed = PART.replace("exec ", "[ $SLURM_ARRAY_TASK_ID = 3 ] && kill -9 $$\nexec ")
-    submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=killed)
+    before = (
+        "[ $SLURM_ARRAY_TASK_ID = 3 ] && kill -9 $$"
+        if how == "killed"
+        else "[ $SLURM_ARRAY_TASK_ID -ge 3 ] && sleep 600"
+    )
+    job = submit(
+        slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=PART.replace("exec ", f"{before}\nexec ")
+    )
+    if how == "cancelled":
+        end = time.monotonic() + 60
+        while len(finished_parts(parts_folder(tmp_path / "x.h5"), 4)) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        subprocess.run(["scancel", job], env=slurm, check=True)
     wait_for_jobs(slurm)
     submit(slurm, tmp_path, script=JOIN)
     wait_for_jobs(slurm)
     said = "".join(p.read_text() for p in tmp_path.glob("slurm-*.out"))
-    assert re.search(r"missing: 3/4", said)
-    again = submit(slurm, tmp_path, "--array=3", "--cpus-per-task=1", script=PART)
-    submit(slurm, tmp_path, f"--dependency=afterok:{again}", script=JOIN)
-    wait_for_jobs(slurm)
-    assert (tmp_path / "x.h5").read_bytes() == right.path.read_bytes()
-
-
-def test_cancelled_element_leaves_a_part_that_can_be_built_again(slurm, tmp_path):
-    write_demo(tmp_path / "demo", n_files=120)
-    right = lm.build(
-        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
-    )
-    slow = PART.replace("exec ", "sleep 60\nexec ")
-    job = submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=slow)
-    time.sleep(3)
-    subprocess.run(["scancel", job], env=slurm, check=True)
-    wait_for_jobs(slurm)
+    assert re.search(r"missing: 3/4" + (", 4/4" if how == "cancelled" else ""), said)
     assert not (tmp_path / "x.h5").exists()
-    array = submit(slurm, tmp_path, "--array=1-4", "--cpus-per-task=1", script=PART)
-    submit(slurm, tmp_path, f"--dependency=afterok:{array}", script=JOIN)
+    again = submit(slurm, tmp_path, "--array=3-4", "--cpus-per-task=1", script=PART)
+    submit(slurm, tmp_path, f"--dependency=afterok:{again}", script=JOIN)
     wait_for_jobs(slurm)
     assert (tmp_path / "x.h5").read_bytes() == right.path.read_bytes()
 

@@ -639,35 +639,6 @@ def test_killed_holder_does_not_block(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_lock_is_exclusive_among_many_threads(tmp_path):
-    inside, most, refused = 0, 0, 0
-    gate, start = threading.Lock(), threading.Barrier(8)
-
-    def work() -> None:
-        nonlocal inside, most, refused
-        start.wait()
-        for _ in range(50):
-            try:
-                with OutputLock(tmp_path / "a.h5"):
-                    with gate:
-                        inside += 1
-                        most = max(most, inside)
-                    with gate:
-                        inside -= 1
-            except OutputError:
-                with gate:
-                    refused += 1
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert most == 1
-    assert refused < 400
-    assert leftovers(tmp_path) == []
-
-
 @pytest.mark.parametrize("ending", ["lock", "partial"])
 def test_folder_at_a_working_name_is_reported_with_its_path(tmp_path, ending):
     (tmp_path / f".a.h5.{ending}").mkdir()

@@ -15,6 +15,8 @@ __all__ = [
     "write_state",
     "read_state",
     "ExistingDataset",
+    "write_rejected",
+    "read_rejected",
     "open_existing",
 ]
 
@@ -234,6 +236,57 @@ def _has_settings(
     return all(f.attrs[k] == v for k, v in expected.items()) and (WAVEFORMS in f) == with_waveforms
 
 
+_UNREAD = {"no_label": -1, "dry": DRY}  # reject codes of files that are not read -> label in the listing
+
+
+def _is_unchanged(
+    listing: Listing,
+    numbers: np.ndarray,  # [k] candidates
+    stamps: np.ndarray,  # [k] STAMP, when they were processed
+    unread: np.ndarray,  # [k] value of _UNREAD, 0 for files that were read
+) -> np.ndarray:  # [k] bool
+    "Return which recordings are as they were when they were processed."
+    now = stamps_of(listing, numbers)
+    same = (stamps == now) & (now["size"] == listing.sizes[numbers])
+    same &= (now["mtime_ns"] == listing.mtimes_ns[numbers]) | (now["size"] < 0)
+    return same & (listing.label_ids[numbers].clip(max=0) == unread)
+
+
+def write_rejected(
+    path: Path,  # file to write
+    listing: Listing,
+    rejected: Sequence[Rejected],  # all recordings of the listing
+    began_ns: int,  # when the build began, by the clock of the files
+) -> None:  # raises OSError
+    "Write the rejected files of a part without a row, and their stamps."
+    none, n = np.zeros(len(listing), bool), len(listing)
+    stamps = stamps_at_build(listing, none, np.zeros(n, np.int64), rejected, began_ns)
+    lines = [(os.fsdecode(r.path), r.code, r.message) for r in sorted(rejected, key=lambda r: r.path)]
+    path.write_text(json.dumps({"rejected": lines, "stamps": stamps.tolist()}))
+
+
+def read_rejected(
+    path: Path,  # of `write_rejected`
+    listing: Listing,
+) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
+    "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
+    try:
+        body = json.loads(path.read_text())
+        rejected = [
+            Rejected(os.fsencode(name), str(code), str(text)) for name, code, text in body["rejected"]
+        ]
+        stamps = np.array([tuple(values) for values in body["stamps"]], STAMP)
+        place = {name: k for k, name in enumerate(listing.paths)}
+        numbers = np.array([place[r.path] for r in rejected], np.int64)
+        unread = np.array([_UNREAD.get(r.code, 0) for r in rejected], np.int64)
+        if len(stamps) != len(rejected) or len(set(numbers.tolist())) != len(rejected):
+            raise ValueError("not all files have a stamp")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return [], np.zeros(0, np.int64)
+    same = _is_unchanged(listing, numbers, stamps, unread)
+    return [rejected[k] for k in np.flatnonzero(same)], numbers[same]
+
+
 def open_existing(
     target: Path,
     listing: Listing,
@@ -261,12 +314,9 @@ def open_existing(
         return None
     places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
     met = np.flatnonzero(places >= 0)
-    of, stamps = places[met], stamps_of(listing, met)
-    codes = {"no_label": -1, "dry": DRY}
-    unread = np.array([0] * n_rows + [codes.get(r.code, 0) for r in rejected])
-    same = (state.stamps[of] == stamps) & (stamps["size"] == listing.sizes[met])
-    same &= (stamps["mtime_ns"] == listing.mtimes_ns[met]) | (stamps["size"] < 0)
-    same &= listing.label_ids[met].clip(max=0) == unread[of]
+    of = places[met]
+    unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
+    same = _is_unchanged(listing, met, state.stamps[of], unread[of])
     is_row = same & (of < n_rows)
     is_lost = same & (of >= n_rows)
     known = known[of[is_row]]

@@ -498,7 +498,8 @@ def checked_inputs(
     spec: SpecLike,
 ) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
-    made = [target.parent for _, target in targets if not target.parent.exists()]
+    folders = [f for _, target in targets for f in (target.parent, *target.parent.parents)]
+    made = [f for f in folders if not f.exists()]  # the innermost first
     listings = [listing for listing, _ in targets]
     try:
         for listing, target in targets:

@@ -103,13 +103,13 @@ class BuildRequest:
     root: str | os.PathLike  # data folder
     spec: SpecLike
     engine: str | Engine  # name, "auto", or an open engine
-    mode: str  # how recordings are read
-    preloaded: Preloaded | None  # recordings in memory or in a cache file
+    mode: str = "stream"  # how recordings are read
+    preloaded: Preloaded | None = None  # recordings in memory or in a cache file
     config: PipelineConfig
     check: int | None  # rows to recompute in float64 before publishing; None: all
     progress: str
     with_waveforms: bool
-    fresh: bool  # compute every row, also those of earlier builds
+    fresh: bool = False  # compute every row, also those of earlier builds
     stop_file: Path | None = None  # where this file appears, the build stops
 
     def __post_init__(self):
@@ -136,12 +136,12 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Parts:
-    "Data sets of the parts of a data set."
+    "Files of the parts of a data set."
 
     n_parts: int
     files: Iterator[
-        Path | None
-    ]  # in order, each when it is complete; None: a part without a row, or joined before
+        Path
+    ]  # in order, each when it is complete; .empty: a part without a row; .joined: joined before
     keep: bool = False  # keep the files after their rows are copied
 
 

@@ -31,7 +31,7 @@ from leakmel.dataset.file.writer import (
     require_space,
     delayed_signals,
 )
-from .existing import ExistingDataset, is_settled, open_existing, stamps_of
+from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
 from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
 from .publish import report_paths, note_columns
@@ -262,7 +262,7 @@ def _join_parts(
     job: Job,
     parts: Parts,
 ) -> None:  # raises DataError, OSError
-    "Move the rows of the parts; recordings that have changed since, and those of a part without a row, are left to be read."
+    "Move the rows of the parts; recordings that have changed since are left to be read."
     file, journal = job.file, job.journal
     n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
     job.n_parts = parts.n_parts
@@ -273,9 +273,14 @@ def _join_parts(
         for number, path in enumerate(parts.files, start=1):
             start, _ = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
-            if path is None:
+            if path.suffix == JOINED:
                 continue
             own = job.listing.part(number, parts.n_parts)
+            if path.suffix == ".empty":
+                rejected, numbers = read_rejected(path, own)
+                job.keep(Entry(np.zeros(0, KNOWN)), rejected, numbers + start)
+                changes["changed"] += len(own) - len(numbers)
+                continue
             found = open_existing(path, own, run.fingerprint, request.with_waveforms, run.engine.identity)
             if found is None:
                 raise DataError(

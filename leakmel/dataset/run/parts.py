@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, stat, uuid
+import json, logging, os, re, shutil, stat, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -42,11 +42,11 @@ from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, r
 from ...core.errors import DataError, EngineError, SpecError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.timeline import Timeline
-from ..file.schema import data_set_name
+from ..file.schema import Rejected, data_set_name
 from ..file.writer import output_error
 from .config import PipelineConfig
-from .existing import read_state, stamps_of
-from .inputs import SpecLike, check_listing, check_target, decide_spec
+from .existing import read_state, stamps_of, write_rejected
+from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, Parts
 from .journal import recordings_digest
 from .targets import build_targets, list_for_build, listing_of_split
@@ -170,6 +170,20 @@ def _recordings(whole: Manifest) -> dict[str, Any]:  # of one split
     return {"recordings": recordings_digest(listing), "labels": [names, digest_of(listing.label_ids)]}
 
 
+def _table_digest(whole: Manifest) -> str | None:  # None: no table, or it cannot be read
+    "Return the digest of the table of labels, which the join reads again."
+    import xxhash
+
+    total = xxhash.xxh3_128()
+    try:
+        with open(whole.table_path or "", "rb") as f:
+            while data := f.read(1 << 20):
+                total.update(data)
+    except OSError:
+        return None
+    return total.hexdigest()
+
+
 def plan_parts(
     whole: Manifest,  # of one split
     n_parts: int,
@@ -187,6 +201,7 @@ def plan_parts(
         "spec": spec.to_dict(),
         "with_waveforms": request.with_waveforms,
         **_recordings(whole),
+        "table": _table_digest(whole),
         "pipeline": asdict(request.config),
     }
 
@@ -194,8 +209,17 @@ def plan_parts(
 def _differences(stored: dict[str, Any], plan: dict[str, Any]) -> str:
     "Describe how two plans differ, but for speed settings and the rules that `join` applies; empty if they agree."
     mine = json.loads(json.dumps(plan))
-    names = [name for name in mine if name != "pipeline" and stored.get(name) != mine[name]]
-    return "; ".join(f"{n}: {str(stored.get(n))[:200]}, here {str(mine[n])[:200]}" for n in names)
+    found = list[str]()
+    for name in mine:
+        a, b = stored.get(name), mine[name]
+        if a == b or name in ("pipeline", "table"):
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            fields = [n for n in (a | b) if a.get(n) != b.get(n)]
+            found += [f"{name}.{n}: {str(a.get(n))[:80]}, here {str(b.get(n))[:80]}" for n in fields]
+        else:
+            found.append(f"{name}: {str(a)[:80]}, here {str(b)[:80]}")
+    return "; ".join(found)
 
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, OutputError
@@ -226,7 +250,8 @@ class PartResult:
     number: int  # from 1
     n_parts: int
     found: int  # recordings of the part
-    seconds: float  # of its build; 0 if it was complete before
+    seconds: float  # of its build
+    was_complete: bool = False  # built by an earlier process
 
 
 def run_part(
@@ -256,14 +281,20 @@ def run_part(
             )
         _agree(folder, plan | {"engine": engine.identity, "probe": engine_probe(engine)})
 
-    if not len(mine):  # more parts than recordings
-        return _empty_part(folder, number, n_parts, 0, 0.0)
     if complete := finished_parts(folder, n_parts).get(number):
         with open_engine(str(request.engine), _spec_of(request), device=config.device) as engine:
             check_engine(engine)
-        return PartResult(complete, number, n_parts, len(mine), 0.0)
+        return PartResult(complete, number, n_parts, len(mine), 0.0, was_complete=True)
     attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
-    timeline = Timeline()
+    timeline, began_ns = Timeline(), time.time_ns()
+
+    def without_rows(rejected: Sequence[Rejected]) -> PartResult:
+        path = attempt.with_suffix(".empty")
+        _write_once(path, lambda new: write_rejected(new, mine, rejected, began_ns))
+        return PartResult(path, number, n_parts, len(mine), timeline.now_s())
+
+    if not len(mine):  # more parts than recordings
+        return without_rows([])
     try:
         (made,) = build_targets(
             request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
@@ -271,7 +302,7 @@ def run_part(
     except BadFilesError as e:
         if e.code != "all-rejected":
             raise
-        return _empty_part(folder, number, n_parts, len(mine), timeline.now_s())
+        return without_rows(e.rejections)
     return PartResult(attempt, number, n_parts, len(mine), made.seconds)
 
 
@@ -279,17 +310,6 @@ def _spec_of(request: BuildRequest) -> MelSpec:
     if not isinstance(request.spec, MelSpec):
         raise ValueError("a part needs the spec of the whole data set")
     return request.spec
-
-
-def _empty_part(folder: Path, number: int, n_parts: int, found: int, seconds: float) -> PartResult:
-    "Note that a part has no row."
-    path = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.empty"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as e:
-        raise output_error(e, path) from e
-    return PartResult(path, number, n_parts, found, seconds)
 
 
 def build_part(
@@ -314,13 +334,10 @@ def build_part(
         root=root,
         spec=spec,
         engine=engine,
-        mode="stream",
-        preloaded=None,
         config=PipelineConfig() if pipeline is None else pipeline,
         check=check,
         progress=progress,
         with_waveforms=with_waveforms,
-        fresh=False,
     )
     target = Path(os.path.abspath(out if out is not None else data_set_name(split_name(split or "") or "")))
     stored = parts_folder(target) / LISTING_NAME
@@ -335,14 +352,12 @@ def build_part(
             "%s: %s recordings, listed for these parts on %s", show_path(target), f"{len(manifest):,}", when
         )
     _, _, manifest = list_for_build(request, split, manifest, labels)
-    listing = listing_of_split(manifest, split, root)
-    check_target(target, manifest.root)
-    check_listing(listing, manifest)
-    decision = decide_spec(spec, [listing])
-    whole = replace(manifest, listings=(listing,))
-    _store_listing(whole, target)
-    plan = plan_parts(whole, n_parts, decision.spec, request)
-    return run_part(replace(request, spec=decision.spec), whole.part(number, n_parts), target, plan)
+    listing = listing_of_split(manifest, split, root, in_parts=True)
+    with checked_inputs(manifest, [(listing, target)], spec) as decision:
+        whole = replace(manifest, listings=(listing,))
+        _store_listing(whole, target)
+        plan = plan_parts(whole, n_parts, decision.spec, request)
+        return run_part(replace(request, spec=decision.spec), whole.part(number, n_parts), target, plan)
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000009
@@ -483,12 +498,17 @@ class _Joining:
                 found=f"{type(e).__name__}: {e}",
                 remedy="remove the folder of the parts and build them again",
             ) from e
+        if plan.get("table") not in (None, _table_digest(manifest)):
+            raise DataError(
+                "the table of labels has changed since the first part was built",
+                code="table-changed",
+                path=manifest.table_path,
+                remedy=f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
+            )
         request = BuildRequest(
             root=manifest.root,
             spec=spec,
             engine=_engine_of(identity, spec, config),
-            mode="stream",
-            preloaded=None,
             config=config,
             check=self.check,
             progress=self.progress,
@@ -496,7 +516,7 @@ class _Joining:
             fresh=self.fresh,
         )
         manifest = replace(manifest, listings=(listing,))
-        parts = Parts(n_parts, (file if file.suffix == ".h5" else None for file in files), self.keep_parts)
+        parts = Parts(n_parts, iter(files), self.keep_parts)
         (made,) = build_targets(
             request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
         )
@@ -552,10 +572,28 @@ def build_on_cluster(
     listed_s: float,  # when listing began, on the timeline's clock
 ) -> list[BuildResult]:  # raises LeakmelError
     "Build the parts of data sets on a cluster, and join them on this machine."
-    for listing, target in targets:
-        check_target(target, manifest.root)
-        check_listing(listing, manifest)
-    spec = decide_spec(request.spec, [listing for listing, _ in targets]).spec
+    if request.mode not in ("auto", "stream") or request.preloaded is not None:
+        raise UsageError(
+            "the processes of a cluster read each recording once: mode and preloaded cannot be given together with cluster",
+            code="conflicting-parameters",
+            found=f"mode={request.mode!r}",
+            expected="mode 'auto' or 'stream', and no preloaded recordings",
+            remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
+        )
+    with checked_inputs(manifest, targets, request.spec) as decision:
+        return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
+
+
+def _build_parts(
+    request: BuildRequest,
+    manifest: Manifest,
+    targets: Sequence[tuple[Listing, Path]],
+    spec: MelSpec,
+    cluster: Cluster,
+    timeline: Timeline,
+    listed_s: float,
+) -> list[BuildResult]:
+    "Submit the parts, and join those of each data set in order."
     stop = f"{uuid.uuid4().hex[:8]}.stop"
     request = replace(request, spec=spec, mode="stream", preloaded=None)
     quiet = replace(request, progress="none", fresh=False)

@@ -208,17 +208,28 @@ def list_for_build(
     return timeline, listed_s, manifest
 
 
-def listing_of_split(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:
+def listing_of_split(
+    manifest: Manifest,
+    split: str | None,
+    root: str | os.PathLike,
+    *,
+    in_parts: bool = False,  # parts of all splits cannot be built together
+) -> Listing:  # raises UsageError
     "Return the listing of a split."
     found = {x.split: x for x in manifest.listings}
     if split is None and "" not in found:
         one = next(iter(found)).lower()
+        more = (
+            "; the parts of each split are built apart"
+            if in_parts
+            else " or build all of them (build_all, --split all)"
+        )
         raise UsageError(
             "the folder contains splits, but no split was given",
             code="split-not-named",
             path=root,
             found=", ".join(found),
-            remedy=f"give one (split='{one}', --split {one}) or build all of them (build_all, --split all)",
+            remedy=f"give one (split='{one}', --split {one}){more}",
         )
     wanted = "" if split is None else split_name(split)
     if wanted not in found:
