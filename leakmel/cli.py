@@ -205,7 +205,8 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
             ", none of which can be used" if made.found else ", because there are more parts than recordings"
         )
     text = f"{name}: {what}: {show_path(made.path)}\nWhen all parts are built: leakmel join {quote(show_path(args.out))}"
-    return 0, vars(made) | {"path": show_path(made.path)}, text
+    body = {name: value for name, value in vars(made).items() if name != "lane"}
+    return 0, body | {"path": show_path(made.path)}, text
 
 
 def run_join(args: argparse.Namespace) -> Outcome:

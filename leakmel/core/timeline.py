@@ -6,6 +6,7 @@
 __all__ = [
     "STAGE_MEANING",
     "STAGES",
+    "LanePiece",
     "SCHEMA",
     "MAX_SAMPLES",
     "META",
@@ -16,6 +17,10 @@ __all__ = [
     "Timeline",
     "covered_s",
     "lane_key",
+    "lane_pieces",
+    "pieces_by_lane",
+    "stage_pieces",
+    "merge_lanes",
     "write_timeline",
     "read_timeline",
 ]
@@ -28,6 +33,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .errors import DataError
 
@@ -161,6 +168,81 @@ def covered_s(
 def lane_key(s: Span) -> str:
     "Key of a lane; for a device (a lane named like `cuda:0`) lane and stage, because its copies and computing run in parallel."
     return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
+
+
+# %% ../../nbs/core/timeline.ipynb #7e1a0002
+LanePiece = tuple[float, float, str]  # start_s, end_s, stage
+
+
+def lane_pieces(
+    spans: Iterable[Span],  # of one lane, any order
+) -> list[LanePiece]:  # by time, without overlaps, without "wait"
+    "Cut the spans of one lane so that they do not overlap: the span that started last counts."
+    ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
+    times = np.unique([t for s in ordered for t in (s.start_s, s.end_s)])
+    upper = np.full(max(0, len(times) - 1), -1)  # the span that counts between two times
+    for k, s in enumerate(ordered):
+        first, last = np.searchsorted(times, (s.start_s, s.end_s))
+        upper[first:last] = k
+    between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
+    return [(a, b, ordered[k].stage) for a, b, k in between if k >= 0 and ordered[k].stage != "wait"]
+
+
+def pieces_by_lane(
+    spans: Iterable[Span],  # of any lanes
+) -> dict[str, list[LanePiece]]:  # "wait" left out; a device has a stream for each stage
+    "Cut the spans of each lane so that they do not overlap."
+    lanes: dict[str, list[Span]] = {}
+    for s in spans:
+        lanes.setdefault(lane_key(s), []).append(s)
+    return {lane: lane_pieces(same) for lane, same in lanes.items()}
+
+
+def stage_pieces(
+    spans: Iterable[Span],  # of any lanes
+) -> list[LanePiece]:  # lane by lane
+    "Cut the spans of each lane so that they do not overlap."
+    return [p for same in pieces_by_lane(spans).values() for p in same]
+
+
+# %% ../../nbs/core/timeline.ipynb #7e1a0005
+def merge_lanes(
+    spans: Iterable[Span],  # of all lanes of one process
+    lane: str,  # name of the one lane
+    *,
+    split: str = "",
+    n_slices: int = 40,  # of time; each holds at most one span of a stage
+) -> list[Span]:
+    "Describe the lanes of a process as one lane: lanes that work at the same time share it equally, files and bytes are summed."
+    spans = list(spans)
+    pieces = stage_pieces(spans)
+    if not pieces:
+        return []
+    starts, ends = (np.array([p[i] for p in pieces], np.float64) for i in (0, 1))
+    names = [name for name in STAGES if any(p[2] == name for p in pieces)]
+    stage = np.array([names.index(p[2]) for p in pieces])
+    edges = np.linspace(starts.min(), ends.max(), n_slices + 1)
+    times = np.unique(np.concatenate([starts, ends, edges]))
+    change = np.zeros((len(names), len(times)), np.int64)
+    np.add.at(change, (stage, np.searchsorted(times, starts)), 1)
+    np.add.at(change, (stage, np.searchsorted(times, ends)), -1)
+    active = np.cumsum(change, axis=1)[:, :-1]  # [stages, intervals] lanes
+    seconds = active / np.maximum(active.sum(axis=0), 1) * np.diff(times)
+    of_interval = np.searchsorted(edges, times[:-1], side="right") - 1
+    counts: dict[tuple[int, str], list[int]] = {}
+    for s in spans:
+        own = counts.setdefault((max(0, int(np.searchsorted(edges, s.end_s)) - 1), s.stage), [0, 0])
+        own[0] += s.n_files
+        own[1] += s.n_bytes
+    found = []
+    for k in range(n_slices):
+        at = float(edges[k])
+        for name, took in zip(names, seconds[:, of_interval == k].sum(axis=1).tolist()):
+            n_files, n_bytes = counts.get((k, name), (0, 0))
+            if took or n_files or n_bytes:
+                found.append(Span(name, lane, at, at + took, split, -1, n_files, n_bytes))
+                at += took
+    return found
 
 
 # %% ../../nbs/core/timeline.ipynb #0426a282

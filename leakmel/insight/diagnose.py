@@ -4,15 +4,11 @@
 
 # %% auto #0
 __all__ = [
-    "LanePiece",
     "MIN_ANALYSED_S",
     "background_checks",
     "interval_s",
     "spans_of",
-    "lane_pieces",
     "attribute",
-    "pieces_by_lane",
-    "stage_pieces",
     "StageRow",
     "stage_table",
     "QueueStat",
@@ -36,7 +32,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.timeline import STAGES, Gauge, Span, Timeline, covered_s, lane_key
+from leakmel.core.timeline import (
+    STAGES,
+    Gauge,
+    LanePiece,
+    Span,
+    Timeline,
+    covered_s,
+    lane_pieces,
+    pieces_by_lane,
+    stage_pieces,
+)
 
 
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
@@ -97,24 +103,6 @@ def _clipped(s: Span, first: float, last: float) -> Span:
     return replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
 
 
-# %% ../../nbs/insight/diagnose.ipynb #88a9a207
-LanePiece = tuple[float, float, str]  # start_s, end_s, stage
-
-
-def lane_pieces(
-    spans: Iterable[Span],  # of one lane, any order
-) -> list[LanePiece]:  # by time, without overlaps, without "wait"
-    "Cut the spans of one lane so that they do not overlap: the span that started last counts."
-    ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
-    times = np.unique([t for s in ordered for t in (s.start_s, s.end_s)])
-    upper = np.full(max(0, len(times) - 1), -1)  # the span that counts between two times
-    for k, s in enumerate(ordered):
-        first, last = np.searchsorted(times, (s.start_s, s.end_s))
-        upper[first:last] = k
-    between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
-    return [(a, b, ordered[k].stage) for a, b, k in between if k >= 0 and ordered[k].stage != "wait"]
-
-
 # %% ../../nbs/insight/diagnose.ipynb #63f99e52
 def attribute(
     timeline: Timeline,
@@ -133,23 +121,6 @@ def attribute(
     codes = np.array([names.index(p[2]) for p in pieces], dtype=np.int64)
     sums = np.bincount(codes, weights=seconds, minlength=len(names))
     return {n: float(v) for n, v in zip(names, sums) if v > 0 and n != "wait"} | {"wait": idle_s}
-
-
-def pieces_by_lane(
-    spans: Iterable[Span],  # of any lanes
-) -> dict[str, list[LanePiece]]:  # "wait" left out; a device has a stream for each stage
-    "Cut the spans of each lane so that they do not overlap."
-    lanes: dict[str, list[Span]] = {}
-    for s in spans:
-        lanes.setdefault(lane_key(s), []).append(s)
-    return {lane: lane_pieces(same) for lane, same in lanes.items()}
-
-
-def stage_pieces(
-    spans: Iterable[Span],  # of any lanes
-) -> list[LanePiece]:  # lane by lane
-    "Cut the spans of each lane so that they do not overlap."
-    return [p for same in pieces_by_lane(spans).values() for p in same]
 
 
 def _shares(

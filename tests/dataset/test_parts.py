@@ -5,12 +5,14 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,14 @@ from leakmel.audio.synth import write_demo, write_wav
 from leakmel.core.cluster import open_cluster, run_tasks
 from leakmel.core.errors import DataError, EngineError, MachineError, RecordingError, UsageError
 from leakmel.dataset.run import open_jobs as open_jobs_module
+from leakmel.core.progress import Progress
+from leakmel.core.timeline import STAGES, covered_s, read_timeline
 from leakmel.dataset.run import parts as parts_module
-from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
+from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder, parts_in_progress
 from leakmel.dataset.source.loader import BadFilesError
+from leakmel.insight.advice import analysis_text
+from leakmel.insight.diagnose import attribute, interval_s
+from leakmel.insight.timeline_plots import batch_timeline
 
 QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,9 +317,11 @@ def test_how_recordings_are_read_cannot_be_chosen_on_a_cluster(demo, tmp_path):
         options = {"split": "training", "out": tmp_path / "x.h5", "cluster": pool, **QUIET}
         with raises("conflicting-parameters", UsageError):
             lm.build(demo, mode="preload", **options)
-        with lm.preload(demo, split="training", progress="none") as ready:
-            with raises("conflicting-parameters", UsageError):
-                lm.build(demo, preloaded=ready, **options)
+        with (
+            lm.preload(demo, split="training", progress="none") as ready,
+            raises("conflicting-parameters", UsageError),
+        ):
+            lm.build(demo, preloaded=ready, **options)
 
 
 def test_a_process_of_another_release_is_refused(demo, tmp_path, monkeypatch):
@@ -603,6 +612,110 @@ def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_p
         join(target, pipeline={"max_rejected": 0.0, "journal_bytes": 0}, progress="none")
     assert suffixes(target, 3) == [".h5"] * 3
     assert join(target, progress="none").path.read_bytes() == whole
+
+
+# ---------------------------------------------------------------- progress and timeline
+
+
+class HeldPool(ProcessPoolExecutor):
+    "Processes in which no part ends before a file appears."
+
+    def __init__(self, seen: Path):
+        super().__init__(2, mp_context=get_context("spawn"))
+        self.seen = seen
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(held, self.seen, function, *args, **more)
+
+
+def held(seen: Path, function: Any, *args: Any) -> Any:
+    "Build a part; it waits after its first note of progress."
+    original = parts_module._progress_file
+
+    @contextmanager
+    def waiting(path: Path) -> Iterator[Callable[[int], None]]:
+        with original(path) as note:
+
+            def note_and_wait(n: int) -> None:
+                note(n)
+                if n:
+                    wait_for(seen.exists, 30)
+
+            yield note_and_wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_module, "_STATUS_S", 0)
+        patch.setattr(parts_module, "_progress_file", waiting)
+        return function(*args)
+
+
+def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monkeypatch):
+    target, events = tmp_path / "x.h5", list[tuple[int, str]]()
+
+    class Recorded(Progress):
+        def update(self, n_done: int, note: str = "") -> None:
+            super().update(n_done, note)
+            events.append((n_done, self.note))
+            if n_done:
+                (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(parts_module, "Progress", Recorded)
+    monkeypatch.setattr(parts_module, "_STATUS_S", 0.01)
+    monkeypatch.setattr(parts_module, "_MIN_PART_SIZE", 20)
+    with HeldPool(tmp_path / "seen") as pool:
+        made = lm.build(demo, split="training", out=target, cluster=pool, **QUIET)
+    assert made.path.read_bytes() == whole
+    assert made.summary["parts"] == 2
+    first = next((n, note) for n, note in events if n)
+    assert first[1] == ""  # no part was complete
+    assert 0 < first[0] <= made.found
+    assert max(n for n, _ in events) == made.found
+
+
+def test_progress_of_parts_is_that_of_the_furthest_attempt(tmp_path):
+    for name, text in {
+        "00001-of-00003.aaaaaaaa.status": "10",
+        "00001-of-00003.bbbbbbbb.status": "7",
+        "00002-of-00003.cccccccc.status": "",
+        "00003-of-00003.dddddddd.status": "3\n",
+        "00001-of-00004.eeeeeeee.status": "99",
+        "plan.json": "{}",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert parts_in_progress(tmp_path, 3) == {1: 10, 3: 3}
+    assert parts_in_progress(tmp_path / "absent", 3) == {}
+
+
+def test_timeline_has_a_lane_for_each_process(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        results = lm.build_all(demo, out_dir=tmp_path, cluster=pool, **QUIET)
+    host = socket.gethostname()
+    for made in results:
+        for timeline in (made.timeline, read_timeline(made.timeline_path)):
+            own = [s for s in timeline.spans if s.split == made.split and s.lane.startswith(host)]
+            assert {s.lane for s in own} <= {f"{host}/worker-0", f"{host}/worker-1"}
+            assert sum(s.n_files for s in own if s.stage == "read") == made.found
+            assert len(own) <= made.summary["parts"] * 40 * len(STAGES)
+            for lane in {s.lane for s in own}:
+                spans = [s for s in own if s.lane == lane]
+                assert covered_s(spans) == pytest.approx(sum(s.seconds for s in spans))  # no two at one time
+            every = [s for s in timeline.spans if s.split in ("", made.split)]
+            assert (
+                0 <= min(s.start_s for s in own) <= max(s.end_s for s in own) <= max(s.end_s for s in every)
+            )
+            busy = attribute(timeline, made.split)
+            first, last = interval_s(timeline, made.split) or (0, 0)
+            assert sum(busy.values()) == pytest.approx(last - first)
+            assert covered_s(s for s in every if s.end_s > first) >= 0.9 * (last - first)
+    waits = [s for s in results[0].timeline.spans if (s.lane, s.stage) == ("main", "wait")]
+    assert len(waits) == sum(made.summary["parts"] for made in results)  # else they count as writing
+    text = analysis_text(results[0].timeline, [made.summary for made in results], width=100, analysis="full")
+    assert "limit" in text.lower()
+    lanes = {s.lane for s in results[0].timeline.spans if s.lane.startswith(host)}
+    drawn = batch_timeline(results[0].timeline).layout.yaxis.ticktext
+    assert lanes <= set(drawn)
+    assert "reader-0" not in {s.lane for s in results[0].timeline.spans}
 
 
 # ---------------------------------------------------------------- updates, clusters, errors

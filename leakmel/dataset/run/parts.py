@@ -11,7 +11,9 @@ __all__ = [
     "parts_folder",
     "parse_part",
     "finished_parts",
+    "parts_in_progress",
     "plan_parts",
+    "PartLane",
     "PartResult",
     "run_part",
     "build_part",
@@ -21,10 +23,10 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, stat, time, uuid
+import json, logging, os, re, shutil, socket, stat, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -41,7 +43,7 @@ from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, SpecError, UsageError, show_path
 from ...core.progress import Progress
-from ...core.timeline import Timeline
+from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name
 from ..file.writer import output_error
 from .config import PipelineConfig
@@ -63,6 +65,8 @@ PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
 _MAX_PARTS, _MAX_PLAN_BYTES = 100_000, 1 << 20
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
+_STATUS_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.status")
+_STATUS_S = 1.0  # seconds between two notes of a part's progress
 
 
 def parts_folder(
@@ -101,6 +105,42 @@ def finished_parts(
             if (match := _PART_NAME.fullmatch(name)) and int(match[2]) == n_parts:
                 found[int(match[1])] = folder / name
     return found
+
+
+def parts_in_progress(
+    folder: Path,
+    n_parts: int,
+) -> dict[int, int]:  # number of a part -> recordings done; of several attempts that of the furthest
+    "Read how far the parts are that are being built."
+    found = dict[int, int]()
+    with suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if (match := _STATUS_NAME.fullmatch(name)) and int(match[2]) == n_parts:
+                with suppress(OSError, ValueError), open(folder / name) as f:
+                    found[int(match[1])] = max(int(f.read(20)), found.get(int(match[1]), 0))
+    return found
+
+
+@contextmanager
+def _progress_file(path: Path) -> Iterator[Callable[[int], None]]:
+    "Yield a function that notes the number of recordings done in a file, once a second; the file is removed at the end."
+    new, due_s = path.with_suffix(".status-new"), time.monotonic()
+
+    def note(n_done: int) -> None:
+        nonlocal due_s
+        if time.monotonic() < due_s:
+            return
+        due_s = time.monotonic() + _STATUS_S
+        with suppress(OSError):  # the part does not depend on it
+            new.write_text(str(n_done))
+            os.replace(new, path)
+
+    try:
+        yield note
+    finally:
+        for old in (new, path):
+            with suppress(OSError):
+                old.unlink(missing_ok=True)
 
 
 def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises OutputError
@@ -243,6 +283,16 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000007
 @dataclass(frozen=True)
+class PartLane:
+    "Work of one process on a part, for the timeline of the whole build."
+
+    host: str
+    worker: str  # process and thread
+    began_s: float  # time of the clock at which the spans begin
+    spans: tuple[Span, ...] = field(repr=False)  # seconds since then; of bounded number
+
+
+@dataclass(frozen=True)
 class PartResult:
     "A complete part of a data set."
 
@@ -252,6 +302,7 @@ class PartResult:
     found: int  # recordings of the part
     seconds: float  # of its build
     was_complete: bool = False  # built by an earlier process
+    lane: PartLane | None = None  # None: built by an earlier process
 
 
 def run_part(
@@ -288,22 +339,29 @@ def run_part(
     attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
     timeline, began_ns = Timeline(), time.time_ns()
 
-    def without_rows(rejected: Sequence[Rejected]) -> PartResult:
+    def without_rows(rejected: Sequence[Rejected]) -> Path:
         path = attempt.with_suffix(".empty")
         _write_once(path, lambda new: write_rejected(new, mine, rejected, began_ns))
-        return PartResult(path, number, n_parts, len(mine), timeline.now_s())
+        return path
 
     if not len(mine):  # more parts than recordings
-        return without_rows([])
-    try:
-        (made,) = build_targets(
-            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
-        )
-    except BadFilesError as e:
-        if e.code != "all-rejected":
-            raise
-        return without_rows(e.rejections)
-    return PartResult(attempt, number, n_parts, len(mine), made.seconds)
+        return PartResult(without_rows([]), number, n_parts, 0, timeline.now_s())
+    with _progress_file(attempt.with_suffix(".status")) as note_done:
+        request = replace(request, note_done=note_done)
+        try:
+            build_targets(
+                request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+            )
+            path = attempt
+        except BadFilesError as e:
+            if e.code != "all-rejected":
+                raise
+            path = without_rows(e.rejections)
+    seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
+    lane = PartLane(
+        socket.gethostname(), worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
+    )
+    return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
 
 def _spec_of(request: BuildRequest) -> MelSpec:
@@ -559,8 +617,46 @@ def _start_parts(
         plan["n_parts"] = n_wanted
     elif not stored:
         shutil.rmtree(folder, ignore_errors=True)  # a listing without a plan may be an old one
+    for old in folder.glob("*.status"):  # of processes that were killed
+        old.unlink(missing_ok=True)
     _store_listing(whole, target)
     return plan
+
+
+def _add_lane(
+    timeline: Timeline,
+    lane: PartLane,
+    split: str,  # as the spans name it
+    names: dict[tuple[str, str], str],  # of the lanes so far; filled in
+) -> None:
+    "Add the work of a process to the timeline; the clocks of two machines may differ a little."
+    host, now_s = lane.host.replace(":", "-"), timeline.now_s()  # a colon would make it a device
+    n_before = sum(own == lane.host for own, _ in names)
+    name = names.setdefault((lane.host, lane.worker), f"{host}/worker-{n_before}")
+    last_s = max((s.end_s for s in lane.spans), default=0.0)
+    from_s = max(0.0, min(lane.began_s - (time.time() - now_s), now_s - last_s))
+    for s in lane.spans:
+        start_s, end_s = from_s + s.start_s, from_s + s.end_s
+        timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
+
+
+@contextmanager
+def _follow(bar: Progress, count: Callable[[], int]) -> Iterator[None]:
+    "Update a bar once a second from a thread."
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_STATUS_S):
+            with suppress(OSError):
+                bar.update(count())
+
+    thread = threading.Thread(target=follow, name="parts-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def build_on_cluster(
@@ -616,18 +712,34 @@ def _build_parts(
             of += [target] * n_parts
         if not calls:
             return [results[target] for _, target in targets]
-        n_found = sum(len(own) for _, own, *_ in calls)
+        sizes = {(target, int(own.part_of[0])): len(own) for _, own, target, *_ in calls}
         done = dict[tuple[Path, int], Path]()
-        bar = Progress(n_found, label="parts", show=request.progress)
-        with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
+        lanes = dict[tuple[str, str], str]()
+        splits = {target: listing.split or listing.folder.name for listing, target in targets}
+
+        def n_done() -> int:
+            "Return the number of recordings of complete parts, and of those that are being built."
+            complete = set(done)
+            n = sum(sizes[part] for part in complete)
+            for target, n_parts in left.items():
+                for k, n_own in parts_in_progress(parts_folder(target), n_parts).items():
+                    if (target, k) in sizes and (target, k) not in complete:
+                        n += min(n_own, sizes[target, k])
+            return n
+
+        bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
+        with bar, closing(run_tasks(client, run_part, calls, names)) as finished, _follow(bar, n_done):
 
             def in_order(target: Path) -> Iterator[Path]:
                 "Yield the parts of a data set, each when it is complete."
                 for k in range(1, left[target] + 1):
                     while (target, k) not in done:
-                        i, part = next(finished)
+                        with timeline.span("wait", "main", split=splits[target]):
+                            i, part = next(finished)
                         done[of[i], part.number] = part.path
-                        bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")
+                        if part.lane is not None:
+                            _add_lane(timeline, part.lane, splits[of[i]], lanes)
+                        bar.update(n_done(), f"{len(done):,} of {len(calls):,} parts")
                     yield done[target, k]
 
             try:
