@@ -372,6 +372,10 @@ def add_search(p: argparse.ArgumentParser) -> Options:
             metavar="NAME",
             help="resume an interrupted search: auto (if its settings are the same), always or never (default auto)",
         ),
+        "--cluster": dict(
+            metavar="ADDRESS",
+            help="train several trials at the same time on a Dask cluster, for example tls://head:8786; all its workers reach the data sets and --out",
+        ),
         **_DEVICE,
     }
 
@@ -384,7 +388,7 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     given = {name: getattr(args, name) for name in SEARCH_DEFAULTS}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     plan = plan_search(given, progress=progress_mode(args))
-    result = run_search_plan(plan, progress=progress_mode(args))
+    result = run_search_plan(plan, progress=progress_mode(args), cluster=args.cluster)
     return 0, result.summary, wrap_text(repr(result), line_width())
 
 

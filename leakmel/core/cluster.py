@@ -6,9 +6,9 @@
 __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "run_tasks"]
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
-import ipaddress, logging, uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor, as_completed
+import ipaddress, itertools, logging, uuid
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, wait
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -101,45 +101,65 @@ def cores_of_task(
 
 
 # %% ../../nbs/core/cluster.ipynb #cu000005
+_DIED = ("KilledWorker", "FutureCancelledError")  # classes of Dask, by name
+
+
 def run_tasks(
     client: Any,  # of `open_cluster`
     function: Callable[..., Any],  # importable by its name in all processes
-    calls: Sequence[tuple],  # arguments of each call
-    names: Sequence[str],  # of the tasks, for Dask's dashboard and for errors
+    calls: Iterable[tuple],  # arguments of each call
+    names: Iterable[str],  # of the tasks, for Dask's dashboard and for errors
+    *,
+    most: int
+    | None = None,  # tasks that are sent at the same time; the next call is taken after a result was used; None: all
+    yield_deaths: bool = False,  # yield the error of a task whose process ended, instead of raising it
 ) -> Generator[
     tuple[int, Any]
 ]:  # number of a call, and its result, as they come; raises what a call raises, and MachineError
     "Call a function once for each tuple of arguments; calls that have not begun are cancelled if the iterator is closed."
     is_executor = isinstance(client, Executor)
-    futures = dict[Any, int]()
-    try:
-        for k, (call, name) in enumerate(zip(calls, names, strict=True)):
+    todo = enumerate(zip(calls, names))
+    futures = dict[Any, tuple[int, str]]()  # of tasks that are not complete
+
+    def submit(n: int | None) -> None:
+        for k, (call, name) in itertools.islice(todo, n):
             options = (
                 {} if is_executor else {"key": f"{name}-{uuid.uuid4().hex[:8]}", "pure": False, "retries": 0}
             )
-            futures[client.submit(function, *call, **options)] = k
-        if is_executor:
-            completed = as_completed(futures)
-        else:
-            from distributed import as_completed as completed_in_dask
+            futures[client.submit(function, *call, **options)] = k, name
 
-            completed = completed_in_dask(list(futures), loop=client.loop)
-        for future in completed:
-            try:
-                result = future.result()
-            except Exception as e:
-                if not isinstance(e, BrokenExecutor) and type(e).__name__ not in (
-                    "KilledWorker",
-                    "FutureCancelledError",
-                ):
-                    raise
-                raise MachineError(
-                    "processes of the cluster ended while they worked on a task",
-                    code="worker-died",
-                    found=f"{names[futures[future]]}: {type(e).__name__}: {e}"[:300],
-                    remedy="check the memory of the processes and their logs, then run the same command again: finished tasks are kept",
-                ) from e
-            yield futures[future], result
+    def completed() -> Iterator[Any]:
+        if is_executor:
+            yield from wait(futures, return_when=FIRST_COMPLETED).done
+        else:
+            from distributed import as_completed
+
+            yield next(iter(as_completed(list(futures), loop=client.loop)))
+
+    try:
+        submit(most)
+        while futures:
+            for future in completed():
+                k, name = futures.pop(future)
+                try:
+                    result = future.result()
+                except Exception as e:
+                    is_broken = isinstance(e, BrokenExecutor)
+                    if not is_broken and type(e).__name__ not in _DIED:
+                        raise
+                    result = MachineError(
+                        "processes of the cluster ended while they worked on a task",
+                        code="worker-died",
+                        found=f"{name}: {type(e).__name__}: {e}"[:300],
+                        remedy="check the memory of the processes and their logs, then run the same command again: finished tasks are kept",
+                    )
+                    result.__cause__ = e
+                    if not yield_deaths:
+                        raise result
+                    if is_broken:  # it accepts no further task
+                        todo = enumerate(zip((), ()))
+                yield k, result
+                submit(None if most is None else most - len(futures))
     finally:
         for future in futures:
             with suppress(Exception):

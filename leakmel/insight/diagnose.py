@@ -39,7 +39,6 @@ from leakmel.core.timeline import (
     Span,
     Timeline,
     covered_s,
-    lane_pieces,
     pieces_by_lane,
     stage_pieces,
 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core.monitor import mean, peak
-from ..core.timeline import STAGES, Span, Timeline
-from .diagnose import attribute, interval_s, lane_pieces, spans_of
+from ..core.timeline import STAGES, Span, Timeline, lane_pieces
+from .diagnose import attribute, interval_s, spans_of
 from leakmel.insight.plots import (
     MAX_POINTS,
     STAGE_COLORS,

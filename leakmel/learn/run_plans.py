@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import leakmel as lm
+from ..core.cluster import Cluster
 from ..core.errors import UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..dataset.run.plan import find_data
@@ -179,9 +180,10 @@ def run_search_plan(
     plan: DetectorPlan,  # of plan_search
     *,
     progress: str = "auto",
+    cluster: Cluster | None = None,  # as for `lm.search`
 ) -> "SearchResult":
     "Search; an interrupted search in the same folder is resumed."
-    return lm.search(out=plan.out, progress=progress, **plan.given)
+    return lm.search(out=plan.out, progress=progress, cluster=cluster, **plan.given)
 
 
 # %% ../../nbs/learn/run_plans.ipynb #61397da2

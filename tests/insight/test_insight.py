@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from leakmel.core.errors import DataError
-from leakmel.core.timeline import STAGES, Gauge, Span, Timeline
+from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, lane_pieces, merge_lanes
 from leakmel.insight.diagnose import (
     amdahl_bounds,
     limit_text,
     QueueStat,
     attribute,
     interval_s,
-    lane_pieces,
     queue_stats,
     report_text,
     stage_table,
@@ -385,3 +384,18 @@ def test_import_is_light():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_merged_lanes_have_the_attributed_times(seed: int) -> None:
+    timeline = random_timeline(300, seed, splits=("A",))
+    merged = merge_lanes(timeline.spans, "node/worker-0", split="A", n_slices=20)
+    right = attribute(timeline)
+    for stage in {s.stage for s in timeline.spans} - {"wait"}:
+        own = [s for s in merged if s.stage == stage]
+        assert sum(s.seconds for s in own) == pytest.approx(right.get(stage, 0.0))
+        assert sum(s.n_bytes for s in own) == sum(s.n_bytes for s in timeline.spans if s.stage == stage)
+    assert len(merged) <= 20 * len(STAGES)
+    assert covered_s(merged) == pytest.approx(sum(s.seconds for s in merged))
+    assert {s.lane for s in merged} == {"node/worker-0"}
+    assert merge_lanes([], "x") == merge_lanes([Span("wait", "main", 0, 1)], "x") == []

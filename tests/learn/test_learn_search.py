@@ -12,7 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from errors import raises
 from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments, tiny, tiny_words
 
 from leakmel.cli import main
-from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.dataset.file.writer import OutputLock
 from leakmel.learn.search import search as module
 from leakmel.learn.search import trials as trials_module
@@ -350,7 +352,7 @@ def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: p
     values = json.loads(noted.read_bytes())
     values["trials"][0]["seconds"] = 1000.0
     noted.write_text(json.dumps(values))
-    right, real = module._Search.next_trial, time.monotonic
+    right, real = module._Search.propose, time.monotonic
     late = [0.0]
 
     def slow(s: Any) -> Any:
@@ -358,7 +360,7 @@ def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: p
         return right(s)
 
     with monkeypatch.context() as m:
-        m.setattr(module._Search, "next_trial", slow)
+        m.setattr(module._Search, "propose", slow)
         m.setattr(module.time, "monotonic", lambda: real() + late[0])
         part = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
     assert len(part.trials) == 3
@@ -378,6 +380,190 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
     done = searched(sets, tmp_path / "run", trials=2)
     assert len(done.trials) == LAST, "what was tried is not forgotten"
     assert (tmp_path / "run" / "search.json").read_bytes() == before
+
+
+# ---- on a cluster ----------------------------------------------------------------------------------------------------
+
+
+def test_one_process_of_a_cluster_makes_the_same_trials(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        searched(sets, tmp_path / "run", cluster=pool)
+    assert_same(tmp_path / "run", right)
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(right.folder))
+
+
+def test_pruning_compares_with_the_trials_that_were_finished(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3) + 0.01 * n)
+    given: dict[str, Any] = {
+        "settings": replace(STAGED, epochs=4),
+        "space": {"dropout": [0.0, 0.9]},
+        "trials": 8,
+        "again": 0,
+        "prune_after": 2,
+    }
+    with ThreadPoolExecutor(1) as pool:
+        result = searched(sets, tmp_path / "run", cluster=pool, **given)
+    assert "pruned" in {t.state for t in result.trials}
+    searched(sets, tmp_path / "alone", **given)
+    assert plain(tmp_path / "run") == plain(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_processes_train_several_trials(
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        result = searched(sets, tmp_path / "run", cluster=pool)
+        assert [t.number for t in result.trials] == list(range(LAST))
+        assert plain(tmp_path / "run")[0] == plain(right.folder)[0], "the first one does not depend on others"
+        assert len({t.changes["learning_rate"] for t in result.trials}) == LAST
+        assert len(result.again) == (2 if result.best.number else 0)
+        before = (tmp_path / "run" / "search.json").read_bytes()
+        searched(sets, tmp_path / "run", cluster=pool)
+    assert (tmp_path / "run" / "search.json").read_bytes() == before
+    memory = read_state(tmp_path / "run")
+    assert memory is not None
+    assert memory.running == {}
+    alone = train(*files(sets), out=tmp_path / "one", settings=result.settings, device="cpu", progress=False)
+    assert result.best.f1s == tuple(e.f1 for e in alone.epochs), "training is the same in each process"
+
+
+class DeadlyPool(ProcessPoolExecutor):
+    "A process that is killed when it begins a trial."
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(kill if args[0].number == 2 else function, *args)
+
+
+def kill(*args: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with (
+        DeadlyPool(1, mp_context=get_context("spawn")) as pool,
+        raises("worker-died", MachineError),
+    ):
+        searched(sets, tmp_path / "run", cluster=pool)
+    memory = read_state(tmp_path / "run")
+    assert memory is not None
+    assert [t.state for t in memory.trials] == ["complete", "complete", "failed"]
+    assert "leakmel-trial-2" in memory.trials[2].error
+    with ThreadPoolExecutor(1) as pool:
+        result = searched(sets, tmp_path / "run", cluster=pool)
+    assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
+    assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
+
+
+class KilledWorker(Exception):
+    "As Dask raises it after several workers died with one task."
+
+
+def die(*args: Any) -> None:
+    raise KilledWorker("node3")
+
+
+class LosingPool(ThreadPoolExecutor):
+    "As Dask: the task is lost, and other tasks are accepted."
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(die if args[0].number == 2 else function, *args)
+
+
+def test_search_goes_on_after_a_trial_was_lost(sets: Path, tmp_path: Path) -> None:
+    with LosingPool(2) as pool:
+        result = searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
+    assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
+    assert "node3" in result.trials[2].error
+
+
+def arm() -> None:
+    "Let this process die when it begins the second trial."
+    from leakmel.learn.search import search as module
+
+    right = module._train_on_worker
+
+    def deadly(task: Any, n_together: int) -> Any:
+        return kill() if task.number == 1 else right(task, n_together)
+
+    module._train_on_worker = deadly
+
+
+@pytest.mark.slow
+def test_dask_continues_the_trial_of_a_killed_worker(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            1, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        pids = client.run(os.getpid)
+        client.run(arm)
+        searched(sets, tmp_path / "run", cluster=client)
+        assert client.run(os.getpid) != pids
+    assert_same(tmp_path / "run", right)
+
+
+def test_trial_that_was_running_when_a_search_ended_is_continued(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
+    shutil.copytree(right.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "trials" / "0002")
+    noted = tmp_path / "run" / "search.json"
+    values = json.loads(noted.read_bytes())
+    lost = values["trials"].pop(2)
+    values["running"] = {"2": lost["changes"]}
+    noted.write_text(json.dumps(values))
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+    memory = read_state(tmp_path / "run")
+    assert memory is not None
+    assert memory.running == {}
+
+
+def test_interrupted_search_stops_the_trainings_of_the_cluster(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, came, kept = tmp_path / "run", list[float](), module._Search.keep
+
+    def staged(s: TrainSettings, n: int) -> float:
+        if s.dropout == base.dropout:
+            return 0.5
+        came.append(s.dropout)
+        if s.dropout == came[0]:
+            raise DataError("the first one fails")
+        wait_until(lambda: list(out.glob(".*.stop")))
+        return 0.5
+
+    def interrupt(s: Any, done: Any) -> None:
+        if done.number == 0:
+            return kept(s, done)
+        wait_until(lambda: len(came) == 2)
+        raise KeyboardInterrupt
+
+    base = replace(STAGED, epochs=9)
+    Staged(monkeypatch, staged)
+    monkeypatch.setattr(module._Search, "keep", interrupt)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt):
+        searched(sets, out, cluster=pool, settings=base, space={"dropout": [0.4, 0.9]}, prune_after=0)
+    assert len(came) == 2, "the other training ended after its first epoch"
+
+
+def wait_until(is_true: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 # ---- interrupted ---------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@
 __all__ = ["verdict", "history_plot", "SearchResult", "seconds_for_seeds", "search"]
 
 # %% ../../../nbs/learn/search/search.ipynb #3b96ed78
-import itertools, math, os, time, warnings
-from collections.abc import Iterator, Mapping, Sequence
+import itertools, math, os, time, uuid, warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
+from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, MachineError, UsageError, show_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable
@@ -194,7 +197,93 @@ class _Pruned(Exception):
     "The trial was pruned."
 
 
+class _Stopped(Exception):
+    "The search has ended."
+
+
 _MAX_FAILURES = 4  # in a row; one more ends the search
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Task:
+    "A training of a search, in any process."
+
+    folder: Path  # of the search
+    number: int
+    changes: dict[str, Any]
+    settings: TrainSettings
+    earlier: tuple[Trial, ...]  # finished trials, with which pruning compares
+    base: TrainSettings
+    space: Space
+    pruning: dict[str, Any]  # as `create_study` takes it
+    how: dict[str, Any]  # other arguments of `train`
+    seed: int | None = None  # other seed, and no pruning
+    stop_file: Path | None = None  # where this file appears, the training ends
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Trained:
+    "Result of a training."
+
+    trial: Trial
+    f1: float = math.nan  # of the epoch that was kept
+    error: Exception | None = None  # that ended it
+
+
+def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Trained:
+    "Train, or continue an interrupted training; prune the trial where the earlier trials are better."
+    settings, epochs = task.settings, list[EpochFigures]()
+    trial = create_study(task.earlier, task.space, task.base, number=task.number, **task.pruning).ask()
+
+    def after_epoch(e: EpochFigures) -> None:
+        if task.stop_file is not None and task.stop_file.exists():
+            raise _Stopped
+        if task.seed is not None:
+            return
+        epochs.append(e)
+        trial.report(objective_of(e.f1, e.val_loss), len(epochs))
+        note(f"trial {task.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
+        if len(epochs) >= settings.epochs or should_stop(epochs, settings.early_stop_epochs):
+            return  # this was the last epoch
+        if trial.should_prune():
+            raise _Pruned
+
+    state: State = "complete"
+    error: Exception | None = None
+    f1 = math.nan
+    here = trial_folder(task.folder, task.number, task.seed)
+    try:
+        if task.seed is None and (saved := latest_checkpoint(here / "checkpoints")) is not None:
+            for e in epochs_from(saved[1].get("epochs", [])):
+                after_epoch(e)
+        how = task.how | {"device": pick_device(task.how["device"])}
+        with warnings.catch_warnings():
+            for kind in (LeakySplitWarning, TooShortWarning):
+                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
+            result = train(out=here, settings=settings, progress=False, after_epoch=after_epoch, **how)
+        epochs = list(result.epochs)
+        f1 = epochs[result.best_epoch - 1].f1
+    except _Pruned:
+        state = "pruned"
+    except (DataError, MachineError) as e:
+        state, error = "failed", e
+    f1s = tuple(e.f1 for e in epochs)
+    losses = tuple(e.val_loss for e in epochs)
+    reason = "" if error is None else str(error)
+    seconds = sum(e.seconds for e in epochs)
+    return _Trained(Trial(task.number, state, task.changes, f1s, losses, seconds, reason), f1, error)
+
+
+def _train_on_worker(task: _Task, n_together: int) -> _Trained:
+    "Train in a process of a cluster."
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, cores_of_task(n_together)))
+    try:
+        return _train(task)
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(eq=False)
@@ -204,93 +293,131 @@ class _Search:
     folder: Path
     base: TrainSettings
     space: Space
-    pruning: dict[str, int]  # as `create_study` takes it
+    pruning: dict[str, Any]  # as `create_study` takes it
     state: SearchState
     how: dict[str, Any]  # other arguments of `train`
     bar: Progress
     show: str  # as for Progress
+    client: Any = None  # of `open_cluster`; None: this process trains
 
-    def trained(self, folder: Path, settings: TrainSettings, after_epoch: Any = None) -> Any:
-        "Train, or continue an interrupted training."
-        with warnings.catch_warnings():
-            for kind in (LeakySplitWarning, TooShortWarning):
-                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
-            return train(out=folder, settings=settings, progress=False, after_epoch=after_epoch, **self.how)
+    def __post_init__(self):
+        self.submitted = set[int]()  # numbers of the trials of this call
+        self.in_time = True  # time is left for trials after that for other seeds
+        for old in self.folder.glob(".*.stop"):
+            old.unlink(missing_ok=True)
+        self.stop_file = None if self.client is None else self.folder / f".{uuid.uuid4().hex[:8]}.stop"
 
-    def next_trial(self) -> Trial:
-        "Run a trial; raises errors of the first training."
-        number = len(self.state.trials)
-        study = create_study(self.state.trials, self.space, self.base, **self.pruning)
-        trial = study.ask(self.space if number else {})
-        values = trial.params if number else vars(self.base)
-        changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
+    def task(self, number: int, changes: dict[str, Any], seed: int | None = None) -> _Task:
         settings = trial_settings(self.base, changes)
-        epochs: list[EpochFigures] = []
+        return _Task(
+            folder=self.folder,
+            number=number,
+            changes=changes,
+            settings=settings if seed is None else replace(settings, seed=seed),
+            earlier=tuple(self.state.trials) if seed is None else (),
+            base=self.base,
+            space=self.space,
+            pruning=self.pruning,
+            how=self.how,
+            seed=seed,
+            stop_file=self.stop_file,
+        )
 
-        def after_epoch(e: EpochFigures) -> None:
-            epochs.append(e)
-            trial.report(objective_of(e.f1, e.val_loss), len(epochs))
-            self.bar.update(self.bar.n_done, f"trial {number}, epoch {e.epoch}, F1 {e.f1:.3f}")
-            if len(epochs) >= settings.epochs or should_stop(epochs, settings.early_stop_epochs):
-                return  # this was the last epoch
-            if trial.should_prune():
-                raise _Pruned
+    def trained(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Trained]]:
+        "Train here or on the cluster; the next task is taken after a result was used."
+        if self.client is None:
+            for task in tasks:
+                yield task, _train(task, lambda text: self.bar.update(self.bar.n_done, text))
+            return
+        n, given = n_processes(self.client), list[_Task]()
 
-        state: State = "complete"
-        reason = ""
-        here = trial_folder(self.folder, number)
-        try:
-            if (saved := latest_checkpoint(here / "checkpoints")) is not None:
-                for e in epochs_from(saved[1].get("epochs", [])):
-                    after_epoch(e)
-            epochs = list(self.trained(here, settings, after_epoch).epochs)
-        except _Pruned:
-            state = "pruned"
-        except (DataError, MachineError) as e:
-            if all(t.state == "failed" for t in self.state.trials[-_MAX_FAILURES:]):
-                raise  # the first trial must succeed, and one of several in a row
-            state, reason = "failed", str(e)
-        f1s = tuple(e.f1 for e in epochs)
-        losses = tuple(e.val_loss for e in epochs)
-        done = Trial(number, state, changes, f1s, losses, sum(e.seconds for e in epochs), reason)
-        self.keep(done)
-        return done
+        def calls() -> Iterator[tuple[_Task, int]]:
+            for task in tasks:
+                given.append(task)
+                yield task, n
+
+        names = (f"leakmel-trial-{given[-1].number}" for _ in itertools.count())
+        finished = run_tasks(self.client, _train_on_worker, calls(), names, most=n, yield_deaths=True)
+        with closing(finished):
+            for k, result in finished:
+                task = given[k]
+                if isinstance(result, MachineError):
+                    lost = Trial(task.number, "failed", task.changes, (), (), 0.0, str(result))
+                    result = _Trained(lost, error=result)
+                yield task, result
+
+    def propose(self) -> _Task:
+        "Return the next trial: one that was being trained when a search on a cluster ended, or a new one."
+        used = self.submitted | {t.number for t in self.state.trials}
+        number = next(k for k in itertools.count() if k not in used)
+        changes = self.state.running.get(str(number))
+        if changes is None:
+            running = [self.state.running[str(k)] for k in self.submitted if str(k) in self.state.running]
+            study = create_study(
+                self.state.trials, self.space, self.base, number=number, running=running, **self.pruning
+            )
+            values = study.ask(self.space).params if number else vars(self.base)
+            changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
+        self.submitted.add(number)
+        if self.client is not None:  # with other trials at its side, it would not be proposed again
+            self.state.running[str(number)] = changes
+            self.state.write(self.folder)
+        return self.task(number, changes)
 
     def keep(self, done: Trial | SeedTrial) -> None:
         "Store a finished training."
         if isinstance(done, Trial):
             self.state.trials.append(done)
+            self.state.trials.sort(key=lambda t: t.number)
+            self.state.running.pop(str(done.number), None)
         else:
             self.state.again.append(done)
         self.state.write(self.folder)
         remove_leftovers(self.folder, self.state)
 
+    def proposals(self, trials: int, began: float, seconds: float, again: int) -> Iterator[_Task]:
+        "Yield trials until their number or the time is reached."
+        done = self.state.trials
+        while len({*self.submitted, *(t.number for t in done)}) < trials:
+            reserve = seconds_for_seeds(self.state, again) if done else 0.0
+            self.in_time = reserve < seconds
+            deadline = began + seconds - (reserve if self.in_time else 0.0)
+            if done and time.monotonic() > deadline:
+                return
+            yield self.propose()
+
     def run(self, trials: int, seconds: float, again: int) -> None:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
         began = time.monotonic()
         done = self.state.trials
-        in_time = True
-        while len(done) < trials:
-            reserve = seconds_for_seeds(self.state, again) if done else 0.0
-            in_time = reserve < seconds
-            deadline = began + seconds - (reserve if in_time else 0.0)
-            if done and time.monotonic() > deadline:
-                break
-            last = self.next_trial()
-            self.bar.update(len(done), f"best F1 {self.state.best.f1:.4f} in trial {self.state.best.number}")
-            announce(repr(last), show=self.show)
+        for most in (
+            (1, trials) if not done else (trials,)
+        ):  # the first trial must succeed before others begin
+            died: Exception | None = None
+            for _, result in self.trained(self.proposals(most, began, seconds, again)):
+                if result.error is not None and all(t.state == "failed" for t in done[-_MAX_FAILURES:]):
+                    raise result.error  # the first trial must succeed, and one of several in a row
+                self.keep(result.trial)
+                if isinstance(getattr(result.error, "__cause__", None), BrokenExecutor):
+                    died = result.error
+                so_far = self.state.best
+                self.bar.update(len(done), f"best F1 {so_far.f1:.4f} in trial {so_far.number}")
+                announce(repr(result.trial), show=self.show)
+            if died is not None:
+                raise died
         best = self.state.best.number
-        if not best or not in_time and len(done) < trials:
+        if not best or not self.in_time and len(done) < trials:
             return
-        for k, number in itertools.product(range(again), (0, best)):
-            if len(self.state.seeds_of(number, again)) > k:
-                continue
-            settings = trial_settings(self.base, done[number].changes)
-            settings = replace(settings, seed=(settings.seed + 1 + k) % (1 << 63))
-            result = self.trained(trial_folder(self.folder, number, settings.seed), settings)
-            f1 = result.epochs[result.best_epoch - 1].f1
-            self.keep(SeedTrial(number, settings.seed, f1, sum(e.seconds for e in result.epochs)))
-            announce(f"trial {number} with seed {settings.seed}: F1 {f1:.4f}", show=self.show)
+        seeds = [(self.base.seed + 1 + k) % (1 << 63) for k in range(again)]
+        have = {(a.trial, a.seed) for a in self.state.again}
+        changes = {trial.number: trial.changes for trial in done}
+        wanted = [(n, seed) for seed in seeds for n in (0, best) if (n, seed) not in have]
+        for task, result in self.trained(self.task(n, changes[n], seed) for n, seed in wanted):
+            if result.error is not None:
+                raise result.error
+            self.keep(SeedTrial(task.number, task.settings.seed, result.f1, result.trial.seconds))
+            text = f"trial {task.number} with seed {task.settings.seed}: F1 {result.f1:.4f}"
+            announce(text, show=self.show)
 
     def conclude(self, trials: int, again: int, stamp: str) -> SearchResult:
         "Write model, table, figures and summary from the state."
@@ -391,8 +518,17 @@ def search(
     device: str = "auto",
     checkpoints: CheckpointSettings | None = None,
     progress: bool | str = True,
-) -> SearchResult:  # raises UsageError, DataError, OutputError
-    "Search the settings of a training on validation; an interrupted search is resumed."
+    cluster: Cluster
+    | None = None,  # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
+) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
+    """Search the settings of a training on validation; an interrupted search is resumed.
+
+    With a cluster, the study stays in this process, the first trial is trained alone, and pruning compares a trial
+    with those that were finished when it began. A cluster of one process makes the same trials as no cluster, on the
+    same kind of device and with as many threads; of several processes, the trials depend on the order in which they end.
+    A trial whose process ends is resumed by Dask in another process, and fails after Dask has tried this several times;
+    an executor that lost a process accepts nothing more: its running trials fail, and the same call continues the search.
+    """
     if resume not in RESUME:
         raise UsageError(
             "the value of resume is unknown",
@@ -431,21 +567,27 @@ def search(
         identity = training_identity(data, base := with_length(base, len(data.training)))
         identity |= {"space": space_to_json(found), "pruning": list(pruning.values())}
         stamp = "" if data.split is None else data.split.stamp
-    how |= dict(device=pick_device(device), checkpoints=checkpoints)
+    on = pick_device(device) if cluster is None else device  # of a cluster, each process picks its own
+    how |= dict(device=on, checkpoints=checkpoints)
     with (
+        nullcontext() if cluster is None else open_cluster(cluster) as client,
         folder_lock(folder, "search or training"),
         Progress(trials, unit="trials", label="search", show=show) as bar,
     ):
-        s = _Search(folder, base, found, pruning, resume_state(folder, identity, resume), how, bar, show)
+        memory = resume_state(folder, identity, resume)
+        s = _Search(folder, base, found, pruning, memory, how, bar, show, client)
         try:
             remove_leftovers(folder, s.state)
             bar.update(len(s.state.trials), f"{len(s.state.trials):,} trials finished before")
             ends = math.inf if hours is None else began + 3600 * hours
             s.run(trials, ends - time.monotonic(), again)
             return s.conclude(trials, again, stamp)
-        except Exception:
-            raise
-        except BaseException as e:  # a signal
+        except BaseException as e:
+            if s.stop_file is not None:
+                with suppress(OSError):
+                    s.stop_file.touch()  # trainings on the cluster end after their epoch
+            if isinstance(e, Exception):
+                raise
             if resume == "never":
                 e.__notes__ = []  # the interrupted training advises to run the same command
             option = f" without resume={resume!r}" if resume == "never" else ""

@@ -286,6 +286,8 @@ def create_study(
     space: Space,
     base: TrainSettings,  # initial settings; some may lie outside of the space
     *,
+    number: int | None = None,  # of the trial to propose; None: the number of finished trials
+    running: Sequence[Mapping[str, Any]] = (),  # settings of trials that are being trained
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
 ) -> Study:  # raises UsageError where Optuna is not installed
@@ -296,7 +298,9 @@ def create_study(
     study = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(
-            seed=int(digest_of(f"search {base.seed} {len(trials)}".encode())[:8], 16)
+            seed=int(
+                digest_of(f"search {base.seed} {len(trials) if number is None else number}".encode())[:8], 16
+            )
         ),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=prune_after, n_warmup_steps=prune_epochs)
         if prune_after
@@ -304,6 +308,13 @@ def create_study(
     )
     optuna.logging.set_verbosity(level)
     names = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
+    for changes in running:
+        values = vars(trial_settings(base, changes))
+        own = {n: d for n, d in space.items() if contains(d, values[n])}
+        over = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING, params={n: values[n] for n in own}, distributions=own
+        )
+        study.add_trial(over)
     for t in trials:
         values = vars(trial_settings(base, t.changes))
         own = {n: d for n, d in space.items() if contains(d, values[n])}
@@ -363,6 +374,7 @@ class SearchState:
     identity: dict[str, Any]  # data, settings and space, which identify the search
     trials: list[Trial] = field(default_factory=list)  # finished, by number
     again: list[SeedTrial] = field(default_factory=list)
+    running: dict[str, dict[str, Any]] = field(default_factory=dict)  # on a cluster: number -> settings
 
     @property
     def best(self) -> Trial:
