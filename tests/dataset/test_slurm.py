@@ -195,3 +195,66 @@ def test_signal_of_the_time_limit_ends_an_element(slurm, tmp_path):
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, 143)
+
+
+JOBQUEUE = """
+import os, sys
+from pathlib import Path
+import leakmel as lm
+from dask_jobqueue import SLURMCluster
+from distributed import Client
+from leakmel.dataset.run import parts
+
+# workers of this machine only; this Slurm does not count memory, and gives each job a core
+options = {"interface": "lo", "job_directives_skip": ["--mem"], "python": sys.executable, "log_directory": "logs"}
+options["scheduler_options"] = {"dashboard_address": "127.0.0.1:0"}
+parts.PART_SIZE = 1000
+if __name__ == "__main__":
+    with SLURMCluster(cores=1, processes=1, memory="2GB", **options) as cluster, Client(cluster) as client:
+        cluster.scale(jobs=2)
+        client.wait_for_workers(2, timeout=90)
+        jobs = [job.job_id for job in cluster.workers.values()]
+        Path("jobs.txt").write_text(" ".join(jobs))
+        made = lm.build("demo", split="training", out="x.h5", engine="cpu", progress="none", cluster=client)
+        print(made.summary["parts"], len({s.lane for s in made.timeline.spans if "/worker-" in s.lane}))
+"""
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_dask_jobqueue(slurm, tmp_path, cancel):
+    "Two jobs of Slurm are workers of Dask; also where one of them is cancelled while parts are built."
+    pytest.importorskip("dask_jobqueue")
+    write_demo(tmp_path / "demo", n_files=300)
+    for path in list((tmp_path / "demo" / "TRAINING").rglob("*.wav")):
+        for k in range(40):
+            os.link(path, path.with_name(f"H{k}{path.name}"))
+    right = lm.build(
+        tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
+    )
+    (tmp_path / "head.py").write_text(JOBQUEUE)
+    head = subprocess.Popen(
+        [sys.executable, "head.py"],
+        cwd=tmp_path,
+        env=slurm,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        if cancel:
+            folder, end = parts_folder(tmp_path / "x.h5"), time.monotonic() + 120
+            while not list(folder.glob("*.h5")):
+                assert head.poll() is None, head.communicate()
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            job = (tmp_path / "jobs.txt").read_text().split()[0]
+            subprocess.run(["scancel", job], env=slurm, check=True)
+        out, error = head.communicate(timeout=180)
+    finally:
+        head.kill()
+    assert head.returncode == 0, error
+    assert (tmp_path / "x.h5").read_bytes() == right.path.read_bytes()
+    n_parts, n_workers = map(int, out.split())
+    assert n_parts >= 5
+    assert cancel or n_workers == 2
+    wait_for_jobs(slurm)
