@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 
 import leakmel as lm
+from leakmel.dataset.run import parts as parts_module
 from leakmel.ops.bench import record_head
 
 
@@ -25,7 +26,8 @@ def _linked(folder: Path, n: int, n_distinct: int) -> Path:
     "Make n recordings: hard links of some synthetic ones, two thousand in a folder."
     root = folder / f"links-{n}"
     if not root.exists():
-        lm.write_demo(folder / "demo", n_files=n_distinct)
+        if not (folder / "demo").exists():
+            lm.write_demo(folder / "demo", n_files=n_distinct)
         paths = sorted((folder / "demo" / "TRAINING").rglob("*.wav"))
         for k in range(n):
             path = paths[k % len(paths)]
@@ -52,7 +54,7 @@ def bench_cluster(
     options: dict[str, Any] = {"engine": "cpu", "progress": "none", "fresh": True}
     found: list[dict[str, Any]] = []
     with (
-        LocalCluster(2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as cluster,
         Client(cluster) as client,
     ):
         for k in range(rounds):
@@ -88,5 +90,131 @@ def cluster_table(record: dict[str, Any]) -> str:
     ratio = {key: both["two workers"][key] / both["one"][key] for key in ("seconds", "cpu_s")}
     lines.append(
         f"two workers on the same cores: {ratio['seconds']:.2f} times the time, {ratio['cpu_s']:.2f} of the CPU seconds"
+    )
+    return "\n".join(lines)
+
+
+_MANY = 20  # parts, against one
+
+
+def _seconds(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[float, Any]:
+    began = time.perf_counter()
+    made = function(*args, **options)
+    return time.perf_counter() - began, made
+
+
+def bench_part_costs(
+    folder: str | os.PathLike,  # work folder; links and data sets stay there
+    *,
+    n: int = 100_000,  # recordings
+    n_distinct: int = 8_000,  # synthetic recordings of which they are links
+    rounds: int = 3,
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # the record
+    "Measure the start of a worker, its first build, what each further part costs, and the join by size."
+    from distributed import Client, LocalCluster
+
+    work = Path(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    sizes = (n // 4, n)
+    roots = {m: _linked(work, m, n_distinct) for m in sizes}
+    options: dict[str, Any] = {"engine": "cpu", "progress": "none"}
+    right = {m: lm.build(roots[m], out=work / "sets" / f"whole-{m}.h5", **options).path for m in sizes}
+    for m in sizes:
+        for k in range(1, 5):
+            lm.build_part(roots[m], part=(k, 4), out=work / "sets" / f"joined-{m}.h5", **options)
+    if not (work / "small").exists():
+        lm.write_demo(work / "small", n_files=100)
+    listing = lm.scan(roots[n], progress="none")
+    usual, found, ok = parts_module.PART_SIZE, list[dict[str, Any]](), True
+    for k in range(rounds):
+        figures: dict[str, Any] = {"round": k}
+        where: dict[str, Any] = {
+            "threads_per_worker": 1,
+            "host": "127.0.0.1",
+            "dashboard_address": "127.0.0.1:0",
+        }
+        with LocalCluster(n_workers=1, **where) as cluster, Client(cluster) as client:
+            began = time.perf_counter()
+            cluster.scale(2)
+            client.wait_for_workers(2)
+            figures["worker_start_s"] = time.perf_counter() - began
+        with LocalCluster(n_workers=1, **where) as cluster, Client(cluster) as client:
+            small = {"split": "training", "out": work / "sets" / "small.h5", "cluster": client, "fresh": True}
+            for name in ("first_build_s", "second_build_s"):
+                figures[name], _ = _seconds(lm.build, work / "small", **small, **options)
+            for name, n_parts in (("one_part_s", 1), ("many_parts_s", _MANY)):
+                parts_module.PART_SIZE = -(-n // n_parts)
+                out = work / "sets" / "parts.h5"
+                again = {"out": out, "manifest": listing, "cluster": client, "fresh": True}
+                figures[name], made = _seconds(lm.build, roots[n], **again, **options)
+                ok = ok and made.summary["parts"] == n_parts
+                ok = ok and out.read_bytes() == right[n].read_bytes()
+                if n_parts == 1:
+                    own = [s for s in made.timeline.spans if "/worker-" in s.lane]
+                    figures["worker_s"] = max(s.end_s for s in own) - min(s.start_s for s in own)
+            parts_module.PART_SIZE = usual
+        for m in sizes:
+            joined = work / "sets" / f"joined-{m}.h5"
+            joined.unlink(missing_ok=True)
+            figures[f"join_{m}_s"], made = _seconds(lm.join, joined, keep_parts=True, progress="none")
+            ok = ok and joined.read_bytes() == right[m].read_bytes()
+        found.append(figures)
+        log(f"round {k + 1} of {rounds}")
+    head = {**record_head("part-costs"), "verified": {"all_ok": ok}}
+    n_bytes = {str(m): right[m].stat().st_size for m in sizes}
+    return {**head, "recordings": n, "parts": _MANY, "file_bytes": n_bytes, "rounds": found}
+
+
+def part_costs(record: dict[str, Any]) -> dict[str, float]:
+    "Medians of a record of `bench_part_costs`; the join is a line through two sizes."
+    both = {key: float(np.median([r[key] for r in record["rounds"]])) for key in record["rounds"][0]}
+    small, large = sorted(map(int, record["file_bytes"]))
+    gb = (record["file_bytes"][str(large)] - record["file_bytes"][str(small)]) / 1e9
+    per_gb = (both[f"join_{large}_s"] - both[f"join_{small}_s"]) / gb
+    return {
+        "worker_start_s": both["worker_start_s"],
+        "first_build_s": both["first_build_s"] - both["second_build_s"],
+        "part_s": (both["many_parts_s"] - both["one_part_s"]) / (record["parts"] - 1),
+        "join_s_per_gb": per_gb,
+        "worker_files_per_s": record["recordings"] / both["worker_s"],
+        "bytes_per_row": record["file_bytes"][str(large)] / record["recordings"],
+    }
+
+
+def part_costs_table(record: dict[str, Any]) -> str:
+    "The costs as a text table."
+    c = part_costs(record)
+    return "\n".join(
+        [
+            f"{record['recordings']:,} recordings, medians of {len(record['rounds'])} rounds, files in the page cache",
+            f"start of a worker              {c['worker_start_s']:6.2f} s, without the queue of the cluster",
+            f"imports in its first build     {c['first_build_s']:6.2f} s",
+            f"each further part              {1000 * c['part_s']:6.0f} ms",
+            f"join                           {c['join_s_per_gb']:6.2f} s for each GB of the data set",
+            f"a worker with one thread       {c['worker_files_per_s']:6,.0f} recordings/s",
+        ]
+    )
+
+
+def ten_million(
+    costs: dict[str, Any],  # record of `bench_part_costs`
+    builds: dict[str, Any],  # record of `bench_cluster`
+    workers: Sequence[int] = (4, 16, 64),  # with one thread each
+) -> str:
+    "Calculate the time of 10 million recordings from the records; nothing of this size was measured."
+    n, c = 10_000_000, part_costs(costs)
+    one = n * _medians(builds, "one")["seconds"] / builds["recordings"]
+    n_parts, gb = -(-n // parts_module.PART_SIZE), n * c["bytes_per_row"] / 1e9
+    join = gb * c["join_s_per_gb"]
+    lines = [f"one machine, 2 threads {one:8,.0f} s"]
+    for k in workers:
+        at_work = n / c["worker_files_per_s"] / k + -(-n_parts // k) * c["part_s"]
+        total = c["worker_start_s"] + c["first_build_s"] + max(at_work, join)
+        lines.append(
+            f"{k:3d} workers, 1 thread   {total:8,.0f} s: parts {at_work:,.0f} s, join {join:,.0f} s at the same time"
+        )
+    lines.append(
+        f"storage at 10 Gbit/s   {n * 82_000 * 8 / 1e10:8,.0f} s to read 820 GB, whatever the number of workers"
     )
     return "\n".join(lines)

@@ -503,7 +503,11 @@ def test_dask_continues_the_trial_of_a_killed_worker(sets: Path, right: SearchRe
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(
-            1, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", silence_logs=50
+            n_workers=1,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            silence_logs=50,
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
