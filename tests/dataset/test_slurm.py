@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_guide import certificates, of_guide
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
@@ -197,27 +198,30 @@ def test_signal_of_the_time_limit_ends_an_element(slurm, tmp_path):
     assert process.wait(30) in (0, 143)
 
 
-JOBQUEUE = """
-import os, sys
-from pathlib import Path
-import leakmel as lm
-from dask_jobqueue import SLURMCluster
-from distributed import Client
-from leakmel.dataset.run import parts
-
-# workers of this machine only; this Slurm does not count memory, and gives each job a core
-options = {"interface": "lo", "job_directives_skip": ["--mem"], "python": sys.executable, "log_directory": "logs"}
-options["scheduler_options"] = {"dashboard_address": "127.0.0.1:0"}
+# The script of the guide, on this machine: its Slurm does not count memory, and parts are small.
+HERE = """options = {"cores": 1, "memory": "2GB", "interface": "lo", "job_directives_skip": ["--mem"]}
+options |= {"python": sys.executable, "scheduler_options": {"dashboard_address": "127.0.0.1:0"}}
 parts.PART_SIZE = 1000
-if __name__ == "__main__":
-    with SLURMCluster(cores=1, processes=1, memory="2GB", **options) as cluster, Client(cluster) as client:
-        cluster.scale(jobs=2)
-        client.wait_for_workers(2, timeout=90)
-        jobs = [job.job_id for job in cluster.workers.values()]
-        Path("jobs.txt").write_text(" ".join(jobs))
-        made = lm.build("demo", split="training", out="x.h5", engine="cpu", progress="none", cluster=client)
-        print(made.summary["parts"], len({s.lane for s in made.timeline.spans if "/worker-" in s.lane}))
 """
+RESULT = (
+    """print(made.summary["parts"], len({s.lane for s in made.timeline.spans if "/worker-" in s.lane}))"""
+)
+
+
+def script_of_guide() -> str:
+    "Return the head of the guide with options for this machine."
+    text = of_guide("SLURMCluster")
+    text = re.sub(r"options = \{.*\}\n", lambda m: HERE, text, count=1)
+    for old, new in {
+        "jobs=16": "jobs=2",
+        "wait_for_workers(1)": "wait_for_workers(2, timeout=90)",
+        '"recordings"': '"demo"',
+        '"training.h5"': '"x.h5"',
+        "print(made)": RESULT,
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return "import sys\nfrom leakmel.dataset.run import parts\n" + text
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -231,7 +235,10 @@ def test_dask_jobqueue(slurm, tmp_path, cancel):
     right = lm.build(
         tmp_path / "demo", split="training", out=tmp_path / "y.h5", engine="cpu", progress="none"
     )
-    (tmp_path / "head.py").write_text(JOBQUEUE)
+    certificates(tmp_path / "keys")
+    for path in (tmp_path / "keys").iterdir():
+        path.rename(tmp_path / path.name)
+    (tmp_path / "head.py").write_text(script_of_guide())
     head = subprocess.Popen(
         [sys.executable, "head.py"],
         cwd=tmp_path,
@@ -247,8 +254,11 @@ def test_dask_jobqueue(slurm, tmp_path, cancel):
                 assert head.poll() is None, head.communicate()
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            job = (tmp_path / "jobs.txt").read_text().split()[0]
-            subprocess.run(["scancel", job], env=slurm, check=True)
+            jobs = subprocess.run(
+                ["squeue", "-h", "-o", "%i"], env=slurm, capture_output=True, text=True, check=True
+            )
+            assert len(jobs.stdout.split()) == 2
+            subprocess.run(["scancel", jobs.stdout.split()[0]], env=slurm, check=True)
         out, error = head.communicate(timeout=180)
     finally:
         head.kill()

@@ -253,7 +253,9 @@ def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossV
         else:
             distributed = pytest.importorskip("distributed")
             options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
-            cluster = stack.enter_context(distributed.LocalCluster(n_workers=2, threads_per_worker=1, **options))
+            cluster = stack.enter_context(
+                distributed.LocalCluster(n_workers=2, threads_per_worker=1, **options)
+            )
             cluster = cluster.scheduler_address
         again = cross_validated(small_sets, seeds=2, cluster=cluster)
     pd.testing.assert_frame_equal(again.table, found.table)
