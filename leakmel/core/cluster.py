@@ -6,7 +6,7 @@
 __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "run_tasks"]
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
-import ipaddress, itertools, logging, uuid
+import ipaddress, itertools, logging, sys, uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, wait
 from contextlib import closing, contextmanager, suppress
@@ -104,6 +104,17 @@ def cores_of_task(
 _DIED = ("KilledWorker", "FutureCancelledError")  # classes of Dask, by name
 
 
+def _call_in_dask(function: Callable[..., Any], *arguments: Any) -> Any:
+    "Call a function in a worker of Dask, on Python 3.11 without its profiler, which can block all threads for ever."
+    if sys.version_info < (3, 12):
+        with suppress(Exception):  # the profiler is off already
+            from distributed import get_worker
+
+            worker = get_worker()
+            worker.loop.add_callback(worker.periodic_callbacks["profile"].stop)
+    return function(*arguments)
+
+
 def run_tasks(
     client: Any,  # of `open_cluster`
     function: Callable[..., Any],  # importable by its name in all processes
@@ -123,10 +134,12 @@ def run_tasks(
 
     def submit(n: int | None) -> None:
         for k, (call, name) in itertools.islice(todo, n):
-            options = (
-                {} if is_executor else {"key": f"{name}-{uuid.uuid4().hex[:8]}", "pure": False, "retries": 0}
-            )
-            futures[client.submit(function, *call, **options)] = k, name
+            if is_executor:
+                future = client.submit(function, *call)
+            else:
+                key = f"{name}-{uuid.uuid4().hex[:8]}"
+                future = client.submit(_call_in_dask, function, *call, key=key, pure=False, retries=0)
+            futures[future] = k, name
 
     def completed() -> Iterator[Any]:
         if is_executor:
@@ -155,7 +168,7 @@ def run_tasks(
                     )
                     result.__cause__ = e
                     if not yield_deaths:
-                        raise result
+                        raise result from e
                     if is_broken:  # it accepts no further task
                         todo = enumerate(zip((), ()))
                 yield k, result

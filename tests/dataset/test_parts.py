@@ -454,6 +454,21 @@ def test_dask_gives_the_same_bytes_by_client_and_by_address(demo, whole, dask, t
     assert sets[0].path.read_bytes() == whole
 
 
+def profiler_stops() -> bool:
+    from distributed import get_worker
+
+    worker = get_worker()
+    return bool(wait_for(lambda: not worker.periodic_callbacks["profile"].is_running(), 20))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="the fault of sys._current_frames is one of Python 3.11"
+)
+def test_profiler_of_dask_cannot_block_a_part(dask):
+    assert dict(run_tasks(dask, profiler_stops, [(), ()], ["a", "b"])) == {0: True, 1: True}
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(large, dask, tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 1000)
