@@ -126,7 +126,8 @@ def bench_part_costs(
     if not (work / "small").exists():
         lm.write_demo(work / "small", n_files=100)
     listing = lm.scan(roots[n], progress="none")
-    usual, found, ok = parts_module.PART_SIZE, list[dict[str, Any]](), True
+    usual = parts_module.PART_SIZE, parts_module._PARTS_PER_PROCESS
+    found, ok = list[dict[str, Any]](), True
     for k in range(rounds):
         figures: dict[str, Any] = {"round": k}
         where: dict[str, Any] = {
@@ -144,7 +145,7 @@ def bench_part_costs(
             for name in ("first_build_s", "second_build_s"):
                 figures[name], _ = _seconds(lm.build, work / "small", **small, **options)
             for name, n_parts in (("one_part_s", 1), ("parts_s", _MANY)):
-                parts_module.PART_SIZE = -(-n // n_parts)
+                parts_module.PART_SIZE, parts_module._PARTS_PER_PROCESS = -(-n // n_parts), 1
                 out = work / "sets" / "parts.h5"
                 again = {"out": out, "manifest": listing, "cluster": client, "fresh": True}
                 figures[name], made = _seconds(lm.build, roots[n], **again, **options)
@@ -152,7 +153,7 @@ def bench_part_costs(
                 ok = ok and out.read_bytes() == right[n].read_bytes()
                 own = [s for s in made.timeline.spans if "/worker-" in s.lane]
                 figures[f"busy_in_{name}"] = sum(s.seconds for s in own)
-            parts_module.PART_SIZE = usual
+            parts_module.PART_SIZE, parts_module._PARTS_PER_PROCESS = usual
         for m in sizes:
             joined = work / "sets" / f"joined-{m}.h5"
             joined.unlink(missing_ok=True)

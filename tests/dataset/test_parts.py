@@ -684,7 +684,7 @@ def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monk
     with HeldPool(tmp_path / "seen") as pool:
         made = lm.build(demo, split="training", out=target, cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
-    assert made.summary["parts"] == 2
+    assert made.summary["parts"] >= 2
     first = next((n, note) for n, note in events if n)
     assert first[1] == ""  # no part was complete
     assert 0 < first[0] <= made.found
