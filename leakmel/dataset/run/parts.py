@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -640,6 +641,21 @@ def _add_lane(
         timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
 
 
+def _count_done(
+    sizes: dict[tuple[Path, int], int],  # data set and number of a part -> recordings
+    done: dict[tuple[Path, int], Path],  # complete parts
+    left: dict[Path, int],  # data set -> parts
+) -> int:
+    "Count the recordings of complete parts, and those of parts that are being built."
+    complete = set(done)
+    n = sum(sizes[part] for part in complete)
+    for target, n_parts in left.items():
+        for k, n_own in parts_in_progress(parts_folder(target), n_parts).items():
+            if (target, k) in sizes and (target, k) not in complete:
+                n += min(n_own, sizes[target, k])
+    return n
+
+
 @contextmanager
 def _follow(bar: Progress, count: Callable[[], int]) -> Iterator[None]:
     "Update a bar once a second from a thread."
@@ -716,17 +732,7 @@ def _build_parts(
         done = dict[tuple[Path, int], Path]()
         lanes = dict[tuple[str, str], str]()
         splits = {target: listing.split or listing.folder.name for listing, target in targets}
-
-        def n_done() -> int:
-            "Return the number of recordings of complete parts, and of those that are being built."
-            complete = set(done)
-            n = sum(sizes[part] for part in complete)
-            for target, n_parts in left.items():
-                for k, n_own in parts_in_progress(parts_folder(target), n_parts).items():
-                    if (target, k) in sizes and (target, k) not in complete:
-                        n += min(n_own, sizes[target, k])
-            return n
-
+        n_done = partial(_count_done, sizes, done, left)
         bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
         with bar, closing(run_tasks(client, run_part, calls, names)) as finished, _follow(bar, n_done):
 

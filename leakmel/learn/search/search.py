@@ -492,6 +492,20 @@ def seconds_for_seeds(
 
 
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
+def _check_arguments(resume: str, numbers: dict[str, Any]) -> None:  # raises UsageError
+    if resume not in RESUME:
+        raise UsageError(
+            "the value of resume is unknown",
+            code="unknown-value",
+            found=repr(resume),
+            expected=", ".join(RESUME),
+        )
+    for name, value in numbers.items():
+        kinds = (int, float) if name == "hours" else (int,)
+        if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
+            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+
+
 def search(
     training: Sources,  # training data sets; with `split` all data sets that the split divides
     validation: Sources | None = None,  # data sets that evaluate the trials
@@ -521,27 +535,10 @@ def search(
     cluster: Cluster
     | None = None,  # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
-    """Search the settings of a training on validation; an interrupted search is resumed.
-
-    With a cluster, the study stays in this process, the first trial is trained alone, and pruning compares a trial
-    with those that were finished when it began. A cluster of one process makes the same trials as no cluster, on the
-    same kind of device and with as many threads; of several processes, the trials depend on the order in which they end.
-    A trial whose process ends is resumed by Dask in another process, and fails after Dask has tried this several times;
-    an executor that lost a process accepts nothing more: its running trials fail, and the same call continues the search.
-    """
-    if resume not in RESUME:
-        raise UsageError(
-            "the value of resume is unknown",
-            code="unknown-value",
-            found=repr(resume),
-            expected=", ".join(RESUME),
-        )
+    "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     numbers = {"trials": trials, "again": again, **pruning, "hours": 1 if hours is None else hours}
-    for name, value in numbers.items():
-        kinds = (int, float) if name == "hours" else (int,)
-        if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
-            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+    _check_arguments(resume, numbers)
     began = time.monotonic()
     base = replace(settings or TrainSettings(), detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
