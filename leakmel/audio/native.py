@@ -4,18 +4,14 @@
 
 # %% auto #0
 __all__ = [
-    "openat",
-    "preadv",
-    "statx",
-    "fadvise",
-    "close",
-    "errno_at",
-    "HERE",
+    "CODE",
     "READ",
     "USE_FALLBACK",
-    "declare_function",
-    "int32_at",
     "as_bytes",
+    "to_hex",
+    "can_digest",
+    "digest_rows",
+    "int16_moments",
     "digest_file_rows",
     "read_rows",
     "stat_files",
@@ -24,65 +20,26 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/native.ipynb #fdef530b
-import ctypes, os, stat, sys
+import os, stat, sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import config, njit, types
-from numba.extending import intrinsic
 
-from . import digests
-from .digests import MIN_BYTES, to_hex, digest_rows, int16_moments, write_digest
-from .digests import can_digest as can_digest
-from .wav import OPEN_FLAGS
-from ..core.jit import address, compiled
+from ..core.machine_code import load_compiled
 from ..core.monitor import usable_cores
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
-if config.DISABLE_JIT:
-    raise ImportError("NUMBA_DISABLE_JIT is set, and system calls exist only in compiled code")
 
-# %% ../../nbs/audio/native.ipynb #cdcf1ee3
-_LIBRARY = ctypes.CDLL(None)
-
-
-def declare_function(
-    name: str,
-    result: Any,  # numba's types
-    *arguments: Any,
-) -> Any:  # for functions that numba compiles; raises ImportError if the C library lacks it
-    "Declare a function of the C library."
-    if not hasattr(_LIBRARY, name):
-        raise ImportError(f"the C library has no {name}")
-    return types.ExternalFunction(name, result(*arguments))
-
-
-openat = declare_function("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
-preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
-statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
-fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
-close = declare_function("close", types.int32, types.int32)
-errno_at = declare_function(
-    "__errno_location", types.intp
-)  # address of the error number of this thread's last failed call
-
-HERE = -100  # AT_FDCWD: paths are relative to the working folder of the process
+CODE = load_compiled("leakmel.audio.native_code", "leakmel.audio.digests")
+_FUNCTIONS = CODE.functions
+# outcomes of reading; from 1 up: errno of opening or reading
+READ = CODE.constants["READ"]
+USE_FALLBACK = CODE.constants["USE_FALLBACK"]
+_MIN_BYTES = CODE.constants["MIN_BYTES"]
 
 
 # %% ../../nbs/audio/native.ipynb #e963a9ed
-@intrinsic
-def int32_at(typing_context: Any, place: Any) -> Any:
-    "32-bit integer at an address."
-
-    def codegen(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], ir.PointerType(ir.IntType(32))))
-
-    return types.int32(place), codegen
-
-
 def as_bytes(
     paths: list[bytes],  # at least one
 ) -> tuple[np.ndarray, np.ndarray]:  # uint8 and int64
@@ -94,21 +51,44 @@ def as_bytes(
     ).copy(), starts  # a copy: the compiled function expects a writable array
 
 
-# %% ../../nbs/audio/native.ipynb #e8b94302
-_FILES = (digests.__file__,)  # modules whose code is part of the functions
+# %% ../../nbs/audio/native.ipynb #6e640002
+_HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint16)
+
+
+def to_hex(words: np.ndarray) -> np.ndarray:
+    "Format high and low words [n, 2] uint64 as digests [n] S32."
+    return _HEX[words.astype(">u8").view(np.uint8)].view("S32").ravel()
+
+
+def can_digest(
+    n_bytes: int,  # of a row
+) -> bool:
+    "Whether this module supports rows of this size."
+    return n_bytes >= _MIN_BYTES and n_bytes % 8 == 0
+
+
+def digest_rows(
+    rows: np.ndarray,  # [n, ...], each row contiguous after the one before, of a size that `can_digest`
+) -> np.ndarray:  # [n] S32
+    "Compute xxh3-128 of each row's bytes as hexadecimal digits."
+    rows = np.require(rows, requirements=["C", "W"])  # compiled for what may be written
+    out = np.empty((len(rows), 2), np.uint64)
+    if len(rows):
+        _FUNCTIONS["hash_rows"](rows.reshape(len(rows), -1).view(np.uint8), out)
+    return to_hex(out)
+
+
+def int16_moments(
+    rows: np.ndarray,  # [n, N] int16, contiguous, N at least 1
+) -> np.ndarray:  # [n, 5] float64
+    "Compute the exact moments of 16-bit recordings."
+    rows = np.require(rows, np.int16, ["C", "W"])
+    sums = np.zeros((len(rows), 5), np.int64)
+    _FUNCTIONS["moments"](rows, sums)
+    return sums.astype(np.float64)
 
 
 # %% ../../nbs/audio/native.ipynb #90934970
-@compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])", *_FILES)
-def _digest_file_rows(rows, digests, largest):
-    for i in range(len(rows)):
-        top = np.uint16(0)
-        for k in range(rows.shape[1]):
-            top = max(top, np.uint16(rows[i, k] & np.uint16(0x7FFF)))
-        largest[i] = top
-        write_digest((address(rows[i]), 2 * rows.shape[1], address(digests[i])))
-
-
 _ROWS_BUFFER = 1 << 20  # bytes; fits into the caches of a core
 
 
@@ -132,68 +112,10 @@ def digest_file_rows(
             if got == 0:
                 raise EOFError("the file ends before the rows do")
             left = left[got:]
-        _digest_file_rows(rows, words[start : start + len(rows)], largest[start : start + len(rows)])
+        _FUNCTIONS["digest_file_rows"](
+            rows, words[start : start + len(rows)], largest[start : start + len(rows)]
+        )
     return to_hex(words), largest
-
-
-# %% ../../nbs/audio/native.ipynb #6d5321e2
-# outcomes; from 1 up: errno of opening or reading
-READ = 0
-USE_FALLBACK = -1
-_OF_DESCRIPTOR = 0x1000  # AT_EMPTY_PATH
-_TIMES = 0x80 | 0x40  # STATX_CTIME | STATX_MTIME
-# where struct statx has them, in 64-bit words
-_CTIME = 96 // 8
-_MTIME = 112 // 8
-
-
-@njit(inline="always")
-def _time_ns(stat, word):
-    "Return a time of struct statx in ns: seconds, then nanoseconds in 32 bits."
-    return stat[word] * 1_000_000_000 + (stat[word + 1] & 0xFFFFFFFF)
-
-
-# %% ../../nbs/audio/native.ipynb #6d0e9ac4
-@compiled(
-    "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])",
-    *_FILES,
-)
-def _read_rows(
-    wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests
-):
-    n_head = len(header)
-    n_row = 2 * samples.shape[1]
-    # three pieces, each an address and bytes: header, samples, one byte more
-    pieces[0] = address(head)
-    pieces[1] = n_head
-    pieces[3] = n_row
-    pieces[4] = address(head) + n_head
-    pieces[5] = 1
-    nothing = address(head) + n_head + 1  # an empty name
-    for i in range(len(wanted)):
-        if not wanted[i]:
-            continue
-        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
-        if fd < 0:
-            outcomes[i] = int32_at(errno_at())  # why the last call of this thread failed
-            continue
-        pieces[2] = address(samples[i])
-        outcomes[i] = READ
-        got = preadv(fd, address(pieces), 3, 0)
-        if got < 0:
-            outcomes[i] = int32_at(errno_at())
-        elif got != n_head + n_row or statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0:
-            outcomes[i] = USE_FALLBACK
-        close(fd)
-        if outcomes[i] == READ:
-            ctimes_ns[i] = _time_ns(stat, _CTIME)
-            if _time_ns(stat, _MTIME) != mtimes_ns[i]:
-                outcomes[i] = USE_FALLBACK
-            for k in range(n_head):
-                if head[k] != header[k]:
-                    outcomes[i] = USE_FALLBACK
-            if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
-                write_digest((pieces[2], n_row, address(digests[i])))
 
 
 # %% ../../nbs/audio/native.ipynb #ba386557
@@ -218,7 +140,7 @@ def read_rows(
     if n:
         names, starts = as_bytes(paths)
         head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
-        _read_rows(
+        _FUNCTIONS["read_rows"](
             wanted.view(np.uint8),
             names,
             starts,
@@ -236,23 +158,6 @@ def read_rows(
 
 
 # %% ../../nbs/audio/native.ipynb #6dc08ea6
-_NO_FOLLOW = 0x100  # AT_SYMLINK_NOFOLLOW
-_KIND_SIZE_TIMES = 0x1 | 0x2 | 0x200 | _TIMES  # STATX_TYPE | _MODE | _SIZE | _MTIME | _CTIME
-# where struct statx has them, in 64-bit words; the mode in the upper half
-_MODE = 24 // 8
-_SIZE = 40 // 8
-
-
-@compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])", *_FILES)
-def _stat_files(paths, starts, words, out):
-    for i in range(len(starts)):
-        if statx(HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
-            out[i, 0] = (words[_MODE] >> 32) & 0o170000
-            out[i, 1] = words[_SIZE]
-            out[i, 2] = _time_ns(words, _MTIME)
-            out[i, 3] = _time_ns(words, _CTIME)
-
-
 _FILES_PER_THREAD = 2000  # for fewer, another thread does not pay
 
 
@@ -266,7 +171,9 @@ def stat_files(
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
     def look(start: int) -> None:
-        _stat_files(*as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step])
+        _FUNCTIONS["stat_files"](
+            *as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step]
+        )
 
     if 0 < len(paths) <= step:
         look(0)
@@ -277,26 +184,16 @@ def stat_files(
 
 
 # %% ../../nbs/audio/native.ipynb #cb134b2f
-_WILL_NEED = 3  # POSIX_FADV_WILLNEED
-
-
-@compiled("i8(u1[::1], i8[::1], i8[::1])", *_FILES)
-def _prefetch_files(paths, starts, sizes):
-    n_accepted = 0
-    for i in range(len(starts)):
-        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
-        if fd >= 0:
-            n_accepted += fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
-            close(fd)
-    return n_accepted
-
-
 def prefetch_files(
     paths: list[bytes],
     sizes: np.ndarray,  # [n] bytes from the beginning of each file
 ) -> int:  # files that the system accepted
     "Ask the system to prefetch files, without waiting; never raises."
-    return int(_prefetch_files(*as_bytes(paths), np.ascontiguousarray(sizes, np.int64))) if paths else 0
+    return (
+        int(_FUNCTIONS["prefetch_files"](*as_bytes(paths), np.ascontiguousarray(sizes, np.int64)))
+        if paths
+        else 0
+    )
 
 
 # %% ../../nbs/audio/native.ipynb #970d467b

@@ -20,21 +20,18 @@ __all__ = [
     "address",
     "transposed",
     "half_bits",
-    "source_key",
     "compiled",
-    "has_fma",
+    "object_code",
 ]
 
 # %% ../../nbs/core/jit.ipynb #335be665
-import hashlib, logging
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from llvmlite import binding, ir
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
@@ -246,66 +243,65 @@ def half_bits(x: Vector) -> Vector:
     return (half | (bits.high(16) & 0x8000)).low(SHORTS)
 
 
-# %% ../../nbs/core/jit.ipynb #40adb1b9
-def source_key(
-    *files: str | None,  # modules whose code is part of the function; None in a notebook, which has no file
-) -> str:
-    "Digest that changes when one of these files or this module changes."
-    contents = [Path(name).read_bytes() for name in (*files, globals().get("__file__")) if name is not None]
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
-
-
 # %% ../../nbs/core/jit.ipynb #537a2364
-@cache
-def _warn_once() -> None:
-    "Warn once that compiled code cannot be cached; the reason is logged for each function."
-    logging.getLogger("leakmel").warning(
-        "compiled code cannot be kept on disk, so each start takes seconds longer: remove numba's cache (__pycache__ in the folder of the "
-        "package, or NUMBA_CACHE_DIR), or set NUMBA_CACHE_DIR to a writable folder"
-    )
-
-
 def compiled(
     signature: str,
-    *files: str,  # other modules whose code is part of the function
 ) -> Callable[[Callable[..., Any]], Any]:  # a decorator
-    "Compile a function now; it releases the interpreter lock (GIL), and its code is cached if possible."
-    options = {"nogil": True, "no_cfunc_wrapper": True}
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        # part of the name of numba's file
-        function.__qualname__ += f"-{source_key(function.__globals__.get('__file__'), *files)}"
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except Exception as e:
-            made = njit(signature, **options)(function)  # raises errors of the function itself
-            logging.getLogger("leakmel").info(
-                "numba cannot cache the compiled function %s: %s: %s",
-                function.__qualname__,
-                type(e).__name__,
-                e,
-            )
-            _warn_once()
-            return made
-
-    return decorate
+    "Compile a function now; it releases the interpreter lock (GIL)."
+    return njit(signature, nogil=True, no_cfunc_wrapper=True)
 
 
-# %% ../../nbs/core/jit.ipynb #4d8f1b62
-@emitted
-def _square_plus(builder, x, y, out):
-    store(load(builder, x).fma(load(builder, x), load(builder, y)), out)
+# %% ../../nbs/core/jit.ipynb #6a000002
+@intrinsic
+def _pointer(typing_context: Any, place: Any) -> Any:
+    "Address as a pointer."
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(place), codegen
 
 
-@cache
-def has_fma() -> bool:
-    "Return whether compiled code rounds a product and a sum once."
+def _entry(name: str, function: Any) -> Any:
+    "Compile a function that takes the address of addresses and shapes of the arrays of `function`."
+    lines, names, k = list[str](), list[str](), 0
+    for i, kind in enumerate(function.nopython_signatures[0].args):
+        shape = "".join(f"words[{k + 1 + d}], " for d in range(kind.ndim))
+        lines.append(f"    a{i} = carray(pointer(words[{k}]), ({shape}), np.{kind.dtype})")
+        names.append(f"a{i}")
+        k += 1 + kind.ndim
+    head = [f"def {name}(place):", f"    words = carray(pointer(place), ({k},), np.int64)"]
+    space = {"carray": carray, "pointer": _pointer, "np": np, "function": function}
+    exec("\n".join([*head, *lines, f"    return function({', '.join(names)})"]), space)
+    result = function.nopython_signatures[0].return_type
+    options = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(f"{result}(int64)" if result != types.none else "void(int64)", **options)(space[name])
 
-    @compiled("void(f4[::1], f4[::1], f4[::1])")
-    def fma(x, y, out):
-        _square_plus((address(x), address(y), address(out)))
 
-    x = np.full(LANES, 1 + 2**-12, np.float32)  # its square is 1 + 2^-11 + 2^-24, which float32 cannot hold
-    y, out = np.full(LANES, -1 - 2**-11, np.float32), np.zeros(LANES, np.float32)
-    fma(x, y, out)
-    return bool((out == 2**-24).all())
+_RELEASE = "NRT_MemInfo_call_dtor"  # of an array that numba owns
+
+
+def object_code(
+    functions: Mapping[str, Any],  # of `compiled`; they return None or int64
+) -> tuple[bytes, dict[str, Any]]:  # object, and symbol and arrays of each function
+    "Emit compiled functions as one object; raises ValueError if it needs more than the C library."
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    library, whole, found = ctypes.CDLL(None), binding.parse_assembly(""), dict[str, Any]()
+    for name, function in functions.items():
+        entry = _entry(f"entry_of_{name}", function)
+        module = binding.parse_assembly(entry.inspect_llvm(entry.signatures[0]))
+        (symbol,) = (
+            f.name for f in module.functions if f"entry_of_{name}B" in f.name and not f.is_declaration
+        )
+        arrays = [(str(kind.dtype), kind.ndim) for kind in function.nopython_signatures[0].args]
+        found[name] = {"symbol": symbol, "arrays": arrays}
+        whole.link_in(module)
+    used = [f.name for f in whole.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if missing := [name for name in used if name != _RELEASE and not hasattr(library, name)]:
+        raise ValueError(f"the C library lacks {', '.join(missing)}")
+    if _RELEASE in used:
+        whole.link_in(binding.parse_assembly(f"define void @{_RELEASE}(i8* %0) {{ ret void }}"))
+    machine = binding.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    )
+    return machine.emit_object(whole), found

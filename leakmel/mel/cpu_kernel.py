@@ -8,11 +8,11 @@ __all__ = [
     "POINT",
     "Complex",
     "Making",
-    "RADICES",
     "BINS_AT_ONCE",
-    "places_of",
-    "work_space",
+    "FUNCTIONS",
+    "CONSTANTS",
     "kernel",
+    "square_plus",
 ]
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #f8469067
@@ -128,28 +128,6 @@ def _dft(x: Sequence[Making]) -> Iterator[tuple[int, Complex]]:
         for k in range(4):
             column = [partial(_rotated, part[k], i * k, n) for i, part in enumerate(parts)]
             yield from ((k + 4 * m, result) for m, result in _dft(column))
-
-
-# %% ../../nbs/mel/cpu_kernel.ipynb #b69a8794
-RADICES = {
-    32: (8, 4),
-    64: (8, 8),
-    128: (16, 8),
-    256: (16, 16),
-    512: (8, 8, 8),
-    1024: (16, 8, 8),
-    2048: (16, 16, 8),
-    4096: (16, 16, 16),
-    8192: (16, 8, 8, 8),
-}
-
-
-def places_of(
-    n_points: int,  # of the FFT, one of RADICES
-) -> np.ndarray:  # [n_points] int64, bytes from the beginning of the work space
-    "Offset of each FFT result in the work space."
-    k = np.arange(n_points)
-    return POINT * (k + k // RADICES[n_points][0])
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #757755d1
@@ -340,19 +318,6 @@ def _place(row, tile, places, first, last, n_mels, n_frames, n_words, is_direct)
                     row[to + m * n_frames * n_words + w] = tile[m * n_words + w]
 
 
-def work_space(
-    n_points: int,  # of the FFT
-    n_mels: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Allocate memory for points, bins and bands of LANES frames, aligned to vectors; for starts and targets of frames; and for `tile`."
-    n_bands = -(-n_mels // LANES) * LANES
-    space = np.zeros(
-        int(places_of(n_points)[-1]) + POINT + VECTOR * (n_points + 1 + BINS_AT_ONCE + n_bands) + VECTOR,
-        np.uint8,
-    )
-    return space, np.zeros((2, LANES), np.int64), np.zeros((LANES, 2 * n_bands), np.uint16)
-
-
 # %% ../../nbs/mel/cpu_kernel.ipynb #4ff20925
 @compiled(
     f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
@@ -426,3 +391,19 @@ def kernel(
                 n_words,
                 is_direct,
             )
+
+
+# %% ../../nbs/mel/cpu_kernel.ipynb #636b0002
+@emitted
+def _square_plus(builder, x, y, out):
+    store(load(builder, x).fma(load(builder, x), load(builder, y)), out)
+
+
+@compiled("void(f4[::1], f4[::1], f4[::1])")
+def square_plus(x, y, out):
+    "Square of LANES numbers plus others."
+    _square_plus((address(x), address(y), address(out)))
+
+
+FUNCTIONS = {"kernel": kernel, "square_plus": square_plus}
+CONSTANTS = {"LANES": LANES, "BINS_AT_ONCE": BINS_AT_ONCE}

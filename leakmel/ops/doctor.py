@@ -57,22 +57,21 @@ def examine_compiled() -> Check:
         return package
     from numba.core.registry import cpu_target
     from leakmel.audio import native
-    from leakmel.core.jit import LANES
-    from leakmel.mel import cpu_kernel
+    from leakmel.mel import cpu_engine
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
-    functions = [f for module in (native, cpu_kernel) for f in vars(module).values() if hasattr(f, "stats")]
-    folders = sorted({Path(f.stats.cache_path) for f in functions if f.stats.cache_path})
+    lanes, codes = cpu_engine.LANES, (native.CODE, cpu_engine.CODE)
+    folders = sorted({code.path.parent for code in codes if code.path is not None})
     shut = [p for p in folders if not _can_write(p)]
     shown = [show_path(p) for p in shut or folders]
-    found, advice = f"{package.found}; {vectors}, {LANES} lanes", package.advice
+    found, advice = f"{package.found}; {vectors}, {lanes} lanes", package.advice
     if shut or not folders:
         found += f"; compiled code cannot be stored{' in ' if shut else ''}{', '.join(shown)}"
         advice = "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds"
     else:
         found += f"; stored in {', '.join(shown)}"
-    figures = {"lanes": LANES, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
+    figures = {"lanes": lanes, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 

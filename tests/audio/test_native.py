@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.audio import conform, native
 from leakmel.audio.conform import digests_of, int16_moments
+from leakmel.core import machine_code
 from leakmel.audio.native import USE_FALLBACK, READ, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
@@ -489,9 +490,9 @@ def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch
 
 CHILD = """
 import sys
-import numba.core.caching as caching
-if sys.argv[1] == "no place": caching.CacheImpl._locator_classes = []
 import leakmel as lm
+from leakmel.core import machine_code
+if sys.argv[1] == "no place": machine_code.cache_folders = lambda: []
 from leakmel.audio.conform import native
 r = lm.build(sys.argv[2], out=sys.argv[3], progress="none")
 assert native() is not None
@@ -500,7 +501,7 @@ print(r.summary["engine"], r.rows)
 
 
 def built_by_a_child(data: Path, out: Path, cache: Path, kind: str = "") -> tuple[bytes, str]:
-    "The data set that a process of its own makes with numba's cache in a folder or without any, and what it said."
+    "The data set that a process of its own makes with compiled code stored in a folder or nowhere, and what it said."
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")} | {
         "NUMBA_CACHE_DIR": str(cache),
         "CUDA_VISIBLE_DEVICES": "",
@@ -526,25 +527,43 @@ def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
     ).path.read_bytes()
 
 
-def test_rows_are_the_same_without_a_numba_cache(tmp_path: Path, six: tuple[Path, bytes]) -> None:
-    "No writable folder for numba's cache: the same engine, and one warning."
+def test_rows_are_the_same_where_compiled_code_cannot_be_stored(
+    tmp_path: Path, six: tuple[Path, bytes]
+) -> None:
+    "No writable folder for compiled code: the same engine, and one warning."
     got, output = built_by_a_child(six[0], tmp_path / "x.h5", tmp_path / "cache", "no place")
     assert got == six[1]
     assert output.count("cannot be kept") == 1, output
     assert not (tmp_path / "cache").exists()
 
 
-def test_truncated_numba_cache_does_not_stop_a_build(tmp_path: Path, six: tuple[Path, bytes]) -> None:
-    "A full disk leaves files of numba's cache that are empty or end too early: the same engine, and one warning."
+@pytest.mark.parametrize("n_bytes", [0, 40, 1 << 14])
+def test_damaged_object_files_are_made_again(tmp_path: Path, six: tuple[Path, bytes], n_bytes: int) -> None:
+    "A full disk leaves files that are empty or end too early; a bit may flip: the same rows, and whole files again."
     cache = tmp_path / "cache"
     got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
     assert "cannot be kept" not in output
-    functions = sorted(cache.rglob("*.nbi"))
-    assert len(functions) > 3
-    for i, index in enumerate(functions):  # of each function the index or the code
-        spoilt = index if i % 2 else next(index.parent.glob(index.stem + "*.nbc"))
-        spoilt.write_bytes(spoilt.read_bytes()[: 40 * (i // 2 % 2)])
+    files = sorted(cache.glob("*.o"))
+    assert [p.name.split("-")[0] for p in files] == ["leakmel.audio.native_code", "leakmel.mel.cpu_kernel"]
+    whole = [p.read_bytes() for p in files]
+    files[0].write_bytes(whole[0][:n_bytes])
+    files[1].write_bytes(whole[1][:-1] + bytes([whole[1][-1] ^ 1]))
     got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
-    assert output.count("cannot be kept") == 1, output
+    assert sorted(cache.glob("*")) == files, "no other file is left"
+    for path in files:
+        machine_code._read(path)  # the digest is that of the content
+
+
+def test_arrays_of_another_kind_do_not_reach_machine_code() -> None:
+    hash_rows = native.CODE.functions["hash_rows"]
+    rows, out = np.zeros((2, 400), np.uint8), np.zeros((2, 2), np.uint64)
+    read_only = rows.copy()
+    read_only.flags.writeable = False
+    for wrong in (rows.astype(np.int8), rows[0], rows[:, ::2], read_only):
+        with pytest.raises(TypeError, match="array 0 of hash_rows"):
+            hash_rows(wrong, out)
+    with pytest.raises(TypeError, match="takes 2 arrays"):
+        hash_rows(rows)
+    assert not out.any()
