@@ -1,6 +1,6 @@
 "Run the command line as `python -m leakmel`."
 
-from leakmel.cli import main
+from leakmel.cli import run_process
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_process())

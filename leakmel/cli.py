@@ -21,10 +21,11 @@ __all__ = [
     "run_tune",
     "Signal",
     "main",
+    "run_process",
 ]
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, json, logging, os, re, signal, sys, threading
+import argparse, gc, json, logging, os, re, signal, sys, threading
 from collections import Counter
 from collections.abc import Sequence
 from shlex import quote
@@ -1012,3 +1013,10 @@ def _catch_signals() -> dict[int, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+
+
+def run_process() -> int:  # exit status
+    "Run a command in a process that ends afterwards: its objects are not collected at exit, which takes 40 ms."
+    status = main()
+    gc.freeze()
+    return status

@@ -180,9 +180,9 @@ def label_problems(
                 "the labels differ only in case and count as two classes",
             )
     for place, ids in label_ids:
-        present = set(np.unique(ids).tolist())
+        counts = np.bincount(ids[ids >= 0], minlength=len(label_names))
         for i, name in enumerate(label_names):
-            if i not in present:
+            if not counts[i]:
                 yield Problem(
                     "empty_label", show_place(place, name), "the split has no recording of this label"
                 )

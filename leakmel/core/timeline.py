@@ -249,6 +249,7 @@ def merge_lanes(
 SCHEMA = 2
 MAX_SAMPLES = 10_000
 META: dict[str, str] = {
+    "clock_origin_s": "when the timeline began, on the clock of the machine (`time.perf_counter`), which other processes share on Linux",
     "engine": "identity of the engine",
     "device": "cpu, or the device that computed",
     "mode": "stream, preload or memmap",

@@ -69,6 +69,7 @@ from ..insight.diagnose import aligned
 class ProcessRun:
     "Resources and output of a completed command."
 
+    started_s: float  # on the clock `time.perf_counter`
     wall_s: float  # from start to end of the process
     cpu_s: float  # user and system time
     peak_rss_bytes: int  # largest resident set
@@ -95,7 +96,7 @@ def run_leakmel(
             code="command-failed",
             found=body.get("error", "no message"),
         )
-    return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body)
+    return ProcessRun(started, wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body)
 
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1

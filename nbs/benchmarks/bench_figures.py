@@ -645,9 +645,10 @@ def start_figure(
         return Panel(title, [Bars(title, STAGE_COLORS[stage], each, texts)], "s", width=width)
 
     panels = [
-        panel("command (s)", "process_s", "compute", 0.5),
-        panel("imports (s)", "start_up_s", "read", 0.25),
-        panel("build (s)", "seconds", "write", 0.25),
+        panel("command (s)", "process_s", "compute", 0.4),
+        panel("to the first batch (s)", "first_batch_s", "start_up", 0.2),
+        panel("imports (s)", "start_up_s", "read", 0.2),
+        panel("build (s)", "seconds", "write", 0.2),
     ]
     said = ", ".join(
         f"{name} {f['process_s']['median']:.2f} s"

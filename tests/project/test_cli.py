@@ -97,6 +97,53 @@ def only_json(text: str) -> dict:
 # ---- each command as a person would type it
 
 
+# what a build with cached code does not import: front ends, compilers and data frames, which cost more time than all of its own modules
+NOT_IN_A_BUILD = {
+    *("numba", "pandas", "scipy", "torch", "torchaudio", "triton", "sklearn", "soundfile", "soxr"),
+    *("plotly", "IPython", "ipywidgets", "matplotlib", "jupyterlab", "papermill", "nbformat", "tqdm"),
+    *(
+        "asyncio",
+        "multiprocessing",
+        "unittest",
+        "http",
+        "sqlite3",
+        "xml",
+        "numpy.ma",
+        "numpy.f2py",
+        "numpy.testing",
+    ),
+}
+BUILD = """
+import sys
+from leakmel.cli import main
+from leakmel.dataset.run import targets
+plain = targets.run_threads
+def run_threads(*a):
+    print(*sys.modules)
+    return plain(*a)
+targets.run_threads = run_threads
+assert main([*sys.argv[1:], "--quiet"]) == 0
+print(*sys.modules)
+"""
+
+
+def test_a_build_imports_little(demo, tmp_path):
+    "Neither before its first batch nor later, once its compiled code is stored; see `bench_start` for the time."
+    command = ["build", str(demo), "--split", "training", "--engine", "auto", "--device", "cpu", "--json"]
+    for name in ("first", "second"):  # the first build may have to compile
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD, *command, "--out", str(tmp_path / f"{name}.h5")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+    before, *_, after = done.stdout.splitlines()
+    assert {"leakmel.mel.cpu_engine", "leakmel.audio.native"} <= set(before.split())
+    assert set(before.split()) & (NOT_IN_A_BUILD | {"numpy.ma"}) == set()
+    assert set(after.split()) & NOT_IN_A_BUILD == set()
+
+
 @pytest.mark.slow
 def test_demo_build_and_verify(tmp_path):
     done = shell("demo", tmp_path / "demo", "--files", "12", "--faults")

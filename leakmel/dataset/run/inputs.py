@@ -417,7 +417,9 @@ def check_target(
 def _without_recordings(manifest: Manifest) -> set[int]:
     "Return the numbers of labels without recordings in a manifest."
     found = np.concatenate([x.label_ids for x in manifest.listings])
-    return set(range(len(manifest.label_names))) - set(np.unique(found).tolist())
+    return set(
+        np.flatnonzero(np.bincount(found[found >= 0], minlength=len(manifest.label_names)) == 0).tolist()
+    )
 
 
 def _labels_without_recordings(manifest: Manifest) -> list[str]:

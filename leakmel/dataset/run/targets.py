@@ -146,6 +146,7 @@ def open_context(
         stack.enter_context(engine)
         workers = plan_workers(config, decision.spec, engine, max(len(listing) for listing, _ in targets))
         timeline.meta |= {
+            "clock_origin_s": timeline.origin_ns * 1e-9,
             "engine": engine.identity,
             "device": engine.device,
             "settings": asdict(config),
