@@ -108,7 +108,6 @@ NOT_IN_A_BUILD = {
         "http",
         "sqlite3",
         "xml",
-        "numpy.ma",
         "numpy.f2py",
         "numpy.testing",
     ),
