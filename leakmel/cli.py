@@ -260,6 +260,7 @@ def _build_text(result: Any) -> str:
         f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)",
         *([] if kept else [f"  {rate_text(s)}"]),
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
+        *([wrap_text(f"  {s['engine_reason']}")] if s["engine_reason"] else []),
         f"  {result.verified.verdict}",
     ]
     if s["labels_by_people"]:

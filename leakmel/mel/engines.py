@@ -24,6 +24,7 @@ __all__ = [
     "EngineUnavailable",
     "UnsupportedSpec",
     "may_have_cuda",
+    "engine_candidates",
     "load_engine",
     "load_class",
     "open_engine",
@@ -34,6 +35,7 @@ __all__ = [
 # %% ../../nbs/mel/engines.ipynb #8f4523f8
 import ctypes, logging, os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -279,7 +281,7 @@ def may_have_cuda() -> bool:
     return True
 
 
-def _candidates(device: str) -> list[tuple[str, str]]:
+def engine_candidates(device: str) -> list[tuple[str, str]]:
     "Engines, and the device for each, in the order in which `auto` tries them."
     if device not in ("auto", "cpu"):
         return [(name, device) for name in DEVICE_ENGINES]
@@ -293,7 +295,9 @@ def load_engine(
     n_fft: int | None = None,  # length of the FFT, if known
 ) -> None:
     "Import the packages of an engine, or of those that `auto` tries up to the compiled one; import errors are ignored (`open_engine` reports them)."
-    for each in dict.fromkeys(engine for engine, _ in _candidates(device)) if name == "auto" else (name,):
+    for each in (
+        dict.fromkeys(engine for engine, _ in engine_candidates(device)) if name == "auto" else (name,)
+    ):
         with suppress(Exception):
             module = import_module(ENGINES[each][0])
             if each == "cpu" and (n_fft is None or n_fft // 2 in module.RADICES):
@@ -330,11 +334,13 @@ def open_engine(
     *,
     device: str = "auto",  # "auto", "cpu", "cuda" (all of them), "cuda:0"; ignored by engines without a choice
     options: DeviceOptions | None = None,  # use of devices
+    order: Sequence[tuple[str, str]]
+    | None = None,  # engines for "auto" and the device of each; None: GPUs first
 ) -> Engine:  # checked; the caller closes it
     "Open an engine and check it against the reference; `auto` takes the first engine that works."
     if name == "auto":
         why = EngineError("no engine can be used on this machine", code="engine-missing")
-        for each, where in _candidates(device):
+        for each, where in order or engine_candidates(device):
             try:
                 if device == "auto" and where == "cuda":
                     return _open_on_devices(each, spec, options)

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, mmap, os, statistics, subprocess, sys, tempfile, time
+import itertools, json, math, mmap, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -69,11 +69,11 @@ from ..insight.diagnose import aligned
 class ProcessRun:
     "Resources and output of a completed command."
 
-    started_s: float  # on the clock `time.perf_counter`
     wall_s: float  # from start to end of the process
     cpu_s: float  # user and system time
     peak_rss_bytes: int  # largest resident set
     body: dict[str, Any]  # the JSON it printed
+    started_s: float = math.nan  # on the clock `time.perf_counter`
 
 
 def run_leakmel(
@@ -96,7 +96,7 @@ def run_leakmel(
             code="command-failed",
             found=body.get("error", "no message"),
         )
-    return ProcessRun(started, wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body)
+    return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body, started)
 
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1

@@ -18,15 +18,17 @@ __all__ = [
     "parity_specs",
     "parity",
     "examine_engine",
+    "examine_choice",
+    "engine_table",
     "Report",
     "probes",
     "examine",
 ]
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
-import contextlib, os, statistics, tempfile, time
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib, math, os, statistics, tempfile, time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -298,6 +300,57 @@ def examine_engine(
     return make_check(key, text, figures, "Use another engine and report this error", blocks=True)
 
 
+# %% ../../nbs/ops/doctor.ipynb #64630002
+def examine_choice(
+    folder: Path,  # for which `tune` may have measured rates
+) -> Check:
+    "Report which engine `auto` takes for listings of a few sizes."
+    from leakmel.dataset.run.config import find_tuned
+    from leakmel.dataset.run.engine_choice import SIZES, break_even, engine_costs
+    from leakmel.mel.engines import may_have_cuda
+    from leakmel.mel.spec import MelSpec
+
+    has_gpu, rates = may_have_cuda(), (find_tuned(folder) or {}).get("rates")
+    costs = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    engines = [
+        asdict(c)
+        | {"is_here": has_gpu or c.device == "cpu", "seconds": {str(n): c.seconds(n) for n in SIZES}}
+        for c in costs
+    ]
+    cpu, gpu = (next(c for c in costs if c.engine == name) for name in ("cpu", "triton"))
+    size = break_even(cpu, gpu) if has_gpu else math.inf
+    found = "takes the cpu engine for any number of recordings: " + (
+        "a GPU is not faster" if has_gpu else "no GPU"
+    )
+    if math.isfinite(size):
+        found = f"takes the cpu engine for fewer than {size:,.0f} recordings, a GPU for more"
+    figures = {"engines": engines, "gpu_from_files": math.ceil(size) if math.isfinite(size) else None}
+    return make_check("engine_auto", f"{found} (preset disjoint)", figures)
+
+
+def engine_table(
+    engines: Sequence[Mapping[str, Any]],  # of `examine_choice`
+) -> str:
+    "Return the expected cost of each engine as a text table."
+    from leakmel.insight.diagnose import aligned
+
+    sizes = list(engines[0]["seconds"])
+    rows = [("engine", "start-up s", "files/s", *(f"s for {int(n):,}" for n in sizes), "rate")]
+    for e in engines:
+        seconds = (f"{e['seconds'][n]:,.1f}" for n in sizes)
+        name = f"{e['engine']} on {e['device']}{'' if e['is_here'] else ' (not here)'}"
+        rows.append(
+            (
+                name,
+                f"{e['start_s']:g}",
+                f"{e['files_per_s']:,.0f}",
+                *seconds,
+                e["source"].removeprefix("measured by "),
+            )
+        )
+    return aligned(rows)
+
+
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
 REPORT_KEYS = {
     "ready": "whether nothing that a build needs is missing or wrong",
@@ -346,6 +399,8 @@ FIGURES = {
     "n_values": "values compared",
     "n_wrong": "values outside the tolerance",
     "with_loading_s": "seconds including start and first calls",
+    "engines": "engine, device, is_here, start_s, files_per_s, source of the rate, and seconds by number of recordings, of the preset disjoint",
+    "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
 
 
@@ -402,6 +457,8 @@ class Report:
             for head, words in parts:
                 options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
                 lines.append(fill(words, columns, initial_indent=head, subsequent_indent=indent, **options))
+            if engines := check.figures.get("engines"):
+                lines += [f"    {line}" for line in engine_table(engines).splitlines()]
         return "\n".join([*lines, self.title])
 
 
@@ -432,6 +489,7 @@ def probes() -> dict[str, Callable[[Path], Check]]:
         "engine_torch_cuda": lambda folder: examine_engine("torch", "cuda"),
         "engine_torchaudio": lambda folder: examine_engine("torchaudio"),
         "engine_triton": lambda folder: examine_engine("triton", "cuda"),
+        "engine_auto": examine_choice,
     }
 
 

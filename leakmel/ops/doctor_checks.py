@@ -75,6 +75,7 @@ TITLES = {
     "engine_torch_cuda": "engine torch, GPU",
     "engine_torchaudio": "engine torchaudio",
     "engine_triton": "engine triton",
+    "engine_auto": "engine auto",
 }
 STATUSES = ("ok", "warn", "missing")
 NOT_MEASURED = "not measured"

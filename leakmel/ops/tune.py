@@ -58,11 +58,12 @@ from leakmel.core.errors import (
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
 from ..dataset.run.config import PipelineConfig, Workers, plan_workers
+from ..dataset.run.engine_choice import choose_engine
 from ..dataset.run.inputs import SpecLike, decide_spec
 from ..dataset.run.publish import BuildResult
-from ..dataset.run.config import SCHEMA, this_machine, write_tuned
+from ..dataset.run.config import SCHEMA, find_tuned, this_machine, write_tuned
 from ..insight.diagnose import aligned
-from ..mel.engines import open_engine
+from ..mel.engines import may_have_cuda, open_engine
 from .bench import read_into_cache, evict, is_cached, range_text, record_head
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
@@ -354,6 +355,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
     with open_engine(trials.engine, spec, device=trials.device) as engine:
         on_device = engine.device.split(":")[0] != "cpu"
+        identity = f"{engine.name}/{engine.device.split(':')[0]}"
     full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
@@ -384,10 +386,29 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
         "settings": tried[best],
+        "rate": _rate(builds, best, identity),
         "advice": _advice(best, tried[best]),
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }
+
+
+def _engine_of_all(spec: SpecLike, manifest: Manifest, pool: Manifest) -> tuple[str, str]:
+    "Return name and device of the engine that `auto` takes for all recordings; for the sample it may be another."
+    wanted = decide_spec(spec, [pool.listings[0]]).spec
+    choice = choose_engine(wanted, len(manifest), root=manifest.root)
+    with open_engine("auto", wanted, order=choice.order) as opened:
+        return opened.name, "cpu" if opened.device == "cpu" else "cuda"
+
+
+def _rate(
+    builds: Mapping[str, list[Score]],
+    best: str,
+    engine: str,  # and its kind of device: "cpu/cpu"
+) -> dict[str, Any]:
+    "Return the rate of an engine with the chosen settings, from a warm page cache, for the choice of engines."
+    warm = next(x for x in builds["warm"] if x["name"] == best)
+    return {"engine": engine, "files_per_s": warm["files_per_s"]}
 
 
 def _advice(best: str, changes: Mapping[str, int]) -> str:
@@ -446,12 +467,21 @@ def tune(
         remedy = "choose a folder that you can write to (work_dir, --work-dir)"
         raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
     with folder as work:
-        trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
+        named, where = engine, device
+        if (engine, device) == ("auto", "auto") and may_have_cuda():
+            named, where = _engine_of_all(spec, manifest, pool)
+        trials = BuildTrials(pool, Path(work), spec, named, where, with_waveforms)
         figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
         asked = {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
         facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
+        facts["rates"] = dict(
+            (find_tuned(manifest.root) or {}).get("rates", {})
+        )  # of other engines, measured before
+        if (rate := figures["rate"])["files_per_s"] > 0:
+            made = {"files_per_s": rate["files_per_s"], "made_utc": figures["made_utc"]}
+            facts["rates"][rate["engine"]] = made
         try:
             figures["path"] = show_path(write_tuned(manifest.root, facts | asked | {"measured": figures}))
         except OutputError as e:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from leakmel.audio import native as calls
+from leakmel.audio import native_code as calls
 from leakmel.audio.conform import digests_of
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import scan

@@ -291,6 +291,16 @@ def simulated_builds(monkeypatch) -> Clock:
     return clock
 
 
+def test_rates_of_engines_are_stored_side_by_side(data, tmp_path, monkeypatch, simulated_builds):
+    "The rate of another engine that was measured before is kept."
+    monkeypatch.setattr(BuildTrials, "run", lambda trials, changes, cache: len(trials.sample) / 100.0)
+    before = {"triton/cuda": {"files_per_s": 90_000.0, "made_utc": "2026-05-01T10:00:00+00:00"}}
+    write_tuned(data, body(rates=before))
+    made = tune(data, budget_s=20, progress="none", work_dir=tmp_path)["made_utc"]
+    rates = read_tuned(tuned_path(data))["rates"]
+    assert rates == before | {"cpu/cpu": {"files_per_s": pytest.approx(100.0), "made_utc": made}}
+
+
 def test_recommended_settings_are_stored_and_used(data, tmp_path, monkeypatch, simulated_builds):
     "With builds whose times are made up: smaller batches are faster, and no read-ahead is far slower when cold."
 
@@ -309,6 +319,8 @@ def test_recommended_settings_are_stored_and_used(data, tmp_path, monkeypatch, s
     assert f"leakmel build ... --files-per-batch {name.split()[1]}" in figures["advice"]
     tuned, _ = with_tuned(data, {})
     assert tuned.files_per_batch == figures["settings"]["files_per_batch"]
+    (rate,) = (s["files_per_s"] for s in figures["builds"]["warm"] if s["name"] == name)
+    assert figures["rate"] == {"engine": "cpu/cpu", "files_per_s": rate}
     assert (
         lm.build(data, out=tmp_path / "x.h5", pipeline=tuned, progress="none").summary["pipeline"][
             "tuned_from"

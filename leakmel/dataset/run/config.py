@@ -228,10 +228,20 @@ def tuned_path(
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #94d8f779
+def _checked_rate(
+    rate: Mapping[str, Any],
+) -> dict[str, Any]:  # raises KeyError, TypeError, ValueError
+    "Return a measured rate of a settings file."
+    files_per_s = float(rate["files_per_s"])
+    if not 0 < files_per_s < 1e9:
+        raise ValueError(f"files_per_s must be above 0, not {files_per_s:g}")
+    return {"files_per_s": files_per_s, "made_utc": str(rate["made_utc"])}
+
+
 def read_tuned(
     path: str | os.PathLike,
 ) -> dict[str, Any]:  # raises DataError if the file cannot be used, FileNotFoundError if it does not exist
-    "Read tuned settings of this version and machine: `settings`, `engine`, `device`, `made_utc`."
+    "Read tuned settings of this version and machine: `settings`, `engine`, `device`, `made_utc`, and `rates` of engines."
     from leakmel import __version__
 
     try:
@@ -244,7 +254,8 @@ def read_tuned(
             least, most = LIMITS[name]
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}")
-        return {key: body[key] for key in ("settings", "engine", "device", "made_utc")}
+        rates = {key: _checked_rate(rate) for key, rate in body.get("rates", {}).items()}
+        return {key: body[key] for key in ("settings", "engine", "device", "made_utc")} | {"rates": rates}
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:

@@ -159,6 +159,7 @@ class BuildContext:
     workers: Workers
     timeline: Timeline
     listed_s: float  # when listing began, on the timeline's clock
+    engine_reason: str = ""  # why `auto` took the engine, a sentence; empty if the user named it
     began_ns: int = field(default_factory=time.time_ns)  # when the build began, by the clock of the files
 
     @property
@@ -192,8 +193,14 @@ class Job:
         self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
         self.cache_use = self.plain.cache_use  # what this build read from files
-        # how the recordings are read, for the summary
-        self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}
+        # how the recordings are read and why by this engine, for the summary
+        self.mode: dict[str, Any] = {
+            "mode": "none",
+            "mode_lines": [],
+            "held_bytes": 0,
+            "held_seconds": 0.0,
+            "engine_reason": "",
+        }
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
         self.facts = mapped_zeros(n, FACTS)

@@ -33,6 +33,7 @@ from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
 from .inputs import SpecDecision, check_listing, decide_spec
+from .engine_choice import choose_engine
 from .job import waveform_shape
 from .modes import ModeChoice, pick_mode
 from .pipeline import build, build_all
@@ -154,6 +155,7 @@ class RunPlan(RowTable):
     out: Path  # the run's folder
     spec_note: str = ""  # the spec file, and settings given in addition
     tuned_note: str = ""  # the file of tuned settings, or why it is not used
+    engine_reason: str = ""  # why `auto` takes the engine, a sentence; empty if the user named it
 
     @property
     def spec(self) -> MelSpec:
@@ -210,6 +212,7 @@ class RunPlan(RowTable):
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, "
             f"{w.slots} slots of {w.files_per_batch} recordings ({w.slots * w.files_per_batch * slot_bytes(spec) / 1e6:,.0f} MB)",
+            "engine chosen": self.engine_reason,
             "waveforms": stored
             if self.parameters["with_waveforms"]
             else f"not stored (with_waveforms; {more})",
@@ -267,9 +270,14 @@ def plan_run(
         check_listing(listing, manifest)
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
-    with open_engine(p["engine"], spec, device=config.device) as engine:
+    choice = None
+    if p["engine"] == "auto":
+        choice = choose_engine(spec, sum(map(len, listings)), root=root, device=config.device)
+    order = None if choice is None else choice.order
+    with open_engine(p["engine"], spec, device=config.device, order=order) as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         identity = engine.identity
+        reason = "" if choice is None else choice.reason_of(engine.name, engine.device)
     return RunPlan(
         parameters=p,
         data_root=root,
@@ -285,6 +293,7 @@ def plan_run(
         out=run_folder(p["out"], f"{(split or 'all').lower()}-{spec.fingerprint(identity)}"),
         spec_note=spec_note,
         tuned_note=tuned_note,
+        engine_reason=reason,
     )
 
 

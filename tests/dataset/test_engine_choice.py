@@ -1,0 +1,149 @@
+"Choice of the engine by `engine='auto'`: expected wall time, measured rates, existing data sets."
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import leakmel as lm
+from leakmel import __version__
+from leakmel.dataset.run import engine_choice, targets
+from leakmel.dataset.run.config import (
+    SCHEMA,
+    PipelineConfig,
+    read_tuned,
+    this_machine,
+    tuned_path,
+    write_tuned,
+)
+from leakmel.dataset.run.engine_choice import EXPECTED, break_even, choose_engine, engine_costs
+from leakmel.core.errors import DataError
+from leakmel.mel.spec import MelSpec
+
+SPEC = MelSpec.preset("disjoint")
+ORDER = [("triton", "cuda"), ("torch", "cuda"), ("cpu", "cpu"), ("torch", "cpu"), ("reference", "cpu")]
+QUIET: dict[str, Any] = {"progress": "none", "check": 4}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    "A machine with a CUDA driver, 2 cores, and all compiled code stored; the card itself is absent."
+    monkeypatch.setattr(engine_choice, "engine_candidates", lambda device: list(ORDER))
+    monkeypatch.setattr(engine_choice, "_has_cache", lambda engine: True)
+    monkeypatch.setattr(engine_choice, "usable_cores", lambda: 2)
+    monkeypatch.setattr(targets, "may_have_cuda", lambda: True)
+
+
+@pytest.mark.parametrize("preset", ["disjoint", "overlap"])
+def test_few_recordings_go_to_the_processor_and_many_to_a_gpu(card, tmp_path: Path, preset: str) -> None:
+    spec = MelSpec.preset(preset)
+    few, many = (choose_engine(spec, n, root=tmp_path) for n in (1000, 10_000_000))
+    assert few.order[0] == ("cpu", "cpu")
+    assert many.order[0] == ("triton", "cuda")
+    assert set(few.order) == set(many.order) == set(ORDER), (
+        "all others are tried if the first cannot be opened"
+    )
+    assert few.order[-1] == ("reference", "cpu"), "an engine without a figure is the last resort"
+    for word in ("1,000 recordings", "cpu on cpu", "triton on cuda", "start-up", EXPECTED):
+        assert word in few.reason
+    cpu, gpu = (next(c for c in engine_costs(spec, has_gpu=True) if c.engine == e) for e in ("cpu", "triton"))
+    size = break_even(cpu, gpu)
+    assert choose_engine(spec, math.floor(size * 0.99), root=tmp_path).order[0] == ("cpu", "cpu")
+    assert choose_engine(spec, math.ceil(size * 1.01), root=tmp_path).order[0] == ("triton", "cuda")
+
+
+def test_cores_caches_and_frames_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(stored: str, **given: Any) -> float:
+        monkeypatch.setattr(engine_choice, "_has_cache", lambda engine: engine in stored.split())
+        cpu, gpu = (
+            next(c for c in engine_costs(SPEC, has_gpu=True, **given) if c.engine == e)
+            for e in ("cpu", "triton")
+        )
+        return break_even(cpu, gpu)
+
+    assert size("cpu triton", cores=2) < size("cpu triton", cores=4), "cores help the processor"
+    assert size("cpu triton", cores=2) < size("cpu", cores=2), "a GPU without compiled kernels starts later"
+    assert size("triton", cores=2) == 0, "compiling for the processor takes as long as to start a GPU"
+    costs = [engine_costs(MelSpec.preset(p), has_gpu=False, cores=2)[0] for p in ("disjoint", "overlap")]
+    assert costs[0].files_per_s > costs[1].files_per_s > 0.5 * costs[0].files_per_s
+    assert {c.device for c in engine_costs(SPEC, has_gpu=False)} == {"cpu"}
+
+
+def stored_rates(root: Path, **rates: float) -> None:
+    body = {
+        "schema": SCHEMA,
+        "leakmel_version": __version__,
+        "machine": this_machine(),
+        "engine": "auto",
+        "device": "auto",
+        "settings": {},
+        "made_utc": "2026-11-24T00:00:00",
+        "rates": {k: {"files_per_s": v, "made_utc": "2026-11-24T00:00:00"} for k, v in rates.items()},
+    }
+    write_tuned(root, body)
+
+
+def test_rates_of_tune_replace_the_expected_ones(
+    card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert choose_engine(SPEC, 10_000_000, root=tmp_path).order[0] == ("triton", "cuda")
+    stored_rates(tmp_path, **{"cpu/cpu": 500_000.0})
+    choice = choose_engine(SPEC, 10_000_000, root=tmp_path)
+    assert choice.order[0] == ("cpu", "cpu")
+    assert "500,000 files/s, measured by tune, 2026-11-24" in choice.reason
+    assert choose_engine(SPEC, 10_000_000, root=tmp_path / "other").order[0] == ("triton", "cuda")
+    stored_rates(tmp_path, **{"cpu/cpu": -1.0})
+    with pytest.raises(DataError) as caught:
+        read_tuned(tuned_path(tmp_path))
+    assert caught.value.code == "invalid-tuned-file"
+
+
+def test_an_update_keeps_the_engine_of_the_data_set(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "d.h5"
+    first = lm.build(demo, split="testing", out=out, engine="reference", **QUIET)
+    assert first.summary["engine_reason"] == ""
+    with caplog.at_level(logging.INFO, "leakmel"):
+        again = lm.build(demo, split="testing", out=out, **QUIET)
+    assert again.summary["nothing_to_do"]
+    assert again.summary["engine"] == first.summary["engine"]
+    assert "keeps reference on cpu" in again.summary["engine_reason"]
+    assert str(out) in again.summary["engine_reason"]
+    assert again.summary["engine_reason"] in caplog.text
+    fresh = lm.build(demo, split="testing", out=out, fresh=True, **QUIET)
+    assert fresh.summary["engine"].startswith("cpu@")
+    report = json.loads(out.with_name("d.h5.report.json").read_bytes())
+    assert report["engine_reason"] == fresh.summary["engine_reason"] != ""
+    lm.build(demo, split="testing", out=out, engine="reference", **QUIET)
+    other = lm.build(demo, split="testing", out=out, spec={"n_mels": 32}, **QUIET)
+    assert other.summary["engine"].startswith("cpu@"), "all rows are computed anyway"
+
+
+def test_an_engine_that_cannot_be_opened_is_named(
+    card, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "The choice falls on a GPU that is not there; rows and fingerprint are those of the engine that computed."
+    right = lm.build(demo, split="testing", out=tmp_path / "right.h5", engine="cpu", **QUIET)
+    costs = engine_choice._EXPECTED
+    monkeypatch.setattr(
+        engine_choice,
+        "_EXPECTED",
+        {k: v if k[1] == "cpu" else type(v)(0, 0, 0, 0, False) for k, v in costs.items()},
+    )
+    monkeypatch.setattr(engine_choice, "_HOST_US", 0.001)
+    made = lm.build(demo, split="testing", out=tmp_path / "x.h5", **QUIET)
+    assert made.summary["engine_reason"].startswith("engine auto takes triton on cuda")
+    assert made.summary["engine_reason"].endswith("It could not be used, so the engine is cpu on cpu.")
+    assert made.path.read_bytes() == right.path.read_bytes()
+
+
+def test_a_device_that_was_asked_for_is_not_weighed(card, tmp_path: Path) -> None:
+    choice = choose_engine(SPEC, 10, root=tmp_path, device="cuda:0")
+    assert choice.order[0][0] == "triton"
+    assert "device cuda:0 was asked for" in choice.reason
+    assert PipelineConfig().device == "auto"
