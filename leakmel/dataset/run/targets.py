@@ -89,7 +89,7 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
     try:
         run.timeline.meta["mode"] = ready.choice.used
         for job in jobs:
-            job.mode |= ready.to_dict()
+            job.mode = ready.to_dict() | {"engine_reason": run.engine_reason}
         for job in to_do:
             job.reader = ready.reader(job.plain)
             if job.reader is not job.plain:  # count also what the job reads from files
