@@ -1,6 +1,6 @@
 "Run the command line as `python -m leakmel`."
 
-from leakmel.cli import run_process
+from leakmel.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(run_process())
+    raise SystemExit(main())

@@ -521,7 +521,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'leakmel.cli.run_join': ('cli.html#run_join', 'leakmel/cli.py'),
                              'leakmel.cli.run_labels': ('cli.html#run_labels', 'leakmel/cli.py'),
                              'leakmel.cli.run_page': ('cli.html#run_page', 'leakmel/cli.py'),
-                             'leakmel.cli.run_process': ('cli.html#run_process', 'leakmel/cli.py'),
                              'leakmel.cli.run_scan': ('cli.html#run_scan', 'leakmel/cli.py'),
                              'leakmel.cli.run_tune': ('cli.html#run_tune', 'leakmel/cli.py'),
                              'leakmel.cli.run_verify': ('cli.html#run_verify', 'leakmel/cli.py')},

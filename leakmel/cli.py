@@ -21,7 +21,6 @@ __all__ = [
     "run_tune",
     "Signal",
     "main",
-    "run_process",
 ]
 
 # %% ../nbs/cli.ipynb #7ba64018
@@ -965,6 +964,8 @@ def main(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    if argv is None:  # the process ends now: collecting its objects would take 40 ms
+        gc.freeze()
     return _print(args, status, body, text)
 
 
@@ -1014,10 +1015,3 @@ def _catch_signals() -> dict[int, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-
-
-def run_process() -> int:  # exit status
-    "Run a command in a process that ends afterwards: its objects are not collected at exit, which takes 40 ms."
-    status = main()
-    gc.freeze()
-    return status
