@@ -122,7 +122,10 @@ MIN_BYTES = 241  # shorter inputs use another algorithm of XXH3
 
 
 @compiled("void(u1[:, ::1], u8[:, ::1])")
-def hash_rows(rows, out):
+def hash_rows(
+    rows: np.ndarray,  # [n, bytes] uint8
+    out: np.ndarray,  # [n, 2] uint64, filled
+) -> None:
     "Write the digest of each row, as high and low words."
     for i in range(len(rows)):
         write_digest((address(rows[i]), rows.shape[1], address(out[i])))
@@ -133,7 +136,10 @@ _PART = 1 << 14  # samples whose sums fit into 32 bits
 
 
 @compiled("void(i2[:, ::1], i8[:, ::1])")
-def moments(rows, out):
+def moments(
+    rows: np.ndarray,  # [n, N] int16
+    out: np.ndarray,  # [n, 5] int64 zeros, filled
+) -> None:
     "Write the moments of each recording of 16-bit samples."
     for i in range(len(rows)):
         x = rows[i]

@@ -17,10 +17,6 @@ __all__ = [
     "CONSTANTS",
     "declare_function",
     "int32_at",
-    "digest_file_rows",
-    "read_rows",
-    "stat_files",
-    "prefetch_files",
 ]
 
 # %% ../../nbs/audio/native_code.ipynb #6e630003
@@ -79,7 +75,7 @@ def int32_at(typing_context: Any, place: Any) -> Any:
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a
 @compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])")
-def digest_file_rows(rows, digests, largest):
+def _digest_file_rows(rows, digests, largest):
     for i in range(len(rows)):
         top = np.uint16(0)
         for k in range(rows.shape[1]):
@@ -109,7 +105,7 @@ def _time_ns(stat, word):
 @compiled(
     "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])",
 )
-def read_rows(
+def _read_rows(
     wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests
 ):
     n_head = len(header)
@@ -156,7 +152,7 @@ _SIZE = 40 // 8
 
 
 @compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])")
-def stat_files(paths, starts, words, out):
+def _stat_files(paths, starts, words, out):
     for i in range(len(starts)):
         if statx(HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
             out[i, 0] = (words[_MODE] >> 32) & 0o170000
@@ -170,7 +166,7 @@ _WILL_NEED = 3  # POSIX_FADV_WILLNEED
 
 
 @compiled("i8(u1[::1], i8[::1], i8[::1])")
-def prefetch_files(paths, starts, sizes):
+def _prefetch_files(paths, starts, sizes):
     n_accepted = 0
     for i in range(len(starts)):
         fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
@@ -184,9 +180,9 @@ def prefetch_files(paths, starts, sizes):
 FUNCTIONS = {
     "hash_rows": hash_rows,
     "moments": moments,
-    "digest_file_rows": digest_file_rows,
-    "read_rows": read_rows,
-    "stat_files": stat_files,
-    "prefetch_files": prefetch_files,
+    "digest_file_rows": _digest_file_rows,
+    "read_rows": _read_rows,
+    "stat_files": _stat_files,
+    "prefetch_files": _prefetch_files,
 }
 CONSTANTS = {"READ": READ, "USE_FALLBACK": USE_FALLBACK, "MIN_BYTES": MIN_BYTES}

@@ -400,7 +400,11 @@ def _square_plus(builder, x, y, out):
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1])")
-def square_plus(x, y, out):
+def square_plus(
+    x: np.ndarray,  # [LANES] float32
+    y: np.ndarray,
+    out: np.ndarray,
+) -> None:
     "Square of LANES numbers plus others."
     _square_plus((address(x), address(y), address(out)))
 

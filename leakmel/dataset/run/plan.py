@@ -225,6 +225,21 @@ class RunPlan(RowTable):
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #46b26ecc
+def _plan_engine(
+    name: str,  # as the user gave it
+    root: Path,
+    spec: MelSpec,
+    config: PipelineConfig,
+    n_files: list[int],  # of each split
+) -> tuple[str, Workers, str]:  # identity of the engine, its threads, and why `auto` takes it
+    "Open the engine of a build once."
+    choice = choose_engine(spec, sum(n_files), root=root, device=config.device) if name == "auto" else None
+    order = None if choice is None else choice.order
+    with open_engine(name, spec, device=config.device, order=order) as engine:
+        reason = "" if choice is None else choice.reason_of(engine.name, engine.device)
+        return engine.identity, plan_workers(config, spec, engine, max(n_files)), reason
+
+
 def plan_run(
     parameters: dict[str, Any],  # of those that build_kinds lists; the others have their defaults
     *,
@@ -270,14 +285,7 @@ def plan_run(
         check_listing(listing, manifest)
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
-    choice = None
-    if p["engine"] == "auto":
-        choice = choose_engine(spec, sum(map(len, listings)), root=root, device=config.device)
-    order = None if choice is None else choice.order
-    with open_engine(p["engine"], spec, device=config.device, order=order) as engine:
-        workers = plan_workers(config, spec, engine, max(map(len, listings)))
-        identity = engine.identity
-        reason = "" if choice is None else choice.reason_of(engine.name, engine.device)
+    identity, workers, reason = _plan_engine(p["engine"], root, spec, config, [len(x) for x in listings])
     return RunPlan(
         parameters=p,
         data_root=root,
