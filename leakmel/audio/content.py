@@ -29,6 +29,7 @@ __all__ = [
 import math, os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from .wav import OutOfMemory, ReadFailureGuard, read_wav
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
+from ..core.store import LocalCopies
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -342,24 +344,33 @@ def read_content(
     facts = np.zeros(len(files), FACTS)
     refused: dict[int, RecordingError] = {}
     guard = ReadFailureGuard()
+    copies = {id(x): LocalCopies(x.folder) for x in listings}
 
     def read_block(start: int) -> int:
         block = files[start : start + FILES_PER_TASK]
-        for i, (listing, k) in enumerate(block, start):
-            try:
-                if listing.sizes[k] < 0:
-                    raise RecordingError("unreadable", "no such file in the data folder")
-                facts[i] = read_facts(listing.full_path(k))
-                guard.given()
-            except RecordingError as e:
-                guard.refused(e, listing.full_path(k))
-                refused[i] = e
+        with ExitStack() as stack:
+            local = {}
+            for listing in {id(x): x for x, _ in block}.values():
+                paths = [x.paths[k] for x, k in block if x is listing and x.sizes[k] >= 0]
+                local[id(listing)] = stack.enter_context(copies[id(listing)].of(paths))
+            for i, (listing, k) in enumerate(block, start):
+                try:
+                    if listing.sizes[k] < 0:
+                        raise RecordingError("unreadable", "no such file in the data folder")
+                    facts[i] = read_facts(local[id(listing)][listing.paths[k]])
+                    guard.given()
+                except RecordingError as e:
+                    guard.refused(e, listing.full_path(k))
+                    refused[i] = e
         return len(block)
 
     with (
+        ExitStack() as stack,
         Progress(len(files), label="reading", show=progress) as bar,
         ThreadPoolExecutor(usable_cores()) as pool,
     ):
+        for copy in copies.values():
+            stack.callback(copy.close)
         # an error cancels the blocks that have not begun
         for n in pool.map(read_block, range(0, len(files), FILES_PER_TASK)):
             bar.add(n)

@@ -5,6 +5,8 @@
 # %% auto #0
 __all__ = [
     "FileEntry",
+    "LONGEST_PATH",
+    "LONGEST_NAME",
     "DRY",
     "MAX_LABELS",
     "is_recording_name",
@@ -38,6 +40,7 @@ from .naming import Naming
 from .problems import Problem, show_place
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
+from ..core.store import StorePath, list_objects, names_in
 
 
 # %% ../../nbs/audio/listing.ipynb #9be0afab
@@ -78,6 +81,8 @@ def folders_in(
     root: Path,  # links are followed inside it
 ) -> list[tuple[str, bool]]:  # sorted
     "List the folders in a folder, without hidden ones, and whether each lies in the root."
+    if isinstance(path, StorePath):
+        return [(name, True) for name in names_in(path)[0] if not name.startswith(".")]
     found = []
     try:
         with os.scandir(path) as entries:
@@ -133,6 +138,9 @@ def label_map(
     "Return the union of the label folder names, sorted by their bytes."
     names: set[str] = set()
     for folder in folders:
+        if isinstance(folder, StorePath):
+            names |= {name for name, _ in folders_in(folder, root)}
+            continue
         parent = os.path.realpath(folder)
         for name, inside in folders_in(folder, root):
             path = folder / name
@@ -148,6 +156,8 @@ def holds_recording(
     folder: Path,  # links are not followed
 ) -> bool:
     "Whether a recording lies in a folder or below it; stops at the first one. Raises DataError, MachineError."
+    if isinstance(folder, StorePath):
+        return any(is_recording_name(os.fsencode(Path(key).name)) for key, _, _ in list_objects(folder))
     waiting = [os.fsencode(folder)]
     while waiting:
         path = waiting.pop()
@@ -217,6 +227,9 @@ class FoundFiles:
 
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
 _MAX_BATCH = 8 * _MIN_BATCH  # an entry takes several times the memory of its result
+LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
+LONGEST_NAME = 255  # NAME_MAX
+_NO_PATH = "the key is too long for the path of a file, and the object was left out"
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 _LISTED_LINK = "the link was not followed: its folder is already listed under another path"
 _LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
@@ -244,12 +257,30 @@ def _stat_batch(
     return list(compress(entries, ~regular))
 
 
+def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[FoundFiles, list[Problem]]:
+    "Find the recordings below a URL; their stamps stand in place of modification times."
+    found, notes = FoundFiles(), list[Problem]()
+    for key, size, stamp in list_objects(folder):
+        path = os.fsencode(key)
+        if not is_recording_name(path.rpartition(b"/")[2]):
+            continue
+        if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
+            notes.append(Problem("special", show_place("", path), _NO_PATH))
+            continue
+        found.add(path, size, stamp)
+        on_found(1)
+    found.sort()
+    return found, sorted(notes, key=lambda note: note.path)
+
+
 def found_below(
     root: str | os.PathLike,  # links are followed inside it
     folder: str | os.PathLike,  # the root, or a folder in it
     on_found: Callable[[int], None] = lambda n: None,  # called with the number of new recordings
 ) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
+    if isinstance(folder, StorePath):
+        return _found_objects(folder, on_found)
     top = os.fsencode(root)
     real_root = os.path.realpath(top)
     waiting = [os.fsencode(folder)]

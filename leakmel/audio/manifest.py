@@ -42,7 +42,7 @@ from leakmel.audio.listing import (
     make_listing,
     split_folders,
 )
-from .manifest_file import read_manifest, write_manifest
+from .manifest_file import read_manifest, stored_folder, write_manifest
 from .naming import Naming, PatternPreview, pattern_naming, preview_names
 from leakmel.audio.problems import (
     Problem,
@@ -57,6 +57,7 @@ from .tables import NameTable, missing_files, paths_below_root, read_table, tabl
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
+from ..core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,11 +132,11 @@ class Manifest:
         def make(
             facts: dict[str, Any], listings: tuple[Listing, ...], unmatched: tuple[bytes, ...]
         ) -> "Manifest":
-            table, part_of, root = facts["table_path"], facts["part_of"], Path(facts["root"])
+            table, part_of, root = facts["table_path"], facts["part_of"], stored_folder(facts["root"])
             if any(x.folder not in (root, root / x.folder.name) or x.folder.name == ".." for x in listings):
                 raise ValueError("a folder of the listing is not that of its root")
             return Manifest(
-                root=Path(facts["root"]),
+                root=root,
                 label_names=tuple(map(str, facts["label_names"])),
                 listings=listings,
                 notes=tuple(Problem(*note) for note in facts["notes"]),
@@ -377,13 +378,18 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path]) -> Iterator[Pro
     for split in SPLITS:
         if split not in splits:
             yield Problem("missing_split", split, "the data folder has no folder for this split")
-    for name in sorted(set(os.listdir(root)) - {folder.name for folder in splits.values()}):
+    if isinstance(root, StorePath):
+        folders, others = names_in(root)
+        is_folder = dict.fromkeys(others, False) | dict.fromkeys(folders, True)
+    else:
+        is_folder = {name: (root / name).is_dir() for name in os.listdir(root)}
+    for name in sorted(is_folder.keys() - {folder.name for folder in splits.values()}):
         if name.startswith("."):
             continue
         message = "the folder is not the folder of a split; nothing in it is read"
-        if not (root / name).is_dir():
+        if not is_folder[name]:
             message = "the recording lies outside the split folders and is not read"
-        if (root / name).is_dir() or is_recording_name(os.fsencode(name)):
+        if is_folder[name] or is_recording_name(os.fsencode(name)):
             yield Problem("not_a_split", show_path(name), message)
 
 
@@ -527,7 +533,7 @@ def _stat_inside(root: Path, path: bytes) -> FileEntry:
     "Return path, size and mtime of a regular file inside the root; size -1 for anything else."
     whole = os.path.join(os.fsencode(root), path)
     try:
-        if is_inside(whole, os.path.realpath(os.fsencode(root))):
+        if not isinstance(root, StorePath) and is_inside(whole, os.path.realpath(os.fsencode(root))):
             st = os.stat(whole)
             if stat.S_ISREG(st.st_mode):
                 return path, st.st_size, st.st_mtime_ns
@@ -539,7 +545,7 @@ def _stat_inside(root: Path, path: bytes) -> FileEntry:
 
 # %% ../../nbs/audio/manifest.ipynb #e791af2e
 def scan(
-    root: str | os.PathLike,  # folder of splits, or of label folders
+    root: str | os.PathLike,  # folder of splits, or of label folders; also a URL like s3://BUCKET/FOLDER
     *,
     split: str | None = None,  # "training", "validation" or "testing"; None lists all
     content: bool = False,  # also read every file: rate, length, level, digest; unreadable files become problems
@@ -556,7 +562,7 @@ def scan(
 ) -> Manifest:  # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
-    root = Path(os.path.abspath(root))
+    root = absolute_folder(root)
     if table is not None and pattern is not None:
         raise UsageError(
             "a table and a pattern cannot be used together",
@@ -571,7 +577,7 @@ def scan(
             remedy="give the table too (table=, --table)",
         )
     naming = pattern_naming(pattern)
-    if not root.is_dir():
+    if not isinstance(root, StorePath) and not root.is_dir():
         raise DataError(
             "the path is a file, but a folder is needed" if root.is_file() else "no such folder",
             code="not-a-folder" if root.is_file() else "no-such-folder",
@@ -586,6 +592,8 @@ def scan(
             )
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
+    if isinstance(root, StorePath) and not len(manifest) and not manifest.label_names:
+        raise DataError("no recording lies below this URL", code="no-such-folder", path=root)
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest

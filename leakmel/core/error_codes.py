@@ -67,6 +67,15 @@ CORE = {
     "not-a-timeline": "The file is not a timeline of leakmel, or it is damaged.",
     "no-cluster": "The value is not a cluster, or its scheduler cannot be reached.",
     "worker-died": "Processes of a cluster ended while they worked on a task.",
+    "store-url": "The URL of the object storage is not valid.",
+    "store-settings": "The settings of the object storage (region, endpoint, account) do not fit.",
+    "store-denied": "The object storage denies access.",
+    "store-unreachable": "The object storage cannot be reached, or failed after several attempts.",
+    "store-forked": "Object storage is used in a process that was forked from one that has used it.",
+    "no-credentials": "No credentials for the object storage were found.",
+    "no-such-bucket": "The bucket does not exist.",
+    "object-key": "The key of an object is not the path of a file.",
+    "upload-differs": "An uploaded object differs from its file.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #7389fb5a

@@ -199,6 +199,7 @@ EXTRAS = {
     "optuna": "search",
     "dask": "cluster",
     "distributed": "cluster",
+    "obstore": "store",
 }
 
 

@@ -4,8 +4,6 @@
 
 # %% auto #0
 __all__ = [
-    "LONGEST_PATH",
-    "LONGEST_NAME",
     "label_mismatches",
     "labelled_by_people",
     "table_mismatches",
@@ -29,12 +27,13 @@ import numpy as np
 
 from ...audio.conform import check_range
 from ...audio.labels import BEFORE_COLUMN, BY_COLUMN
-from ...audio.listing import is_inside, is_recording_name
+from ...audio.listing import LONGEST_NAME, LONGEST_PATH, found_below, is_inside, is_recording_name
 from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, paths_below_root
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
+from ...core.store import LocalCopies, absolute_folder, is_url, store_path
 from .expected import expected_row
 from ..file.schema import EXTRA, ROWS, SCHEMA_VERSION, read_column
 from ..file.schema import extra_columns, file_columns, name_columns
@@ -160,29 +159,31 @@ def table_mismatches(
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
+    is_remote = is_url(os.fsdecode(folder))
     lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
     if naming.source == "table":
         lost = {p: code for p, code in lost.items() if code != b"unreadable"}
     known = set(file["files/path"][:].tolist()) | set(lost)
     there = set[bytes]()
-    for at, _, names in os.walk(folder):  # not through links
+    if is_remote:
+        url = store_path(os.fsdecode(folder))
+        there = set(found_below(url, url)[0].paths)
+    for at, _, names in os.walk(folder) if not is_remote else ():  # not through links
         there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root":
         there = {
             p for p in there if naming.source == "pattern" and naming.read(p).split == file.attrs["split"]
         }
-    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
+    if gone := sorted(p for p in known - there if is_remote or not os.path.isfile(os.path.join(folder, p))):
         yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
     full = {os.path.join(folder, p): p for p in there - known}
-    if new := sorted(p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)):
+    if new := sorted(
+        p for at, p in full.items() if is_remote or (os.path.isfile(at) and not os.path.islink(at))
+    ):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #a8970f23
-LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
-LONGEST_NAME = 255  # NAME_MAX
-
-
 def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
     "Yield invalid paths of rows and rejected files, and paths outside the data folder."
     for part in ("files/path", "rejected/path"):
@@ -294,16 +295,37 @@ def rejected_problems(
     root: str | os.PathLike,  # nothing is read outside it
     sample: int | None,  # files to read again; None: all
     moved: list[str],  # receives the sentences about files that no longer exist
+    copies: LocalCopies | None = None,  # of the folder, for one of objects
 ) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
     "Yield rejected files that are valid now, or that have another reject code."
     codes = file["rejected/code"][:]
     paths = file["rejected/path"][:].tolist()
     top = os.path.realpath(root)
-    for k in pick_rejected(codes, sample).tolist():
+    picked = pick_rejected(codes, sample).tolist()
+    copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
+    with copies.of([paths[k] for k in picked]) as files:
+        yield from _rejected_now(
+            files, picked, top if not copies.is_remote else None, codes, paths, spec, naming, labels, moved
+        )
+
+
+def _rejected_now(
+    files: Mapping[bytes, bytes],  # path -> local file
+    picked: Sequence[int],
+    top: str | None,  # nothing is read outside it; None: the files are copies
+    codes: np.ndarray,
+    paths: Sequence[bytes],
+    spec: MelSpec,
+    naming: Naming,
+    labels: Sequence[str],
+    moved: list[str],
+) -> Iterator[str]:
+    "Yield the chosen rejected files that are valid now, or that have another reject code."
+    for k in picked:
         path = paths[k]
         code = codes[k].decode("ascii", "replace")
-        whole = os.path.join(folder, path)
-        if not is_inside(whole, top):
+        whole = files[path]
+        if top is not None and not is_inside(whole, top):
             continue  # a table may name such a file; it is not read
         if not os.path.lexists(whole):
             if code != "unreadable":

@@ -7,7 +7,8 @@ __all__ = ["expected_row", "Source", "read_source", "references_of", "Sources"]
 
 # %% ../../../nbs/dataset/check/expected.ipynb #c9b84ef2
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from ...audio.conform import FIGURES, quality_figures, import_soxr
 from ...audio.wav import Recording, read_wav
 from ...core.errors import LeakmelError, MachineError, RecordingError
+from ...core.store import LocalCopies, absolute_folder
 from ...mel.reference import Reference, reference_features
 from ...mel.spec import MelSpec
 
@@ -133,10 +135,13 @@ class Sources:
         spec: MelSpec,
         *,
         keep_samples: bool = False,  # also of recordings whose features were computed in advance
+        copies: LocalCopies | None = None,  # of the folder, for one of objects
     ):
         self.folder = folder
         self.spec = spec
         self.keep_samples = keep_samples
+        self.copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
+        self._at_hand: dict[bytes, bytes] = {}  # path -> local file
         self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # read in advance
 
     def precompute(
@@ -150,15 +155,15 @@ class Sources:
             if stopped():
                 break
             read = {}
-            for path in paths[start : start + together]:
-                full = os.path.join(self.folder, path)
-                stamp = _stamp(full)
-                try:
-                    read[path] = stamp, read_source(full, self.spec)
-                except MachineError:
-                    raise
-                except LeakmelError:
-                    continue
+            with self.copies.of(paths[start : start + together]) as files:
+                for path, full in files.items():
+                    stamp = _stamp(full)
+                    try:
+                        read[path] = stamp, read_source(full, self.spec)
+                    except MachineError:
+                        raise
+                    except LeakmelError:
+                        continue
             if some := [source for _, source in read.values() if source.samples is not None]:
                 references_of(some, self.spec)
             for source in some if not self.keep_samples else []:
@@ -166,10 +171,36 @@ class Sources:
             self.known |= read  # only complete sets: verification may run in another thread
         return len(self.known)
 
+    @contextmanager
+    def at_hand(self, paths: Sequence[bytes]) -> Iterator[None]:
+        "Download recordings together that `get` will be asked for; without effect for a local folder."
+        with self.copies.of(
+            [p for p in paths if p not in self.known] if self.copies.is_remote else []
+        ) as files:
+            self._at_hand = files
+            try:
+                yield
+            finally:
+                self._at_hand = {}
+
     def get(self, path: bytes) -> Source:
         "Return the expected row of a recording, computed in advance if its file has not changed; raises LeakmelError if it cannot be used."
         full = os.path.join(self.folder, path)
         stamp, source = self.known.get(path, (None, None))
+        if self.copies.is_remote:
+            if source is not None:  # read from an object; another version has another digest
+                return source
+            if path not in self._at_hand:
+                with self.at_hand([path]):
+                    return self.get(path)
+            try:
+                return read_source(self._at_hand[path], self.spec)
+            except RecordingError as e:
+                raise RecordingError(e.reject_code, e.message, path=full) from e
         if source is not None and stamp is not None and stamp == _stamp(full):
             return source
         return read_source(full, self.spec)
+
+    def close(self) -> None:
+        "Remove downloaded copies."
+        self.copies.close()

@@ -9,6 +9,7 @@ __all__ = ["VerifyReport", "pick_rows", "check_sample", "check_data_set", "verif
 import json, os, stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from ...core.monitor import usable_cores
+from ...core.store import StorePath, absolute_folder
 from . import consistency
 from .expected import Source, Sources, references_of
 from ..file.reader import read_rows
@@ -315,12 +317,13 @@ def _compare_rows(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
             some = list[_Checked]()
-            for i, row in enumerate(picked[start : start + step].tolist(), start):
-                name = f"row {row} ({show_path(paths[i])})"
-                facts = {column: values[i] for column, values in columns.items()}
-                from_name = {column: values[i] for column, values in names.items()}
-                if (source := _find_source(name, facts, from_name, sources, report)) is not None:
-                    some.append(_Checked(row, name, source))
+            with sources.at_hand(paths[start : start + step]):
+                for i, row in enumerate(picked[start : start + step].tolist(), start):
+                    name = f"row {row} ({show_path(paths[i])})"
+                    facts = {column: values[i] for column, values in columns.items()}
+                    from_name = {column: values[i] for column, values in names.items()}
+                    if (source := _find_source(name, facts, from_name, sources, report)) is not None:
+                        some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
             n = max(1, min(_ROWS_PER_TASK, -(-len(some) // usable_cores())))
@@ -358,6 +361,7 @@ def _check_origin(
     table: NameTable | None,
     sources: Sources | None,
     progress: Callable[[int, int], None],
+    own: ExitStack,  # closes what is opened here
 ) -> None:
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming = Naming.from_json(f.attrs["naming_json"])
@@ -375,16 +379,23 @@ def _check_origin(
         return
     fault = ""
     splits: dict[str, Path] = {}
-    if not os.path.isdir(root):
+    top = absolute_folder(root)
+    is_remote = isinstance(top, StorePath)
+    if not is_remote and not os.path.isdir(root):
         fault = f"the data folder {show_path(root)} {'is not a folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
     elif naming.base == "split":
         try:
-            splits = split_folders(Path(root))
+            splits = split_folders(top)
         except DataError as e:
             fault = f"the data folder cannot be used; the data set was not compared: {e}"
-    folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
+    folder = os.fsencode(splits.get(f.attrs["split"], top))
     paths = read_column(f["files/path"])
-    if not fault and len(paths) and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
+    if (
+        not fault
+        and not is_remote
+        and len(paths)
+        and not any(os.path.lexists(os.path.join(folder, p)) for p in paths)
+    ):
         fault = (
             f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
             "give the data folder that the data set was built from"
@@ -396,14 +407,14 @@ def _check_origin(
     spec = stored_spec(f)
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
-        sources = Sources(folder, spec)
+        sources = own.enter_context(closing(Sources(folder, spec)))
     preferred = [i for i, path in enumerate(paths) if path in sources.known] if sources.known else []
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
     if len(picked):
         report.scope = "against the sources"
     _compare_rows(f, naming, sources, picked, progress, report)
     report.problems += consistency.rejected_problems(
-        f, spec, naming, labels, folder, root, sample, report.moved
+        f, spec, naming, labels, folder, root, sample, report.moved, sources.copies
     )
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)
@@ -436,10 +447,10 @@ def check_data_set(
                 path=path,
                 remedy="give a leakmel data set",
             )
-        with open_file(path) as f:
+        with open_file(path) as f, ExitStack() as own:
             _check_integrity(f, report)
             if not report.problems:
-                _check_origin(f, report, root, sample, accounting, edges, names, sources, progress)
+                _check_origin(f, report, root, sample, accounting, edges, names, sources, progress, own)
     except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way

@@ -45,6 +45,7 @@ from leakmel.dataset.file.schema import (
     unsafe_parts,
 )
 from ..file.writer import replacing
+from ...core.store import StorePath
 from .journal import KNOWN, folder_inodes
 from ..source.loader import PLAIN, decoders
 
@@ -60,7 +61,12 @@ def stamps_of(
     listing: Listing,
     numbers: Sequence[int] | np.ndarray,  # k candidates
 ) -> np.ndarray:  # [k] STAMP; -1 if the file does not exist
-    "Return the current stamps of some files of a listing; raises nothing."
+    "Return the current stamps of some files of a listing, those of the listing for objects; raises nothing."
+    if isinstance(listing.folder, StorePath):  # the stamp of an ETag changes with any change
+        known = np.zeros(len(numbers), STAMP)
+        known["size"], known["mtime_ns"] = listing.sizes[numbers], listing.mtimes_ns[numbers]
+        known[known["size"] < 0] = -1
+        return known
     base = os.fsencode(listing.folder) + b"/"
     paths = [base + listing.paths[k] for k in numbers]
     out = np.full(len(numbers), -1, STAMP)

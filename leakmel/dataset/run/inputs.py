@@ -41,6 +41,7 @@ from leakmel.core.errors import (
     UsageError,
     show_path,
 )
+from ...core.store import LocalCopies
 from ...mel.spec import PRESET_RATE, MelSpec, preset_values
 
 
@@ -78,12 +79,18 @@ def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
 
     def read(some: Iterable[int]) -> np.ndarray:
         known = list[tuple[int, int, int]]()
-        for i in some:
-            j = int(np.searchsorted(ends, i, side="right"))
-            x, k = listings[j], int(labelled[j][i - ends[j]])  # counted from the end of its own listing
-            kind = _rate_and_length(x.full_path(k))
-            if kind is not None and kind[1]:
-                known.append((*kind, int(x.label_ids[k])))
+        chosen = np.array(list(some), np.int64)
+        of = np.searchsorted(ends, chosen, side="right")
+        for j, x in enumerate(listings):
+            mine = labelled[j][chosen[of == j] - ends[j]]  # counted from the end of its own listing
+            with LocalCopies(x.folder) as copies:
+                for first in range(0, len(mine), READ_HEADERS):
+                    numbers = mine[first : first + READ_HEADERS].tolist()
+                    with copies.of([x.paths[k] for k in numbers]) as files:
+                        for k in numbers:
+                            kind = _rate_and_length(files[x.paths[k]])
+                            if kind is not None and kind[1]:
+                                known.append((*kind, int(x.label_ids[k])))
         return np.array(known, np.int64).reshape(-1, 3)
 
     if n > READ_HEADERS:

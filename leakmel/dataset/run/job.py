@@ -31,6 +31,7 @@ from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import digest_of
 from ...core.errors import LeakmelError, UsageError
+from ...core.store import LocalCopies
 from ...core.timeline import Timeline
 from ..check.expected import Sources
 from leakmel.dataset.file.schema import (
@@ -191,6 +192,7 @@ class Job:
         self.file = file
         self.split = listing.split or listing.folder.name
         self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
+        self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
         self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read and why by this engine, for the summary
@@ -289,6 +291,7 @@ class Job:
 
     def close(self, *, keep: bool) -> int:
         "Remove unpublished files or keep them for a later build; return the number of rows that can be resumed."
+        self.copies.close()
         journal, self.journal = self.journal, None
         if journal is None:
             return 0

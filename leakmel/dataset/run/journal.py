@@ -29,6 +29,7 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...core.errors import SpaceError
+from ...core.store import StorePath
 from ..source.loader import FACTS, decoders
 from ..file.writer import output_error, sync_folder
 
@@ -99,7 +100,9 @@ def folder_inodes(
     listing: Listing,
     numbers: Iterable[int],  # k candidates
 ) -> np.ndarray:  # [k] int64; -1 if the folder does not exist
-    "Return the inode numbers of the folders of some files, because renaming a folder does not change its files."
+    "Return the inode numbers of the folders of some files, because renaming a folder does not change its files; 0 for objects."
+    if isinstance(listing.folder, StorePath):
+        return np.zeros(len(list(numbers)), np.int64)
     base = os.fsencode(listing.folder) + b"/"
     folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
     found = dict.fromkeys(folders, -1)

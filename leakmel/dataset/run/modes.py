@@ -28,6 +28,7 @@ from ...audio.page_cache import CacheUse
 from ...core.errors import LeakmelError, OutputError, UsageError
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
+from ...core.store import StorePath
 from ...core.timeline import Timeline
 from ..source.sample_cache import cache_folder, cache_path, open_cache
 from .config import PipelineConfig
@@ -246,6 +247,16 @@ def pick_mode(
     kept: bool = False,  # rows of an earlier build are kept
 ) -> ModeChoice:  # raises UsageError
     "Choose the mode for some listings; `auto` checks whether cache files exist."
+    if any(isinstance(x.folder, StorePath) for x in listings):
+        if asked in ("preload", "memmap"):
+            raise UsageError(
+                "recordings in object storage can only be read in mode stream",
+                code="unused-option",
+                found=f"mode={asked!r}",
+                remedy="leave the mode out, or copy the recordings to a local folder",
+            )
+        need = 2 * spec.n_samples * sum(map(len, listings))
+        return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
     folder = cache_folder(config.cache_dir)
     cached = asked == "auto" and all(
         cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings

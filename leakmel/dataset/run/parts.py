@@ -38,12 +38,13 @@ import numpy as np
 
 from ...audio.file_names import split_name
 from ...audio.labels import LabelTable
-from ...audio.listing import Listing
+from ...audio.listing import Listing, found_below
 from ...audio.manifest import Manifest, scan
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, SpecError, UsageError, show_path
 from ...core.progress import Progress
+from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name
 from ..file.writer import output_error
@@ -398,7 +399,7 @@ def build_part(
         progress=progress,
         with_waveforms=with_waveforms,
     )
-    target = Path(os.path.abspath(out if out is not None else data_set_name(split_name(split or "") or "")))
+    target = output_path(out if out is not None else data_set_name(split_name(split or "") or ""))
     stored = parts_folder(target) / LISTING_NAME
     _check_owner(stored.parent)
     if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
@@ -445,6 +446,14 @@ class AbsentEngine(Engine):
 
 def _with_current_stamps(listing: Listing) -> Listing:
     "Replace the sizes and modification times of recordings that have changed since they were listed."
+    if isinstance(listing.folder, StorePath):
+        found, _ = found_below(listing.folder, listing.folder)
+        place = {path: k for k, path in enumerate(found.paths)}
+        kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
+        numbers, places = np.array(kept, np.int64).reshape(-1, 2).T
+        sizes, mtimes_ns = listing.sizes.copy(), listing.mtimes_ns.copy()
+        sizes[numbers], mtimes_ns[numbers] = np.array(found.sizes)[places], np.array(found.mtimes_ns)[places]
+        return replace(listing, sizes=sizes, mtimes_ns=mtimes_ns)
     now = stamps_of(listing, np.arange(len(listing)))
     exists = now["size"] >= 0
     return replace(

@@ -8,11 +8,13 @@ __all__ = ["build", "build_all"]
 # %% ../../../nbs/dataset/run/pipeline.ipynb #206df9ea
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...audio.labels import LabelTable
 from ...audio.manifest import Listing, Manifest
 from ...core.cluster import Cluster
+from ...core.store import StorePath, output_path, store_path, upload_file
 from ...core.timeline import Timeline
 from ..file.schema import data_set_name
 from .config import PipelineConfig
@@ -38,9 +40,17 @@ def _build_here_or_on(
     return build_on_cluster(request, manifest, targets, cluster, timeline, listed_s)
 
 
+def _upload(made: list[BuildResult], store: StorePath | None) -> list[BuildResult]:  # raises LeakmelError
+    "Store published data sets in object storage; their summaries get the URL."
+    if store is None:
+        return made
+    return [replace(x, summary=x.summary | {"uploaded": upload_file(x.path, store)}) for x in made]
+
+
 # %% ../../../nbs/dataset/run/pipeline.ipynb #ff3912de
 def build(
-    root: str | os.PathLike,  # folder of splits, or one folder of label folders
+    root: str
+    | os.PathLike,  # folder of splits, or one folder of label folders; also a URL like s3://BUCKET/FOLDER
     *,
     split: str
     | None = None,  # "training", "validation", "testing"; None: the root is one folder of label folders
@@ -62,8 +72,10 @@ def build(
     | None = None,  # labels by people (labels.csv), which replace those of folders, names or a table
     cluster: Cluster
     | None = None,  # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
+    upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
+    store = None if upload is None else store_path(upload)
     request = BuildRequest(
         root=root,
         spec=spec,
@@ -78,8 +90,9 @@ def build(
     )
     timeline, listed_s, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
-    target = Path(os.path.abspath(out if out is not None else data_set_name(listing.split)))
-    return _build_here_or_on(cluster, request, manifest, [(listing, target)], timeline, listed_s)[0]
+    target = output_path(out if out is not None else data_set_name(listing.split))
+    made = _build_here_or_on(cluster, request, manifest, [(listing, target)], timeline, listed_s)
+    return _upload(made, store)[0]
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #a1440817
@@ -100,10 +113,12 @@ def build_all(
     fresh: bool = False,  # as for `build`
     labels: LabelTable | None = None,  # as for `build`
     cluster: Cluster | None = None,  # as for `build`
+    upload: str | None = None,  # as for `build`
 ) -> list[
     BuildResult
 ]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
+    store = None if upload is None else store_path(upload)
     request = BuildRequest(
         root=root,
         spec=spec,
@@ -117,6 +132,7 @@ def build_all(
         fresh=fresh,
     )
     timeline, listed_s, manifest = list_for_build(request, None, manifest, labels)
-    out = Path(os.path.abspath(out_dir if out_dir is not None else "."))
+    out = output_path(out_dir if out_dir is not None else ".")
     targets = [(x, out / data_set_name(x.split)) for x in manifest.listings]
-    return _build_here_or_on(cluster, request, manifest, targets, timeline, listed_s)
+    made = _build_here_or_on(cluster, request, manifest, targets, timeline, listed_s)
+    return _upload(made, store)

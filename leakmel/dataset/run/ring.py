@@ -115,6 +115,8 @@ class Ring:
         self.warm.set()
         if self.ahead is not None:
             self.ahead.stop()
+        for job in self.jobs:
+            job.copies.close()
         for queue in (self.free, self.filled, self.computed, self.complete, self.entries):
             for _ in range(n_threads):
                 queue.put(None)

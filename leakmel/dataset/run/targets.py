@@ -21,6 +21,7 @@ from ...audio.relabel import relabel_manifest
 from ...core.errors import MachineError, UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
+from ...core.store import absolute_folder
 from ...core.threads import run_threads
 from ...core.timeline import Span, Timeline
 from ..check.expected import Sources
@@ -33,6 +34,7 @@ from .modes import prepare, with_spec_rules
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
 from .ring import Ring
+from ..source.objects import ObjectReader
 from ..source.read_ahead import plan_read_ahead
 from ...mel.engines import DeviceOptions, load_engine, may_have_cuda, open_engine
 from ...mel.spec import MelSpec
@@ -92,6 +94,8 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
             job.mode = ready.to_dict() | {"engine_reason": run.engine_reason}
         for job in to_do:
             job.reader = ready.reader(job.plain)
+            if job.copies.is_remote:
+                job.reader = ObjectReader(job.plain, job.copies, job.kept)
             if job.reader is not job.plain:  # count also what the job reads from files
                 job.cache_use = job.reader.cache_use
                 if own is not None:
@@ -108,8 +112,8 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
     request = run.request
     ahead = plan_read_ahead([job.plain for job in jobs if job.reader is job.plain], request.config.read_ahead)
     for job in jobs:
-        folder = os.fsencode(os.path.abspath(job.listing.folder))
-        job.sources = Sources(folder, job.spec, keep_samples=job.file.waveform_shape is not None)
+        folder, keep = os.fsencode(absolute_folder(job.listing.folder)), job.file.waveform_shape is not None
+        job.sources = Sources(folder, job.spec, keep_samples=keep, copies=job.copies)
     ring = Ring(run, jobs, ahead)
     if run.engine.host_bytes:  # page-locked slots are reused for all batches and splits
         for job in jobs:

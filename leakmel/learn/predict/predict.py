@@ -32,6 +32,7 @@ from ...audio.manifest import Manifest
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path
 from ...core.progress import Progress
+from ...core.store import absolute_folder, output_path
 from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
 from ...dataset.file.writer import output_error, replacing
@@ -576,10 +577,11 @@ def _score(found: RecordingList, how: _Scoring, progress: str) -> _Scored:
         Progress(n, label=label, show=progress) as bar,
     ):
         readers = RecordingReaders(found, spec, how.length, sizes.n_files, sizes.n_readers)
-        scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
-        run_threads(
-            readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
-        )
+        with readers.copies:
+            scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
+            run_threads(
+                readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
+            )
     rejections = tuple(sorted(readers.rejected, key=lambda r: r.path))
     recordings = _collect(found, scoring, how.detector.provenance)
     return _Scored(recordings, rejections, scorer.identity, scorer.device)
@@ -627,7 +629,8 @@ def _score_on_cluster(found: RecordingList, how: _Scoring, cluster: Cluster, pro
 
 
 def predict(
-    folder: str | os.PathLike,  # folder of recordings in any subfolders; labels are not needed
+    folder: str
+    | os.PathLike,  # folder of recordings in any subfolders, or a URL like s3://BUCKET/FOLDER; labels are not needed
     model: str
     | os.PathLike
     | Detector,  # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
@@ -655,7 +658,7 @@ def predict(
         raise UsageError(
             "the length is unknown", code="unknown-choice", found=repr(length), expected=expected
         )
-    target = None if out is None else Path(os.path.abspath(out))
+    target = None if out is None else output_path(out)
     named = "a detector in memory"
     if not isinstance(model, Detector):
         model = model_file(model)
@@ -663,7 +666,7 @@ def predict(
     if cluster is None:
         pick_device(device, registered=True)  # a wrong name is an error now
     if target is not None:
-        check_output(target, Path(os.path.abspath(folder)))
+        check_output(target, absolute_folder(folder))
     detector = model if isinstance(model, Detector) else load_detector(model)
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)

@@ -7,7 +7,7 @@ __all__ = ["label_in", "RecordingList", "ParsedNames", "find_recordings", "RowBl
 
 # %% ../../../nbs/learn/predict/readers.ipynb #82f81016
 import os, sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +23,7 @@ from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import DelayedProgress
+from ...core.store import LocalCopies, StorePath, absolute_folder
 from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
@@ -87,17 +88,18 @@ class ParsedNames(Sequence[NameParts]):
 
 
 def find_recordings(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike,  # also the URL of objects
     *,
     split: str | None = None,  # score this split only; paths stay relative to the folder
     manifest: Manifest | None = None,  # result of `scan`: score the listed recordings only, with its labels
     progress: str = "auto",
 ) -> RecordingList:  # raises DataError where there is none
     "List the recordings below a folder, whatever its folders are called."
-    root = Path(os.path.abspath(folder))
-    if root.is_file():
+    root = absolute_folder(folder)
+    is_remote = isinstance(root, StorePath)
+    if not is_remote and root.is_file():
         raise DataError("this is a file, but a folder is needed", code="not-a-folder", path=root)
-    if not root.is_dir():
+    if not is_remote and not root.is_dir():
         raise DataError("the folder does not exist", code="no-such-folder", path=root)
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
@@ -225,7 +227,8 @@ class RecordingReaders:
         self, found: RecordingList, spec: MelSpec, length: str, files_per_batch: int, n_readers: int
     ):
         listing = found.listing
-        canonical = listing.sizes == HEADER_BYTES + 2 * spec.n_samples
+        self.copies = LocalCopies(listing.folder)  # of objects
+        canonical = (listing.sizes == HEADER_BYTES + 2 * spec.n_samples) & (not self.copies.is_remote)
         quick = np.flatnonzero(canonical)
         self.listing = listing
         self.spec = spec
@@ -256,6 +259,7 @@ class RecordingReaders:
             self.lanes.add(f"reader-{i}", self._read_all)
 
     def _wake(self, n_threads: int) -> None:
+        self.copies.close()
         for queue in (self.free, self.filled):
             for _ in range(n_threads):
                 queue.put(None)
@@ -296,27 +300,29 @@ class RecordingReaders:
     def _read_others(self, batch: int, files: np.ndarray) -> bool:  # False to leave
         "Fill blocks with the pieces of recordings that are read one by one."
         block: RowBlock | None = None
-        for k in files.tolist():
-            for row, first, count in self._pieces(k):
-                if block is None:
-                    block = self.free.get()
+        paths = [self.listing.paths[k] for k in files.tolist() if self.listing.sizes[k] >= 0]
+        with self.copies.of(paths) as local:
+            for k in files.tolist():
+                for row, first, count in self._pieces(k, local):
                     if block is None:
-                        return False
-                    block.begin(None, batch, 0, 0)
-                if block.put(row, k, first, count):
-                    block.scale_whole_rows()
-                    self.filled.put(block)
-                    block = None
+                        block = self.free.get()
+                        if block is None:
+                            return False
+                        block.begin(None, batch, 0, 0)
+                    if block.put(row, k, first, count):
+                        block.scale_whole_rows()
+                        self.filled.put(block)
+                        block = None
         if block is not None:
             block.scale_whole_rows()
             self.filled.put(block)
         return True
 
-    def _read_one(self, k: int) -> Recording:
+    def _read_one(self, k: int, local: Mapping[bytes, bytes]) -> Recording:
         "Read a recording; raises RecordingError, and MachineError after too many failures in a row."
         if self.listing.sizes[k] < 0:
             raise RecordingError("unreadable", "the table names this file, but it does not exist")
-        path = self.listing.full_path(k)
+        path = local[self.listing.paths[k]]
         try:
             try:
                 os.stat(path)  # raises where a file that was listed is gone
@@ -329,10 +335,10 @@ class RecordingReaders:
         self.reader.read_failures.given()
         return recording
 
-    def _pieces(self, k: int) -> Iterator[tuple[np.ndarray, int, int]]:
+    def _pieces(self, k: int, local: Mapping[bytes, bytes]) -> Iterator[tuple[np.ndarray, int, int]]:
         "Rows of a recording with their first segments and how many count; nothing where it is rejected, which is noted."
         try:
-            recording = self._read_one(k)
+            recording = self._read_one(k, local)
             row, status = conform_recording(recording, self.spec, self.length)
         except RecordingError as e:
             with self.lanes.lock:
