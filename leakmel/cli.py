@@ -159,9 +159,9 @@ def run_build(args: argparse.Namespace) -> Outcome:
         return _build_part(args, common)
     common["cluster"] = args.cluster
     if args.split == "all":
-        results = lm.build_all(args.root, out_dir=args.out, **common)
+        results = lm.build_all(args.root, out_dir=args.out, upload=args.upload, **common)
     else:
-        results = [lm.build(args.root, split=args.split, out=args.out, **common)]
+        results = [lm.build(args.root, split=args.split, out=args.out, upload=args.upload, **common)]
     done = [r.summary for r in results if not r.summary["nothing_to_do"]]
     analysis = ""
     if done:
@@ -174,6 +174,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
             *filter(None, [spec_note, tuned_note]),
             *([] if already_shown else results[0].summary["mode_lines"]),
             *map(_build_text, results),
+            *(f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary),
             *(f"report: {path}" for path in report.values()),
             *(["", analysis] if analysis else []),
         ]
@@ -187,6 +188,7 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
         "--split all": args.split == "all",
         "--cluster": args.cluster is not None,
         "--report": args.report,
+        "--upload": args.upload is not None,
     }
     unused |= {"--fresh": args.fresh, "--mode": args.mode not in ("auto", "stream")}
     unused["--analysis"] = args.analysis == "full"
@@ -598,7 +600,7 @@ _DEMO: Options = {
 
 _SCAN: Options = {
     "root": dict(
-        help="folder of splits, or of label folders",
+        help="folder of splits, or of label folders; also a URL like s3://BUCKET/FOLDER",
     ),
     "--split": dict(
         metavar="NAME",
@@ -654,7 +656,7 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
     add_field_options(p, lm.PipelineConfig, "speed, and rejected files: no effect on the rows")
     return {
         "root": dict(
-            help="folder of splits, or of label folders",
+            help="folder of splits, or of label folders; also a URL like s3://BUCKET/FOLDER",
         ),
         "--out": dict(
             required=True,
@@ -687,6 +689,10 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
         "--listing": dict(
             metavar="FILE",
             help="listing that leakmel scan --save stored: the folder is not listed again",
+        ),
+        "--upload": dict(
+            metavar="URL",
+            help="store the finished data set also below this URL, for example s3://BUCKET/FOLDER",
         ),
         "--fresh": dict(
             action="store_true",

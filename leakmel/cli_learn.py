@@ -677,7 +677,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #41ce51dc
 PREDICT: Options = {
     "folder": dict(
-        help="folder of recordings: every WAV file in it and its subfolders is scored; no labels are needed",
+        help="folder of recordings, or a URL like s3://BUCKET/FOLDER: every WAV file in it and its subfolders is scored; no labels are needed",
     ),
     "--model": dict(
         required=True,

@@ -80,7 +80,9 @@ class ObjectServer:
                 slow = self.n_throttled > 0
                 self.n_throttled -= slow
             if slow:
-                body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+                body = (
+                    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+                )
                 start(
                     "503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
                 )

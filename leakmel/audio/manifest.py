@@ -593,7 +593,12 @@ def scan(
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     if isinstance(root, StorePath) and not len(manifest) and not manifest.label_names:
-        raise DataError("no recording lies below this URL", code="no-such-folder", path=root)
+        raise DataError(
+            "no recording lies below this URL",
+            code="no-such-folder",
+            path=root,
+            remedy="check the URL: upper and lower case differ",
+        )
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest

@@ -158,7 +158,8 @@ def store_error(
             found=show_path(key[1]) if key else None,
             remedy="rename or remove the object, or give the URL of a folder without it",
         )
-    if "token request" in text or "credential" in text.lower():
+    asks_machine = "token request" in text or "169.254." in text  # the address of a machine's role
+    if asks_machine or "credential" in text.lower() or name in ("ProfileNotFound", "NoCredentialsError"):
         return UsageError(
             "no credentials for the object storage were found",
             code="no-credentials",
@@ -167,8 +168,9 @@ def store_error(
             remedy="set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
             "AZURE_STORAGE_ACCOUNT_KEY), set AWS_PROFILE, or use a machine with a role; for a public bucket set AWS_SKIP_SIGNATURE=true",
         )
-    if number in (401, 403) or name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return DataError(
+    is_expired = word.startswith(("Expired", "InvalidToken"))  # HTTP 400
+    if number in (401, 403) or is_expired or name in ("PermissionDeniedError", "UnauthenticatedError"):
+        return MachineError(  # not of the recordings: a build can be resumed
             "the object storage denies access",
             code="store-denied",
             path=path,

@@ -241,6 +241,27 @@ def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch):
             assert (one.engine, one.device) == (many.engine, many.device)
 
 
+@pytest.mark.slow
+def test_objects_give_the_same_table_as_the_folder(mixed, detector, tmp_path, monkeypatch):
+    pytest.importorskip("moto")
+    from object_server import ObjectServer
+
+    server = ObjectServer()
+    try:
+        server.connect()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        url = server.put_folder(mixed, "mixed")
+        here, there = (lm.predict(root, detector, **QUIET) for root in (mixed, url))
+        assert there.table.drop(columns="segment_scores").equals(here.table.drop(columns="segment_scores"))
+        assert (there.rejections, there.summary["folder"]) == (here.rejections, url)
+        there.write(tmp_path / "there.csv")
+        here.write(tmp_path / "here.csv")
+        assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+    finally:
+        server.close()
+
+
 def test_fake_device_gives_the_same_scores(mixed, detector):
     "Copies, features and net as a GPU does them, 16-bit and float recordings mixed."
     right = lm.predict(mixed, detector, **QUIET)

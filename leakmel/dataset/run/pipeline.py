@@ -14,6 +14,7 @@ from pathlib import Path
 from ...audio.labels import LabelTable
 from ...audio.manifest import Listing, Manifest
 from ...core.cluster import Cluster
+from ...core.errors import LeakmelError
 from ...core.store import StorePath, output_path, store_path, upload_file
 from ...core.timeline import Timeline
 from ..file.schema import data_set_name
@@ -44,7 +45,11 @@ def _upload(made: list[BuildResult], store: StorePath | None) -> list[BuildResul
     "Store published data sets in object storage; their summaries get the URL."
     if store is None:
         return made
-    return [replace(x, summary=x.summary | {"uploaded": upload_file(x.path, store)}) for x in made]
+    try:
+        return [replace(x, summary=x.summary | {"uploaded": upload_file(x.path, store)}) for x in made]
+    except LeakmelError as e:
+        e.add_note("the data sets are complete on this machine: run the same command again to upload them")
+        raise
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #ff3912de

@@ -1,0 +1,357 @@
+"Builds from object storage: the bytes of a local build, whatever happens to the objects and to the server."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+from errors import raises
+from independent import check
+from object_server import BUCKET, SECRET, ObjectServer
+
+import leakmel as lm
+from leakmel.audio.synth import write_demo
+from leakmel.core import store as store_module
+from leakmel.core.errors import DataError, MachineError, UsageError
+from leakmel.dataset.run.parts import build_part, join
+from leakmel.dataset.source import objects as objects_module
+from leakmel.dataset.source.loader import BadFilesError
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
+SPEC = {"sample_rate": 4096, "duration_s": 10.0}  # no header is read to infer them
+N = iter(range(1000))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ObjectServer]:
+    server = ObjectServer()
+    server.connect()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def environment(served, monkeypatch, tmp_path) -> None:
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in served.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)  # TMPDIR is read again
+    monkeypatch.setattr(store_module, "_RETRY", store_module._RETRY | {"max_retries": 4})
+    served.gets.clear()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("objects") / "demo"
+    write_demo(root, n_files=120, faults=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(demo, tmp_path_factory) -> bytes:
+    "Bytes of the training set, built from the folder."
+    out = tmp_path_factory.mktemp("whole") / "x.h5"
+    return lm.build(demo, split="training", out=out, **QUIET).path.read_bytes()
+
+
+@pytest.fixture
+def url(served, demo) -> str:
+    return served.put_folder(demo, f"demo{next(N)}")
+
+
+def nothing_is_left(tmp_path: Path) -> bool:
+    return not os.listdir(tmp_path / "tmp")
+
+
+def keys_of(url: str, path: Path) -> dict[bytes, str]:
+    "path of a row -> key"
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    with h5py.File(path) as f:
+        return {p: f"{prefix}/TRAINING/{os.fsdecode(p)}" for p in f["files/path"][:].tolist()}
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, tmp_path):
+    made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    assert made.path.read_bytes() == whole
+    assert (made.summary["root"], made.verified.ok) == (url, True)
+    assert nothing_is_left(tmp_path)
+    check(made.path, demo / "TRAINING")
+
+
+def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects_module, "WINDOW_FILES", 3)
+    config = lm.PipelineConfig(files_per_batch=5)
+    assert (
+        lm.build(url, split="training", out=tmp_path / "x.h5", pipeline=config, **QUIET).path.read_bytes()
+        == whole
+    )
+
+
+def test_the_window_bounds_the_room_on_disk(url, tmp_path, monkeypatch, served):
+    most = list[int]()
+    monkeypatch.setattr(objects_module, "WINDOW_BYTES", 300_000)
+    monkeypatch.setattr(served, "on_get", lambda key: most.append(_size(tmp_path)))
+    config = lm.PipelineConfig(files_per_batch=2)
+    made = lm.build(
+        url, split="training", out=tmp_path / "x.h5", spec=SPEC, pipeline=config, check=0, **QUIET
+    )
+    threads = made.summary["pipeline"]["compute_workers"]
+    assert max(most) <= 300_000 + 100_000 * (2 * threads + 1)
+
+
+def _size(tmp_path: Path) -> int:
+    total = 0
+    for path in (tmp_path / "tmp").rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            pass  # removed meanwhile
+    return total
+
+
+def test_all_splits_waveforms_and_a_label_folder(url, demo, tmp_path):
+    there = lm.build_all(url, out_dir=tmp_path / "a", with_waveforms=True, **QUIET)
+    here = lm.build_all(demo, out_dir=tmp_path / "b", with_waveforms=True, **QUIET)
+    assert [x.path.read_bytes() for x in there] == [x.path.read_bytes() for x in here]
+    one = lm.build(f"{url}/TRAINING", out=tmp_path / "c.h5", **QUIET)
+    assert (
+        one.path.read_bytes() == lm.build(demo / "TRAINING", out=tmp_path / "d.h5", **QUIET).path.read_bytes()
+    )
+
+
+def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
+    for k in (2, 1, 3):
+        build_part(url, part=(k, 3), split="training", out=tmp_path / "p.h5", **QUIET)
+    assert join(tmp_path / "p.h5", progress="none").path.read_bytes() == whole
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        made = lm.build(url, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
+    assert made.path.read_bytes() == whole and nothing_is_left(tmp_path)
+
+
+# ---------------------------------------------------------------- update and resume
+
+
+def test_only_changed_objects_are_downloaded(url, demo, served, tmp_path):
+    out = tmp_path / "x.h5"
+    lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    before = out.read_bytes()
+    served.gets.clear()
+    again = lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    lost = {os.fsdecode(r.path) for r in again.rejections if r.code not in ("no_label", "dry")}
+    assert again.summary["nothing_to_do"] and all(
+        key.partition("TRAINING/")[2] in lost for key in served.gets
+    )
+    paths = keys_of(url, out)
+    first, other = sorted(paths)[0], sorted(paths)[5]
+    served.put(paths[first], (demo / "TRAINING" / os.fsdecode(other)).read_bytes())  # same size, other ETag
+    served.delete(paths[other])
+    served.gets.clear()
+    made = lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    assert made.summary["changes"] == {"added": 0, "changed": 1, "removed": 1}
+    assert served.gets == [paths[first]]
+    fresh = lm.build(url, split="training", out=tmp_path / "y.h5", spec=SPEC, **QUIET)
+    assert out.read_bytes() == fresh.path.read_bytes() != before
+
+
+def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypatch):
+    out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
+    monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
+    done = threading.Event()
+
+    def deny(method: str, key: str) -> bool:
+        return len(served.gets) >= 50 and bool(key) and not done.is_set()
+
+    monkeypatch.setattr(served, "denied", deny)
+    with raises("store-denied", MachineError):
+        lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+    done.set()
+    assert not out.exists() and nothing_is_left(tmp_path)
+    served.gets.clear()
+    made = lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+    assert made.path.read_bytes() == whole
+    assert made.summary["resumed_rows"] > 20 and len(served.gets) <= made.found - made.summary["resumed_rows"]
+
+
+# ---------------------------------------------------------------- objects that vanish or change
+
+
+def test_objects_that_vanish_or_change_in_mid_build_are_rejected(url, demo, served, tmp_path, monkeypatch):
+    right = lm.build(url, split="training", out=tmp_path / "right.h5", spec=SPEC, **QUIET)
+    keys = keys_of(url, right.path)
+    gone, changed = sorted(keys)[3], sorted(keys)[10]
+    data = (demo / "TRAINING" / os.fsdecode(sorted(keys)[11])).read_bytes()
+    manifest = lm.scan(url, progress="none")
+    once = iter([True])
+
+    def strike(key: str) -> None:
+        if next(once, False):  # after the listing, before the first object is sent
+            served.delete(keys[gone])
+            served.put(keys[changed], data)
+
+    monkeypatch.setattr(served, "on_get", strike)
+    made = lm.build(url, split="training", out=tmp_path / "x.h5", spec=SPEC, manifest=manifest, **QUIET)
+    codes = {r.path: r.code for r in made.rejections}
+    assert (codes[gone], codes[changed]) == ("changed", "changed")
+    assert made.rows == right.rows - 2 and made.rows + len(made.rejections) == made.found
+    again = lm.build(
+        url, split="training", out=tmp_path / "x.h5", spec=SPEC, **QUIET
+    )  # the new version is a row
+    assert again.rows == right.rows - 1 and changed in keys_of(url, again.path)
+
+
+def test_a_join_reads_changed_objects_again(url, demo, served, tmp_path):
+    for k in (1, 2):
+        build_part(url, part=(k, 2), split="training", out=tmp_path / "p.h5", **QUIET)
+    right = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    keys = keys_of(url, right.path)
+    served.put(keys[min(keys)], (demo / "TRAINING" / os.fsdecode(max(keys))).read_bytes())
+    made = join(tmp_path / "p.h5", progress="none")
+    assert made.summary["changes"]["changed"] == 1
+    assert (
+        made.path.read_bytes()
+        == lm.build(url, split="training", out=tmp_path / "y.h5", **QUIET).path.read_bytes()
+    )
+
+
+def test_throttling_gives_the_same_bytes(url, served, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(served, "n_throttled", 40)
+    assert lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET).path.read_bytes() == whole
+    assert served.n_throttled == 0
+
+
+def test_on_bad_file_stop_names_the_object(url, tmp_path):
+    config = lm.PipelineConfig(on_bad_file="stop")
+    with pytest.raises(BadFilesError) as e:
+        lm.build(url, split="training", out=tmp_path / "x.h5", pipeline=config, **QUIET)
+    assert os.fsdecode(e.value.path or b"").startswith(f"{url}/TRAINING/") and nothing_is_left(tmp_path)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_reads_the_objects_again(url, demo, served, tmp_path):
+    made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    for sample in (None, 8):
+        report = lm.verify(made.path, root=url, sample=sample)
+        assert report.ok and report.checked == (made.rows if sample is None else 8)
+    assert lm.verify(made.path, root=demo, sample=None).ok
+    keys = keys_of(url, made.path)
+    served.put(keys[min(keys)], (demo / "TRAINING" / os.fsdecode(max(keys))).read_bytes())
+    served.put(f"{keys[min(keys)]}.wav", b"new")
+    served.delete(keys[max(keys)])
+    report = lm.verify(made.path, root=url, sample=None)
+    text = "\n".join(report.problems)
+    assert (
+        not report.ok
+        and "has changed since" in text
+        and "no longer exist" in text
+        and "neither rows nor" in text
+    )
+    assert str(tmp_path / "tmp") not in text and nothing_is_left(tmp_path)
+
+
+# ---------------------------------------------------------------- upload, options, secrets
+
+
+def test_a_finished_data_set_is_uploaded(url, served, whole, tmp_path, capfd):
+    made = lm.build(
+        url, split="training", out=tmp_path / "x.h5", upload=f"s3://{BUCKET}/sets{next(N)}", **QUIET
+    )
+    key = made.summary["uploaded"].removeprefix(f"s3://{BUCKET}/")
+    assert served.client.get_object(Bucket=BUCKET, Key=key)["Body"].read() == whole
+    with pytest.raises(DataError) as e:
+        lm.build(url, split="training", out=tmp_path / "x.h5", upload="s3://absent-bucket/sets", **QUIET)
+    assert e.value.code == "no-such-bucket" and "complete on this machine" in e.value.__notes__[0]
+    assert (tmp_path / "x.h5").read_bytes() == whole
+
+
+def test_modes_and_outputs_that_objects_do_not_have(url, tmp_path):
+    with raises("unused-option", UsageError):
+        lm.build(url, split="training", out=tmp_path / "x.h5", mode="preload", **QUIET)
+    with raises("store-url", UsageError):
+        lm.build(url, split="training", out=f"s3://{BUCKET}/x.h5", **QUIET)
+
+
+def test_secrets_are_nowhere(url, tmp_path, capfd, caplog):
+    caplog.set_level("DEBUG")
+    command = [
+        sys.executable,
+        "-m",
+        "leakmel",
+        "build",
+        url,
+        "--split",
+        "training",
+        "--out",
+        str(tmp_path / "x.h5"),
+        "--json",
+    ]
+    ran = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert ran.returncode == 0 and json.loads(ran.stdout)["root"] == url
+    lm.scan(url, progress="none").save(tmp_path / "listing.npz")
+    lm.build(url, split="validation", out=tmp_path / "v.h5", engine="cpu")
+    texts = [ran.stdout, ran.stderr, caplog.text.encode(), *(s.encode() for s in capfd.readouterr())]
+    texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) > 10
+    for text in texts:
+        assert (
+            SECRET.encode() not in text
+            and b"AKIAMARKER" not in text
+            and str(tmp_path / "tmp").encode() not in text
+        )
+
+
+def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, monkeypatch):
+    reached, leave = threading.Event(), threading.Event()
+
+    def hang(key: str) -> None:
+        if len(served.gets) > 20:
+            reached.set()
+            leave.wait(60)
+
+    monkeypatch.setattr(served, "on_get", hang)
+    command = [
+        sys.executable,
+        "-m",
+        "leakmel",
+        "build",
+        url,
+        "--split",
+        "training",
+        "--out",
+        str(tmp_path / "x.h5"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--sample-rate", "4096", "--duration-s", "10"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert reached.wait(60)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130 and time.monotonic() - began < 5
+    finally:
+        leave.set()
+        process.kill()
+    assert nothing_is_left(tmp_path) and not (tmp_path / "x.h5").exists()
