@@ -38,7 +38,7 @@ class ObjectServer:
 
     def connect(self) -> None:
         "Make the bucket, empty."
-        import boto3
+        import boto3  # type: ignore[import-untyped]
 
         self.client = boto3.client(
             "s3",

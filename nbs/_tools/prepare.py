@@ -76,6 +76,7 @@ FIRST = (
     "nightly_visits",
     "share_results",
     "cluster",
+    "object_storage",
     "first_build",
     "first_detector",
     "retraining",

@@ -107,7 +107,7 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
 }
-EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "all", "dev"}
+EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "all", "dev"}
 
 
 def conda_lists() -> dict[str, list[str]]:
