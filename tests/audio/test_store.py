@@ -224,7 +224,12 @@ def test_throttled_requests_are_repeated(served, monkeypatch):
 def test_closing_ends_requests_and_those_who_wait(served, monkeypatch):
     served.put("hang/a.wav", b"x")
     reached, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr(served, "on_get", lambda key: None)
+
+    def hang(key: str) -> None:
+        reached.set()
+        leave.wait(60)
+
+    monkeypatch.setattr(served, "on_get", hang)
     copies = LocalCopies(store_path(f"s3://{BUCKET}/hang"))
     errors = list[LeakmelError]()
 

@@ -202,12 +202,13 @@ def test_objects_that_vanish_or_change_in_mid_build_are_rejected(url, demo, serv
     gone, changed = sorted(keys)[3], sorted(keys)[10]
     data = (demo / "TRAINING" / os.fsdecode(sorted(keys)[11])).read_bytes()
     manifest = lm.scan(url, progress="none")
-    once = iter([True])
+    once, lock = iter([True]), threading.Lock()
 
     def strike(key: str) -> None:
-        if next(once, False):  # after the listing, before the first object is sent
-            served.delete(keys[gone])
-            served.put(keys[changed], data)
+        with lock:
+            if next(once, False):  # after the listing, before the first object is sent
+                served.delete(keys[gone])
+                served.put(keys[changed], data)
 
     monkeypatch.setattr(served, "on_get", strike)
     made = lm.build(url, split="training", out=tmp_path / "x.h5", spec=SPEC, manifest=manifest, **QUIET)
