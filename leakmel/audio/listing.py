@@ -288,8 +288,7 @@ def found_below(
     links: list[bytes] = []  # to folders, a heap
     found = FoundFiles()
     left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
-    listed: set[tuple[int, int]] = set()
-    by_link = False
+    listed, by_link = set[tuple[int, int]](), False
 
     def leave_out(kind: str, path: bytes, message: str) -> None:
         with suppress(FileNotFoundError):  # removed meanwhile
@@ -336,9 +335,10 @@ def found_below(
                 raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
         except OSError as e:
             raise list_error(e, path) from e
-    notes = sorted(left_out.values())
     found.sort()
-    return found, [Problem(kind, show_place("", path), message) for path, kind, message in notes]
+    return found, [
+        Problem(kind, show_place("", path), text) for path, kind, text in sorted(left_out.values())
+    ]
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3

@@ -139,73 +139,74 @@ def _obstore() -> Any:  # raises MissingPackageError, MachineError
     return obstore
 
 
+# code -> class, what is wrong, remedy
+_ERRORS: dict[str, tuple[type[LeakmelError], str, str]] = {
+    "object-key": (
+        DataError,
+        "a key below this URL is not the path of a file: it has an empty part, '.', '..' or a control character",
+        "rename or remove the object, or give the URL of a folder without it",
+    ),
+    "no-credentials": (
+        UsageError,
+        "no credentials for the object storage were found",
+        "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+        "AZURE_STORAGE_ACCOUNT_KEY), set AWS_PROFILE, or use a machine with a role; for a public bucket set AWS_SKIP_SIGNATURE=true",
+    ),
+    "store-denied": (
+        MachineError,  # not of the recordings: a build can be resumed
+        "the object storage denies access",
+        "check the credentials, and that they may list the bucket and read (for an upload: write) its objects",
+    ),
+    "no-such-bucket": (
+        DataError,
+        "there is no such bucket",
+        "check the URL and the region or account (AWS_REGION, AZURE_STORAGE_ACCOUNT_NAME)",
+    ),
+    "store-settings": (
+        UsageError,
+        "the settings of the object storage do not fit",
+        "check AWS_REGION, AWS_ENDPOINT_URL (http needs AWS_ALLOW_HTTP=true), AZURE_STORAGE_ACCOUNT_NAME",
+    ),
+    "store-unreachable": (
+        MachineError,
+        "the object storage cannot be reached, or failed after several attempts",
+        "check network, proxy and endpoint (AWS_ENDPOINT_URL), then run the same command again",
+    ),
+}
+
+
+def _error_code(name: str, text: str, status: int, word: str) -> str:
+    "Classify an error of obstore by its class, text, HTTP status and the server's code."
+    if name in ("InvalidPathError", "ValueError"):
+        return "object-key"
+    asks_machine = "token request" in text or "169.254." in text  # the address of a machine's role
+    if asks_machine or "credential" in text.lower() or name in ("ProfileNotFound", "NoCredentialsError"):
+        return "no-credentials"
+    is_expired = word.startswith(("Expired", "InvalidToken"))  # HTTP 400
+    if status in (401, 403) or is_expired or name in ("PermissionDeniedError", "UnauthenticatedError"):
+        return "store-denied"
+    if status == 404 or name in ("FileNotFoundError", "NotFoundError"):
+        return "no-such-bucket"
+    words = ("redirect", "specified", "builder error", "Config")
+    if status in (301, 307, 400) or any(w in text for w in words):
+        return "store-settings"
+    return "store-unreachable"
+
+
 def store_error(
     error: BaseException,  # of obstore
     path: str | bytes | os.PathLike,  # URL
 ) -> LeakmelError:  # to be raised
     "Turn an error of obstore into one with a remedy, and without the text of request and response."
     text, name = str(error), type(error).__name__
-    status = re.search(r"status code: (\d{3})", text)
-    code = re.search(r"<Code>(\w{1,60})</Code>", text)
-    found = ", ".join([name, *(f"HTTP {m[1]}" for m in [status] if m), *(m[1] for m in [code] if m)])
-    number, word = (int(status[1]) if status else 0), (code[1] if code else "")
-    if name in ("InvalidPathError", "ValueError"):
-        key = re.search(r'path:? \\?"(.{1,300}?)\\?"', text, re.IGNORECASE | re.DOTALL)
-        return DataError(
-            "a key below this URL is not the path of a file: it has an empty part, '.', '..' or a control character",
-            code="object-key",
-            path=path,
-            found=show_path(key[1]) if key else None,
-            remedy="rename or remove the object, or give the URL of a folder without it",
-        )
-    asks_machine = "token request" in text or "169.254." in text  # the address of a machine's role
-    if asks_machine or "credential" in text.lower() or name in ("ProfileNotFound", "NoCredentialsError"):
-        return UsageError(
-            "no credentials for the object storage were found",
-            code="no-credentials",
-            path=path,
-            found=found,
-            remedy="set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
-            "AZURE_STORAGE_ACCOUNT_KEY), set AWS_PROFILE, or use a machine with a role; for a public bucket set AWS_SKIP_SIGNATURE=true",
-        )
-    is_expired = word.startswith(("Expired", "InvalidToken"))  # HTTP 400
-    if number in (401, 403) or is_expired or name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return MachineError(  # not of the recordings: a build can be resumed
-            "the object storage denies access",
-            code="store-denied",
-            path=path,
-            found=found,
-            remedy="check the credentials, and that they may list the bucket and read (for an upload: write) its objects",
-        )
-    if number == 404 or word == "NoSuchBucket" or isinstance(error, FileNotFoundError):
-        return DataError(
-            "there is no such bucket",
-            code="no-such-bucket",
-            path=path,
-            found=found,
-            remedy="check the URL and the region or account (AWS_REGION, AZURE_STORAGE_ACCOUNT_NAME)",
-        )
-    if (
-        number in (301, 307, 400)
-        or "redirect" in text
-        or "specified" in text
-        or "builder error" in text
-        or "Config" in text
-    ):
-        return UsageError(
-            "the settings of the object storage do not fit",
-            code="store-settings",
-            path=path,
-            found=found,
-            remedy="check AWS_REGION, AWS_ENDPOINT_URL (http needs AWS_ALLOW_HTTP=true), AZURE_STORAGE_ACCOUNT_NAME",
-        )
-    return MachineError(
-        "the object storage cannot be reached, or failed after several attempts",
-        code="store-unreachable",
-        path=path,
-        found=found,
-        remedy="check network, proxy and endpoint (AWS_ENDPOINT_URL), then run the same command again",
-    )
+    status, word = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,60})</Code>", text)
+    code = _error_code(name, text, int(status[1]) if status else 0, word[1] if word else "")
+    found = ", ".join([name, *(f"HTTP {m[1]}" for m in [status] if m), *(m[1] for m in [word] if m)])
+    if code == "object-key":
+        key = re.search(r'path:? "(.{1,300}?)"', text, re.IGNORECASE | re.DOTALL)
+        found = show_path(key[1]) if key else name
+    kind, message, remedy = _ERRORS[code]
+    return kind(message, code=code, path=path, found=found, remedy=remedy)
 
 
 def open_store(
