@@ -336,9 +336,8 @@ def found_below(
         except OSError as e:
             raise list_error(e, path) from e
     found.sort()
-    return found, [
-        Problem(kind, show_place("", path), text) for path, kind, text in sorted(left_out.values())
-    ]
+    left = sorted(left_out.values())
+    return found, [Problem(kind, show_place("", path), message) for path, kind, message in left]
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
