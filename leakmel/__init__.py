@@ -54,6 +54,9 @@ _PUBLIC = {
     "ReviewApp": "learn.review.app",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
+    "correlate": "locate.correlate",
+    "Correlation": "locate.correlate",
+    "wave_speed": "locate.wave_speed",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -16,6 +16,7 @@ __all__ = [
     "LEARN_TRAIN",
     "LEARN_RETRAIN",
     "OPS",
+    "LOCATE",
     "ERROR_CODES",
 ]
 
@@ -318,6 +319,18 @@ OPS = {
     "no-folder-to-examine": "The folder that the doctor is to examine does not exist.",
 }
 
+# %% ../../nbs/core/error_codes.ipynb #a1c50002
+LOCATE = {
+    "clocks-unknown": "It is not known how well the clocks of two loggers agree.",
+    "clock-error-too-large": "The clocks of two loggers differ by too much to compute a position.",
+    "rates-differ": "Two recordings have different sample rates.",
+    "start-times-differ": "The names of two recordings have different start times.",
+    "same-recording": "Both recordings of a pair are the same.",
+    "silent-recording": "All samples of a recording are equal.",
+    "too-short-to-correlate": "The recordings are too short for the distance between the loggers.",
+    "unknown-material": "The material of the pipe is not in the table.",
+}
+
 # %% ../../nbs/core/error_codes.ipynb #452cdf40
 _TABLES = (
     RECORDING,
@@ -332,6 +345,7 @@ _TABLES = (
     LEARN_TRAIN,
     LEARN_RETRAIN,
     OPS,
+    LOCATE,
 )
 ERROR_CODES: dict[str, str] = {code: meaning for table in _TABLES for code, meaning in table.items()}
 if len(ERROR_CODES) != sum(map(len, _TABLES)):

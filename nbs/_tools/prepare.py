@@ -39,6 +39,7 @@ ROOMS = {
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",
     "insight": "bottleneck analysis, figures, reports and the dashboard",
+    "locate": "position of a leak between two loggers",
     "learn": "training, evaluation, prediction and retraining of leak detectors",
     "ops": "benchmarks, tuning, doctor and the working folder",
     "cli_learn": "commands of the detector",
@@ -58,6 +59,7 @@ EXAMPLES = (
     "evaluate",
     "predict",
     "nightly",
+    "correlate",
     "retrain",
     "search",
     "explore",
@@ -74,6 +76,7 @@ FIRST = (
     "small_sets",
     "correct_labels",
     "nightly_visits",
+    "locate_leaks",
     "share_results",
     "cluster",
     "object_storage",
@@ -479,6 +482,7 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
             | {"state": str(learning_folder() / "nightly"), "device": "cpu"},
             make_detector,
         ),
+        "correlate": ({"out": str(DOCS / "correlate")}, None),
         "evaluate": (
             {"data": str(learning_folder() / "mels"), "model": str(learning_folder() / "model")}
             | {"out": str(learning_folder() / "report"), "device": "cpu"},

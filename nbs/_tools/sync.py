@@ -33,6 +33,7 @@ SHIPPED = (
     "evaluate",
     "predict",
     "nightly",
+    "correlate",
     "retrain",
     "search",
     "tune",
