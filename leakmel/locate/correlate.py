@@ -46,7 +46,7 @@ def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str, str]:
 def _channel(recording: Recording, name: str) -> np.ndarray:
     "Return the samples of a recording with one channel, or with channels that are equal; [n] float64."
     samples = recording.samples
-    if (samples != samples[:, :1]).any():
+    if samples.shape[1] > 1 and (samples != samples[:, :1]).any():
         raise DataError(
             f"recording {name} has {samples.shape[1]} channels that differ",
             code="channels",

@@ -235,4 +235,4 @@ def estimate_delay(
     bound = 1 / math.sqrt(max(2 * x.duration_s * (omega**2 * w).sum() * spacing, 1e-300))
     turned = np.angle(x.mean(x.ab) * np.exp(1j * omega * found["phase"]))[x.certain]
     misfit = math.sqrt((2 * x.n_averages * w[x.certain] * turned**2).mean()) if x.certain.any() else math.nan
-    return Delay(found, max(bound, jackknife), bound, jackknife, misfit)
+    return Delay(found, max(bound * max(1.0, misfit), jackknife), bound, jackknife, misfit)

@@ -66,8 +66,8 @@ class WaveSpeed:
 
     @property
     def error_m_s(self) -> float:
-        "Standard error: a quarter of the range, which counts as two standard errors to each side."
-        return (self.high_m_s - self.low_m_s) / 4
+        "Standard error: a quarter of the range (two standard errors to each side), and at least 2 % for soil, joints and restraint."
+        return max((self.high_m_s - self.low_m_s) / 4, 0.02 * self.speed_m_s)
 
     def __repr__(self) -> str:
         return (

@@ -27,7 +27,7 @@ EXECUTED = ("rejected_files", "gpu_limits", "promises")
 # Of the library notebooks; nbdev_test executes them too.
 EXECUTED_OF_LIBRARY = "mel/spec"
 # Run notebooks that tests of their own execute.
-RUN_ELSEWHERE = ("start", "evaluate", "nightly", "retrain", "search", "tune", "doctor")
+RUN_ELSEWHERE = ("start", "evaluate", "nightly", "correlate", "retrain", "search", "tune", "doctor")
 
 
 def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:

@@ -21,6 +21,7 @@ from leakmel.learn.run_plans import (
     search_kinds,
 )
 from leakmel.learn.retrain.round_record import RoundRules
+from leakmel.locate.plans import correlation_kinds
 from leakmel.ops.machine_plans import tune_kinds
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
 
@@ -33,6 +34,7 @@ KINDS = {
     "retrain": retraining_kinds,
     "nightly": nightly_kinds,
     "tune": tune_kinds,
+    "correlate": correlation_kinds,
 }
 
 
@@ -129,6 +131,14 @@ def test_tune_and_doctor(made: Path) -> None:
     assert titles_of(done)[0].startswith("Engines differ from the reference by at most")
 
 
+def test_correlate(made: Path) -> None:
+    done, summary = run(made, "correlate", distance_m=100.0, out=made / "correlate")
+    assert summary["verdict"] == "leak"
+    assert abs(summary["position_m"] - 30) < 0.5
+    assert titles_of(done)[0].startswith("Leak: leak noise 30.0 m from a")
+    assert (made / "correlate" / "report.html").is_file()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     cells = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", as_version=4).cells
@@ -161,6 +171,8 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
         ("nightly", {"model": "/nowhere"}, "/nowhere"),
         ("tune", {"budget": 3}, "did you mean budget_s"),
         ("tune", {"slots": 3}, "slots is unknown"),
+        ("correlate", {"distance": 3.0}, "did you mean distance_m"),
+        ("correlate", {"speed_m_s": -3.0}, "speed_m_s is not valid"),
         ("doctor", {"folder": "."}, "folder is unknown"),
         ("doctor", {"data_root": "/nowhere"}, "the folder does not exist"),
     ],

@@ -38,6 +38,7 @@ from llvmlite import binding
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.locate.pair import synthetic_pair
 from odd_wavs import READ, REFUSED, canonical
 from tiny_training import tiny_words
 
@@ -263,7 +264,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 LEARNING = ("train", "search", "evaluate", "predict", "suggest", "nightly", "retrain")
 DATA = ("init", "demo", "scan", "build", "verify")
-COMMANDS = (*DATA, *LEARNING, "review", "labels", "page", "cache", "bench", "tune", "doctor")
+COMMANDS = (*DATA, *LEARNING, "review", "correlate", "labels", "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -312,6 +313,7 @@ OF_JSON = {
     "labels import": "labels import {labelled} --into {labels}.csv --by ann",
     "review": "review {labelled} --out {lab} --no-lab",
     "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",
+    "correlate": "correlate {pair}.wav --distance-m 120 --speed-m-s 1200",
     "page": "page {run}.ipynb",
     "cache list": "cache list",
     "error": "build {missing} --out {x}",
@@ -384,6 +386,8 @@ def json_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of what commands say to machines, and of the files beside a data set."""
     write_notebook(folder / "run.ipynb")
     write_track(folder / "labelled")
+    pair = synthetic_pair(position_m=30.0)
+    soundfile.write(folder / "pair.wav", pair.samples, pair.sample_rate, subtype="FLOAT")
     found = {name: json.loads(run(f"{command} --json", folder)[1]) for name, command in OF_JSON.items()}
     assert [name for name, body in found.items() if "error" in body] == ["error", "usage error"]
     for part in ("report", "timeline"):

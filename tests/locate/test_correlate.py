@@ -1,0 +1,289 @@
+"""Correlation of two loggers on synthetic pairs: delay, interval, verdicts, refusals, figure, command."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.cli import main
+
+pytest.importorskip("scipy")
+import soundfile
+from scipy import signal
+from scipy.stats import binom
+
+from leakmel.locate.cross_spectra import METHODS, correlogram, cross_spectra
+from leakmel.locate.pair import synthetic_pair
+
+PIPE: dict[str, Any] = {"distance_m": 120.0, "speed_m_s": 1200.0}
+EXACT: dict[str, Any] = PIPE | {"speed_error_m_s": 0.0, "distance_error_m": 0.0}
+
+
+def channel(pair: lm.Recording, k: int) -> lm.Recording:
+    """Return one logger of a pair."""
+    return replace(pair, samples=pair.samples[:, [k]])
+
+
+def write(path: Path, recording: lm.Recording) -> Path:
+    """Write a recording as a WAV file of float samples."""
+    soundfile.write(path, recording.samples, recording.sample_rate, subtype="FLOAT")
+    return path
+
+
+# ---- delay and position
+
+
+@pytest.mark.parametrize("position_m", [20.0, 41.37, 60.0, 97.5])
+def test_delay_is_exact_to_a_tenth_of_a_sample(position_m: float) -> None:
+    found = lm.correlate(synthetic_pair(position_m=position_m, snr_db=30.0), **PIPE)
+    true_s = (2 * position_m - 120) / 1200
+    for method in ("phat", "scot", "ml", "phase", "plain"):
+        assert abs(found.delays_s[method] - true_s) * 4096 < 0.1, method
+    assert found.verdict == "leak"
+    assert found.position_m == pytest.approx(position_m, abs=0.02)
+    assert found.low_m is not None
+    assert found.high_m is not None
+    assert found.low_m < position_m < found.high_m
+
+
+def test_estimates_equal_those_of_scipy() -> None:
+    a, b = synthetic_pair(position_m=35.0, snr_db=6.0).samples.T.astype(float)
+    x = cross_spectra(a, b, 4096, 1024, (10.0, 1900.0))
+    n = (x.n_segments + 1) * 512
+    _, expected = signal.coherence(a[:n], b[:n], 4096, nperseg=1024)
+    np.testing.assert_allclose(x.coherence(), expected, rtol=1e-9)
+    lags = signal.correlation_lags(len(a), len(b)) / 4096
+    by_scipy = lags[signal.correlate(a, b).argmax()]
+    for method in METHODS:
+        at, values = correlogram(x, method)
+        assert abs(at[values.argmax()] - by_scipy) <= 1 / 4096, method
+    assert (
+        abs(lm.correlate(synthetic_pair(position_m=35.0, snr_db=6.0), **PIPE).delay_s - by_scipy) < 1 / 4096
+    )
+
+
+def test_swapped_loggers_mirror_the_position() -> None:
+    pair = synthetic_pair(position_m=30.0, snr_db=3.0)
+    one = lm.correlate(pair, **PIPE)
+    two = lm.correlate(replace(pair, samples=pair.samples[:, ::-1]), **PIPE)
+    assert one.position_m is not None
+    assert two.position_m is not None
+    assert one.position_m + two.position_m == pytest.approx(120, abs=0.01)
+    assert one.low_m == pytest.approx(120 - two.high_m, abs=0.01)
+
+
+def test_narrow_band_and_opposite_polarity() -> None:
+    narrow = lm.correlate(synthetic_pair(position_m=100.0, band_hz=(300, 360)), **PIPE)
+    assert narrow.position_m == pytest.approx(100, abs=0.1)
+    pair = synthetic_pair(position_m=30.0)
+    turned = lm.correlate(replace(pair, samples=pair.samples * np.array([1, -1], np.float32)), **PIPE)
+    assert turned.position_m == pytest.approx(30, abs=0.05)
+    assert "polarity" in turned.text()
+
+
+def test_offset_of_the_start_is_taken_into_account() -> None:
+    pair = synthetic_pair(position_m=30.0, snr_db=20.0)
+    late = replace(pair, samples=pair.samples[1000:, [1]])
+    given = PIPE | {"clock_error_s": 0.0, "offset_s": 1000 / 4096 + 1e-4}
+    found = lm.correlate(channel(pair, 0), late, **given)
+    assert found.delay_s == pytest.approx(-0.05 - 1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("snr_db", "duration_s", "clock_s"), [(0.0, 5.0, 0.0), (5.0, 3.0, 1e-3)])
+def test_interval_covers_the_position_as_often_as_it_says(
+    snr_db: float, duration_s: float, clock_s: float
+) -> None:
+    """200 pairs: with an error of the clocks alone, and of the delay alone (where the larger of two errors may cover more)."""
+    rng = np.random.default_rng(5)
+    n, hits = 200, 0
+    for seed in range(n):
+        given: dict[str, Any] = {"snr_db": snr_db, "duration_s": duration_s, "seed": seed}
+        pair = synthetic_pair(position_m=41.3, clock_offset_s=clock_s * rng.standard_normal(), **given)
+        found = lm.correlate(pair, clock_error_s=clock_s, **EXACT)
+        hits += found.low_m is not None and found.low_m <= 41.3 <= found.high_m
+    low, high = binom.interval(0.998, n, 0.95)
+    assert low <= hits <= (high if clock_s else n)
+
+
+def test_errors_add_up() -> None:
+    found = lm.correlate(synthetic_pair(position_m=30.0), clock_error_s=0.001, **PIPE)
+    parts = {name: value for name, value in found.errors_m.items() if name != "total"}
+    assert found.errors_m["total"] == pytest.approx(math.hypot(*parts.values()))
+    assert parts["clock"] == pytest.approx(0.6)
+    assert parts["speed"] == pytest.approx(0.05 / 2 * 60, rel=1e-2)
+    assert parts["distance"] == 0.25
+    assert found.high_m - found.low_m == pytest.approx(2 * 1.96 * found.errors_m["total"], rel=1e-3)
+
+
+def test_dispersion_is_noticed() -> None:
+    """The phase is no straight line, and the delay lies between those of the slowest and the fastest wave."""
+    found = lm.correlate(synthetic_pair(position_m=30.0, snr_db=20.0, dispersion=0.05), **PIPE)
+    assert found.verdict == "leak"
+    assert found.low_m < 30 < found.high_m
+    assert "dispersion" in found.text()
+    assert -60 / 1200 / 0.9 < found.delay_s < -0.05
+    straight = lm.correlate(synthetic_pair(position_m=30.0, snr_db=20.0), **PIPE)
+    assert "dispersion" not in straight.text()
+
+
+# ---- verdicts without a position
+
+
+def test_unrelated_noise_has_no_position() -> None:
+    """At most 2 % false alarms are designed; none of the verdicts may be a position more often than 1 %."""
+    made = (synthetic_pair(position_m=None, seed=s, duration_s=4.0) for s in range(200))
+    verdicts = Counter(lm.correlate(pair, **PIPE).verdict for pair in made)
+    assert verdicts["none"] >= 200 - binom.ppf(0.999, 200, 0.02)
+    assert verdicts["leak"] + verdicts["outside"] <= binom.ppf(0.999, 200, 0.01)
+
+
+@pytest.mark.parametrize("tone_hz", [120.0, 310.0, 700.0])
+def test_a_tone_is_ambiguous(tone_hz: float) -> None:
+    found = lm.correlate(synthetic_pair(position_m=30.0, tone_hz=tone_hz), **PIPE)
+    assert found.verdict == "ambiguous"
+    assert found.position_m is None
+    assert len(found.candidates_m) > 1
+    steps = np.diff(sorted(found.candidates_m))
+    assert np.allclose(
+        steps / (1200 / 2 / tone_hz / 2), np.round(steps / (1200 / 2 / tone_hz / 2)), atol=0.15
+    )
+
+
+@pytest.mark.parametrize("position_m", [-40.0, -1.0, 121.0, 300.0])
+def test_a_source_beyond_a_logger_is_outside(position_m: float) -> None:
+    found = lm.correlate(synthetic_pair(position_m=position_m), **PIPE)
+    assert (found.verdict, found.position_m, found.low_m) == ("outside", None, None)
+    assert f"logger {'a' if position_m < 0 else 'b'}" in found.text()
+
+
+# ---- clocks, start times, hostile input
+
+
+def refusal(*recordings: Any, **given: Any) -> str:
+    """Return the code of the error."""
+    with pytest.raises(lm.LeakmelError) as error:
+        lm.correlate(*recordings, **(PIPE | given))
+    return error.value.code
+
+
+def test_no_position_without_known_clocks() -> None:
+    pair = synthetic_pair(position_m=30.0)
+    two = channel(pair, 0), channel(pair, 1)
+    assert refusal(*two) == "clocks-unknown"
+    assert refusal(*two, clock_error_s=1.0) == "clock-error-too-large"
+    assert lm.correlate(*two, clock_error_s=0.0, **PIPE).position_m == pytest.approx(30, abs=0.05)
+
+
+def test_start_times_in_names(tmp_path: Path) -> None:
+    pair = synthetic_pair(position_m=30.0)
+    a = write(tmp_path / "A~1~20250101_020000~8.wav", channel(pair, 0))
+    b = write(tmp_path / "B~1~20250101_020000~8.wav", channel(pair, 1))
+    later = write(tmp_path / "B~2~20250101_030000~8.wav", channel(pair, 1))
+    assert lm.correlate(a, b, clock_error_s=0.0, **PIPE).verdict == "leak"
+    assert refusal(a, later, clock_error_s=0.0) == "start-times-differ"
+    assert lm.correlate(a, later, clock_error_s=0.0, offset_s=0.0, **PIPE).verdict == "leak"
+    assert lm.correlate(write(tmp_path / "both.wav", pair), **PIPE).position_m == pytest.approx(30, abs=0.05)
+
+
+def test_hostile_recordings(tmp_path: Path) -> None:
+    pair = synthetic_pair(position_m=30.0)
+    a, b = channel(pair, 0), channel(pair, 1)
+    known = partial(refusal, clock_error_s=0.0)
+    silent = replace(b, samples=np.zeros_like(b.samples))
+    nan = replace(b, samples=np.where(np.arange(len(b.samples))[:, None] == 7, np.nan, b.samples))
+    assert known(a, silent) == "silent-recording"
+    assert known(a, nan) == known(a, write(tmp_path / "nan.wav", nan)) == "nonfinite"
+    assert known(a, a) == "same-recording"
+    assert known(a, pair) == known(a) == "channels"
+    assert known(a, replace(b, sample_rate=8000)) == "rates-differ"
+    assert known(replace(pair, samples=pair.samples[:500])) == "too-short-to-correlate"
+    assert refusal(replace(pair, samples=pair.samples[:0])) == "silent-recording"
+    (tmp_path / "empty.wav").write_bytes(b"")
+    assert known(a, tmp_path / "empty.wav") == "empty"
+    assert known(a, tmp_path / "missing.wav") == "changed"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"distance_m": -1.0},
+        {"distance_m": math.nan},
+        {"speed_m_s": 0.0},
+        {"clock_error_s": -1.0},
+        {"speed_error_m_s": math.inf},
+        {"band_hz": (500.0, 100.0)},
+        {"band_hz": (100.0, 1e6)},
+        {"band_hz": (100.01, 100.02)},
+        {"offset_s": 1e6},
+        {"method": "magic"},
+    ],
+)
+def test_values_that_are_no_pipe(given: dict[str, Any]) -> None:
+    assert refusal(synthetic_pair(position_m=30.0), **given) == "wrong-value"
+
+
+# ---- wave speed, figure, command
+
+
+def test_wave_speed_is_that_of_the_formula() -> None:
+    found = lm.wave_speed("steel", 500.0, 5.0)
+    assert found.speed_m_s == pytest.approx(math.sqrt(2.1e9 / 1000 / (1 + 2.1 / 207 * 100)))
+    pe = lm.wave_speed("pe", 110.0, 10.0)
+    assert pe.low_m_s < pe.speed_m_s < pe.high_m_s
+    pair = synthetic_pair(position_m=20.0, distance_m=60.0, speed_m_s=pe.speed_m_s, band_hz=(50, 400))
+    result = lm.correlate(pair, distance_m=60.0, speed_m_s=pe)
+    assert result.position_m == pytest.approx(20, abs=0.1)
+    assert result.errors_m["speed"] == pytest.approx(20 / pe.speed_m_s / 2 * pe.error_m_s, rel=0.01)
+
+
+def test_figure_has_the_curves() -> None:
+    pytest.importorskip("plotly")
+    found = lm.correlate(synthetic_pair(position_m=30.0), **PIPE)
+    figure = found.figure()
+    traces = {trace.name: trace for trace in figure.data}
+    assert set(traces) == {*METHODS, "coherence", "phase", "phase of the delay"}
+    assert traces["ml"].x[np.argmax(traces["ml"].y)] == pytest.approx(30, abs=0.2)
+    spans = [shape for shape in figure.layout.shapes if shape.type == "rect"]
+    assert [(s.x0, s.x1) for s in spans] == [(found.low_m, found.high_m)]
+    assert "30.0 m" in figure.layout.title.text
+    none = lm.correlate(synthetic_pair(position_m=None), **PIPE).figure()
+    assert not [shape for shape in none.layout.shapes if shape.type == "rect"]
+    long = synthetic_pair(position_m=30.0, sample_rate=48000, duration_s=3.0)
+    assert max(len(trace.x) for trace in lm.correlate(long, **PIPE).figure().data) <= 2000
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = synthetic_pair(position_m=30.0)
+    files = [str(write(tmp_path / f"{n}.wav", channel(pair, k))) for k, n in enumerate("ab")]
+    words = ["correlate", *files, "--distance-m", "120", "--speed-m-s", "1200"]
+    assert main(words) == 2
+    assert "clock_error_s" in capsys.readouterr().err
+    page = tmp_path / "leak.html"
+    assert main([*words, "--clock-error-s", "0.001", "--json", "--html", str(page)]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["ok"]
+    assert body["verdict"] == "leak"
+    assert body["position_m"] == pytest.approx(30, abs=0.1)
+    assert body["html"] == str(page)
+    assert "plotly-figure" in page.read_text()
+    pipe = ["--material", "pvc", "--diameter-mm", "100", "--wall-mm", "5", "--clock-error-s", "0.001"]
+    assert main([*words[:5], *pipe]) == 0
+    assert main([*words, *pipe]) == 2
+    assert main([*words, "--clock-error-s", "0.001", "--band-low-hz", "100"]) == 2
+
+
+def test_a_build_imports_nothing_of_it() -> None:
+    code = (
+        "import sys, leakmel as lm, leakmel.cli; lm.build, lm.scan\n"
+        "assert not [m for m in sys.modules if m.startswith(('leakmel.locate', 'scipy'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
