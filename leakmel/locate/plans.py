@@ -60,7 +60,7 @@ def correlate_given(
     p: dict[str, Any] = {"distance_error_m": 0.5, "method": "ml"} | {
         n: v for n, v in parameters.items() if v is not None
     }
-    band = p.get("band_low_hz"), p.get("band_high_hz")
+    band: tuple[Any, Any] = p.get("band_low_hz"), p.get("band_high_hz")
     if (band[0] is None) != (band[1] is None):
         raise UsageError(
             "the band needs both ends", code="conflicting-parameters", expected="band_low_hz and band_high_hz"
