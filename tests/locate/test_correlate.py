@@ -209,7 +209,7 @@ def test_hostile_recordings(tmp_path: Path) -> None:
     assert refusal(replace(pair, samples=pair.samples[:0])) == "silent-recording"
     (tmp_path / "empty.wav").write_bytes(b"")
     assert known(a, tmp_path / "empty.wav") == "empty"
-    assert known(a, tmp_path / "missing.wav") == "changed"
+    assert known(a, tmp_path / "missing.wav") == "unreadable"
 
 
 @pytest.mark.parametrize(
