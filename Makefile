@@ -6,7 +6,7 @@ SETUP  := settings.ini setup.py pyproject.toml
 INSTALLED := .venv/.installed
 
 # Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
-RUN_NOTEBOOKS := start build build_part train evaluate predict nightly retrain search tune doctor benchmark explore review dashboard
+RUN_NOTEBOOKS := start build build_part train evaluate predict nightly retrain search tune doctor benchmark explore review dashboard correlate
 empty :=
 SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
 # A library notebook that needs more than the requirements is left out where that is not installed. It runs in a process of its own:

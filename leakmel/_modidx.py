@@ -4519,6 +4519,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate._source': ( 'locate/correlate.html#_source',
                                                                                 'leakmel/locate/correlate.py'),
+                                          'leakmel.locate.correlate._spectra': ( 'locate/correlate.html#_spectra',
+                                                                                 'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate._verdict': ( 'locate/correlate.html#_verdict',
                                                                                  'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate.correlate': ( 'locate/correlate.html#correlate',

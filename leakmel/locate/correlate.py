@@ -411,6 +411,28 @@ def _notes(found: Delay | None, is_inverted: bool, verdict: str) -> tuple[str, .
     return (*notes, *([more[verdict]] if verdict in more else []))
 
 
+def _spectra(
+    x: np.ndarray, y: np.ndarray, rate: int, pipe: _Pipe, band_hz: tuple[float, float] | None
+) -> tuple[CrossSpectra, tuple[float, float]]:
+    "Return the averaged spectra, and the band."
+    from scipy import fft
+
+    n_samples = 2 * fft.next_fast_len(max(256, math.ceil(2 * pipe.most_s * rate) + 4), real=True)
+    low, high = band_hz or (2 * rate / n_samples, 0.45 * rate)
+    if not 0 <= low < high <= rate / 2:
+        found, expected = f"{low} to {high} Hz", f"0 <= low < high <= {rate / 2:g} Hz"
+        raise UsageError("the band is not valid", code="wrong-value", found=found, expected=expected)
+    spectra = cross_spectra(x, y, rate, n_samples, (low, high))
+    if not spectra.in_band.any():
+        raise UsageError(
+            "the band holds no frequency of the spectrum",
+            code="wrong-value",
+            found=f"{low} to {high} Hz",
+            expected=f"a band of at least {rate / n_samples:.2f} Hz",
+        )
+    return spectra, (low, high)
+
+
 def correlate(
     a: str | os.PathLike | Recording,  # recording of logger a; with b=None both loggers as two channels
     b: str | os.PathLike | Recording | None = None,  # recording of logger b
@@ -428,8 +450,6 @@ def correlate(
     method: str = "ml",  # "plain", "phat", "scot", "ml" or "phase": gives the delay
 ) -> Correlation:  # raises DataError, RecordingError, UsageError
     "Find the position of a leak between two loggers from the delay of its noise."
-    from scipy import fft
-
     if method not in (*METHODS, "phase"):
         raise UsageError(
             "the method does not exist",
@@ -446,19 +466,7 @@ def correlate(
     _check_signals(x, y)
     x, y, correction_s = _shifted(x, y, rate, offset_s or 0.0)
     x, y = ((s - s.mean()) / s.std() for s in (x, y))
-    n_samples = 2 * fft.next_fast_len(max(256, math.ceil(2 * pipe.most_s * rate) + 4), real=True)
-    low, high = band_hz or (2 * rate / n_samples, 0.45 * rate)
-    if not 0 <= low < high <= rate / 2:
-        found, expected = f"{low} to {high} Hz", f"0 <= low < high <= {rate / 2:g} Hz"
-        raise UsageError("the band is not valid", code="wrong-value", found=found, expected=expected)
-    spectra = cross_spectra(x, y, rate, n_samples, (low, high))
-    if not spectra.in_band.any():
-        raise UsageError(
-            "the band holds no frequency of the spectrum",
-            code="wrong-value",
-            found=f"{low} to {high} Hz",
-            expected=f"a band of at least {rate / n_samples:.2f} Hz",
-        )
+    spectra, band_hz = _spectra(x, y, rate, pipe, band_hz)
     peaks = _find_peaks(spectra, method, pipe.most_s + 2 / rate)
     delay = None
     if peaks.peak > peaks.needed:
@@ -486,7 +494,7 @@ def correlate(
         distance_m=distance_m,
         speed_m_s=pipe.speed_m_s,
         method=method,
-        band_hz=(low, high),
+        band_hz=band_hz,
         coherent_share=float(spectra.coherent.sum() / spectra.in_band.sum()),
         peak=peaks.peak,
         needed_peak=peaks.needed,

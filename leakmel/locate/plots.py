@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from ..insight.plots import MAX_POINTS, _apply_style, _colour, _f32, _subplots
-from .correlate import Correlation
 
 if TYPE_CHECKING:
+    from leakmel.locate.correlate import Correlation
     import plotly.graph_objects as go
 
 
@@ -26,7 +26,7 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def correlation_figure(
-    found: Correlation,
+    found: "Correlation",
 ) -> "go.Figure":
     "Draw the correlogram over the position, the coherence, and the phase with the line of the delay."
     import plotly.graph_objects as go

@@ -25,16 +25,22 @@ class Material:
     is_plastic: bool = False  # stiffness depends on temperature and frequency
 
 
-_BOOK = "textbook range (Chaudhry; Wylie and Streeter 1993)"
+_BOOK = "Chaudhry, Applied Hydraulic Transients, table of moduli"
 MATERIALS = MappingProxyType(
     {
         "steel": Material(200, 207, 212, f"{_BOOK}: mild steel"),
-        "ductile-iron": Material(150, 165, 172, f"{_BOOK}; design value of makers: 24,000,000 psi = 165 GPa"),
+        "ductile-iron": Material(150, 165, 172, "AWWA C150: 24,000,000 psi = 165 GPa; range estimated"),
         "cast-iron": Material(80, 105, 170, f"{_BOOK}: cast iron"),
         "copper": Material(107, 117, 131, f"{_BOOK}: copper"),
-        "asbestos-cement": Material(20, 24, 28, f"{_BOOK}: 24 GPa; range estimated"),
+        "asbestos-cement": Material(20, 24, 28, f"{_BOOK}: 24; range estimated"),
         "concrete": Material(14, 25, 30, f"{_BOOK}: concrete without steel"),
-        "pvc": Material(2.4, 3.0, 4.0, "rigid PVC: 2.4 to 2.76 GPa in slow tests; high end estimated", True),
+        "pvc": Material(
+            2.4,
+            3.0,
+            4.0,
+            f"{_BOOK}: rigid PVC 2.4 to 2.75; high end (fast loads, cold water) estimated",
+            True,
+        ),
         "pe": Material(
             0.7,
             1.0,
