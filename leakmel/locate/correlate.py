@@ -171,7 +171,7 @@ class Correlation:
         lines = [f"{self.verdict}: {head}"]
         if self.delay_s is not None:
             lines.append(
-                f"  delay {1000 * self.delay_s:.3f} ms (arrival at a - arrival at b), standard error {1000 * self.errors_s['total']:.3f} ms"
+                f"  delay {1000 * self.delay_s:.3f} ms (arrival at a - arrival at b), standard error {1000 * self.errors_s['total']:.2g} ms"
             )
             parts = ", ".join(f"{name} {value:.2f} m" for name, value in self.errors_m.items())
             lines.append(f"  standard errors of the position: {parts}")

@@ -172,7 +172,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
         ("tune", {"budget": 3}, "did you mean budget_s"),
         ("tune", {"slots": 3}, "slots is unknown"),
         ("correlate", {"distance": 3.0}, "did you mean distance_m"),
-        ("correlate", {"speed_m_s": -3.0}, "speed_m_s is not valid"),
+        ("correlate", {"speed_m_s": -3.0}, "a speed above 0"),
         ("doctor", {"folder": "."}, "folder is unknown"),
         ("doctor", {"data_root": "/nowhere"}, "the folder does not exist"),
     ],
