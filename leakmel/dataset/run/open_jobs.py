@@ -298,9 +298,8 @@ def _join_parts(
             if journal is not None and not parts.keep:
                 journal.note(start, len(own), 0)
                 journal.enter(job.entry, file.fd)
-                if (
-                    journal.fd >= 0
-                ):  # the rows can be resumed, so the part is not needed: its space is free for the next
+                # now the rows can be resumed, and the part's space is free for the next one
+                if journal.fd >= 0:
                     path.with_suffix(JOINED).touch()
                     path.unlink()
         moved.n_files = job.n_copied
