@@ -222,7 +222,7 @@ def self_check() -> None:
         and stat_files([path]).tolist() == [as_listed]
     ):
         raise ImportError(
-            "compiled functions give wrong results on this machine; remove numba's cache (__pycache__ next to the package, or NUMBA_CACHE_DIR)"
+            "compiled functions give wrong results on this machine; remove the object files (leakmel*.o in __pycache__ of the package, in ~/.cache/leakmel, or in NUMBA_CACHE_DIR)"
         )
 
 

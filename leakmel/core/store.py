@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/store.ipynb #so000003
-import asyncio, hashlib, os, re, threading
+import hashlib, os, re, threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
@@ -323,6 +323,8 @@ class LocalCopies:
             self._place = TemporaryDirectory(prefix="leakmel-", ignore_cleanup_errors=True)
         except OSError as e:
             raise write_error(e, e.filename or "TMPDIR") from e
+        import asyncio  # what a build from a local folder does not need
+
         self._loop = asyncio.new_event_loop()
         self._free = asyncio.Semaphore(_TOGETHER)
         self._thread = threading.Thread(target=self._run, name="leakmel-download", daemon=True)
@@ -330,6 +332,8 @@ class LocalCopies:
 
     def _run(self) -> None:
         "Run requests until `close`, which ends those that have not ended."
+        import asyncio
+
         try:
             self._loop.run_forever()
         finally:
@@ -345,6 +349,8 @@ class LocalCopies:
         name: bytes,  # of the copy
     ) -> Future[bytes]:  # its full path; nothing is there if there is no such object; raises LeakmelError
         "Begin to copy an object."
+        import asyncio
+
         place = self.place
         with self._lock:
             if self._closed:

@@ -660,8 +660,9 @@ def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.Mon
 
 
 def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_stat_files", lambda paths, starts, words, out: out.fill(7))
-    with pytest.raises(ImportError, match="remove numba's cache"):
+    wrong = {**native._FUNCTIONS, "stat_files": lambda paths, starts, words, out: out.fill(7)}
+    monkeypatch.setattr(native, "_FUNCTIONS", wrong)
+    with pytest.raises(ImportError, match="remove the object files"):
         native.self_check()
 
 

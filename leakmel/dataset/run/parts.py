@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, socket, stat, threading, time, uuid
+import json, logging, os, re, shutil, stat, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -361,7 +361,7 @@ def run_part(
             path = without_rows(e.rejections)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
     lane = PartLane(
-        socket.gethostname(), worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
+        os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
     )
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
