@@ -640,6 +640,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'leakmel/core/machine_code.py'),
                                            'leakmel.core.machine_code.CompiledFunction.__init__': ( 'core/machine_code.html#compiledfunction.__init__',
                                                                                                     'leakmel/core/machine_code.py'),
+                                           'leakmel.core.machine_code._digest': ( 'core/machine_code.html#_digest',
+                                                                                  'leakmel/core/machine_code.py'),
                                            'leakmel.core.machine_code._file_name': ( 'core/machine_code.html#_file_name',
                                                                                      'leakmel/core/machine_code.py'),
                                            'leakmel.core.machine_code._link': ( 'core/machine_code.html#_link',

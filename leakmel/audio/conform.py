@@ -270,7 +270,7 @@ def native() -> ModuleType | None:
         remedy = ""
         if not isinstance(e, ImportError):
             remedy = (
-                "; if this happens again, remove numba's cache (__pycache__ next to the package, or NUMBA_CACHE_DIR), "
+                "; if this happens again, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), "
                 "or set NUMBA_CACHE_DIR to a folder that can be written"
             )
         logging.getLogger("leakmel").warning(

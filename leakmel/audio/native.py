@@ -31,7 +31,7 @@ from ..core.monitor import usable_cores
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
 
-CODE = load_compiled("leakmel.audio.native_code", "leakmel.audio.digests")
+CODE = load_compiled("leakmel.audio.native_code", "leakmel.audio.digests", "leakmel.audio.wav")
 _FUNCTIONS = CODE.functions
 # outcomes of reading; from 1 up: errno of opening or reading
 READ = CODE.constants["READ"]
@@ -222,7 +222,7 @@ def self_check() -> None:
         and stat_files([path]).tolist() == [as_listed]
     ):
         raise ImportError(
-            "compiled functions give wrong results on this machine; remove the object files (leakmel*.o in __pycache__ of the package, in ~/.cache/leakmel, or in NUMBA_CACHE_DIR)"
+            "compiled functions give wrong results on this machine; remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR)"
         )
 
 

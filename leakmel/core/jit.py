@@ -283,7 +283,7 @@ _RELEASE = "NRT_MemInfo_call_dtor"  # of an array that numba owns
 
 def object_code(
     functions: Mapping[str, Any],  # of `compiled`; they return None or int64
-) -> tuple[bytes, dict[str, Any]]:  # object, and symbol and arrays of each function
+) -> tuple[bytes, dict[str, Any], list[str]]:  # object; symbol and arrays of each function; C functions
     "Emit compiled functions as one object; raises ValueError if it needs more than the C library."
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     library, whole, found = ctypes.CDLL(None), binding.parse_assembly(""), dict[str, Any]()
@@ -304,4 +304,4 @@ def object_code(
     machine = binding.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
-    return machine.emit_object(whole), found
+    return machine.emit_object(whole), found, [name for name in used if name != _RELEASE]

@@ -6,7 +6,7 @@
 __all__ = ["CompiledFunction", "cache_folders", "CompiledCode", "load_compiled"]
 
 # %% ../../nbs/core/machine_code.ipynb #6d630003
-import ctypes, hashlib, json, logging, os, platform, tempfile
+import ctypes, hashlib, json, logging, os, stat, tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -88,7 +88,11 @@ def _file_name(module: str, others: tuple[str, ...]) -> str:
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _PLACES)
     facts = (
         *(metadata.version(package) for package in ("numba", "llvmlite")),
-        *(platform.machine(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()),
+        *(
+            binding.get_default_triple(),
+            binding.get_host_cpu_name(),
+            binding.get_host_cpu_features().flatten(),
+        ),
         settings,
     )
     digest.update(repr(facts).encode())
@@ -109,31 +113,52 @@ def _link(body: bytes, functions: Mapping[str, Any]) -> dict[str, CompiledFuncti
     engine.add_object_file(binding.ObjectFileRef.from_data(body))
     engine.finalize_object()
     _LOADED.append(engine)
-    return {
-        name: CompiledFunction(name, engine.get_function_address(about["symbol"]), about["arrays"])
-        for name, about in functions.items()
-    }
+    places = {name: engine.get_function_address(about["symbol"]) for name, about in functions.items()}
+    if missing := [name for name, place in places.items() if not place]:
+        raise ValueError(f"the object lacks {', '.join(missing)}")
+    return {name: CompiledFunction(name, places[name], about["arrays"]) for name, about in functions.items()}
+
+
+def _digest(about: dict[str, Any], body: bytes) -> str:
+    "Return the digest of an object and what is known of it."
+    known = json.dumps([about[name] for name in ("functions", "constants", "needs")], sort_keys=True)
+    return hashlib.sha256(known.encode() + body).hexdigest()
 
 
 def _read(
     path: Path,
 ) -> tuple[dict[str, CompiledFunction], dict[str, int]]:  # raises OSError, ValueError, KeyError
-    "Load functions and constants from an object file."
-    head, _, body = path.read_bytes().partition(b"\n")
+    "Load functions and constants from an object file that only this user, or root, can have written."
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        st = os.fstat(file.fileno())
+        if not stat.S_ISREG(st.st_mode) or st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022:
+            raise ValueError("another user can have written the object file")
+        head, _, body = file.read().partition(b"\n")
     about = json.loads(head)
-    if hashlib.sha256(body).hexdigest() != about["digest"]:
+    if _digest(about, body) != about["digest"]:
         raise ValueError("the digest of the object file is not that of its content")
+    library = ctypes.CDLL(None)
+    if missing := [name for name in about["needs"] if not hasattr(library, name)]:
+        raise ValueError(f"the C library lacks {', '.join(missing)}")
     return _link(body, about["functions"]), about["constants"]
 
 
-def _write(path: Path, body: bytes, functions: Mapping[str, Any], constants: Mapping[str, int]) -> None:
-    "Store an object file under its final name only when it is complete; raises OSError."
-    about = {"digest": hashlib.sha256(body).hexdigest(), "functions": functions, "constants": constants}
+def _write(
+    path: Path,
+    body: bytes,
+    functions: Mapping[str, Any],
+    constants: Mapping[str, int],
+    needs: list[str],  # functions of the C library
+) -> None:  # raises OSError
+    "Store an object file under its final name only when it is complete."
+    about: dict[str, Any] = {"functions": functions, "constants": constants, "needs": needs}
+    about["digest"] = _digest(about, body)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
             file.write(json.dumps(about).encode() + b"\n" + body)
+            os.fchmod(file.fileno(), 0o644)  # root may install it for others
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -180,11 +205,11 @@ def load_compiled(
     try:
         from leakmel.core.jit import object_code
 
-        body, functions = object_code(made.FUNCTIONS)
+        body, functions, needs = object_code(made.FUNCTIONS)
         code = CompiledCode(_link(body, functions), made.CONSTANTS)
         for folder in cache_folders():
             try:
-                _write(folder / name, body, functions, made.CONSTANTS)
+                _write(folder / name, body, functions, made.CONSTANTS, needs)
                 return replace(code, path=folder / name)
             except OSError as e:
                 log.info("compiled functions cannot be stored in %s: %s", folder, e)

@@ -1,7 +1,9 @@
 "Compiled reading, digests, moments and row checks: bit-identical to Python, and no faulty file is read as a recording."
 
+import ast
 import errno
 import importlib.abc
+import json
 import logging
 import os
 import subprocess
@@ -32,6 +34,8 @@ from leakmel.dataset.source import loader
 from leakmel.dataset.check import verify
 from leakmel.dataset.run.pipeline import PipelineConfig
 from messy import write_messy
+
+ROOT = Path(__file__).resolve().parents[2]
 
 N = 512
 HEADER = canonical_header(4096, N)
@@ -453,7 +457,7 @@ def test_damaged_numba_cache_is_reported_with_a_remedy(
     monkeypatch.setattr(sys, "meta_path", [_Damaged(), *sys.meta_path])
     with caplog.at_level(logging.WARNING, "leakmel"):
         assert conform.native() is None
-    assert "EOFError: Ran out of input; if this happens again, remove numba's cache" in caplog.text
+    assert "EOFError: Ran out of input; if this happens again, remove the compiled code" in caplog.text
 
 
 def test_disabled_numba_is_treated_as_missing() -> None:
@@ -484,7 +488,7 @@ def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch
 
     native.self_check()
     monkeypatch.setattr(native, part, wrong)
-    with pytest.raises(ImportError, match="remove numba's cache"):
+    with pytest.raises(ImportError, match="remove the compiled code"):
         native.self_check()
 
 
@@ -554,6 +558,62 @@ def test_damaged_object_files_are_made_again(tmp_path: Path, six: tuple[Path, by
     assert sorted(cache.glob("*")) == files, "no other file is left"
     for path in files:
         machine_code._read(path)  # the digest is that of the content
+
+
+def stored(folder: Path, **changes: Any) -> Path:
+    "An object file as `load_compiled` stores it, with some changes that its digest covers."
+    made = machine_code.load_compiled(
+        "leakmel.audio.native_code", "leakmel.audio.digests", "leakmel.audio.wav"
+    )
+    assert made.path is not None
+    head, _, body = made.path.read_bytes().partition(b"\n")
+    about = json.loads(head) | changes
+    path = folder / "x.o"
+    machine_code._write(path, body, *(about[name] for name in ("functions", "constants", "needs")))
+    machine_code._read(made.path)
+    return path
+
+
+def test_object_files_that_another_user_can_write_are_refused(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    machine_code._read(path)
+    (tmp_path / "link.o").symlink_to(path)
+    with pytest.raises(OSError):
+        machine_code._read(tmp_path / "link.o")
+    path.chmod(0o666)
+    with pytest.raises(ValueError, match="another user"):
+        machine_code._read(path)
+
+
+def test_object_files_of_another_system_are_refused(tmp_path: Path) -> None:
+    "A call of a function that the C library lacks would end the process."
+    with pytest.raises(ValueError, match="the C library lacks no_such_function"):
+        machine_code._read(stored(tmp_path, needs=["no_such_function"]))
+    about = {"hash_rows": {"symbol": "no_such_symbol", "arrays": []}}
+    with pytest.raises(ValueError, match="the object lacks hash_rows"):
+        machine_code._read(stored(tmp_path, functions=about))
+    path = stored(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"symbol": "', b'"symbol": "x', 1))
+    with pytest.raises(ValueError, match="digest"):
+        machine_code._read(path)
+
+
+@pytest.mark.parametrize("user", ["audio/native", "mel/cpu_engine"])
+def test_all_sources_of_machine_code_are_in_the_name_of_its_file(user: str) -> None:
+    tree = ast.parse((ROOT / "leakmel" / f"{user}.py").read_text())
+    calls = [
+        c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "load_compiled"
+    ]
+    ((module, *others),) = [[ast.literal_eval(a) for a in c.args] for c in calls]
+    source = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    package = module.rpartition(".")[0].split(".")
+    used = set()
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            used.add(".".join([*base, node.module or ""]))
+    assert {name for name in used if name.startswith("leakmel")} <= {*others, "leakmel.core.jit"}
 
 
 def test_arrays_of_another_kind_do_not_reach_machine_code() -> None:

@@ -662,7 +662,7 @@ def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.Mon
 def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {**native._FUNCTIONS, "stat_files": lambda paths, starts, words, out: out.fill(7)}
     monkeypatch.setattr(native, "_FUNCTIONS", wrong)
-    with pytest.raises(ImportError, match="remove the object files"):
+    with pytest.raises(ImportError, match="remove the compiled code"):
         native.self_check()
 
 
