@@ -369,7 +369,9 @@ class LocalCopies:
             except Exception as e:
                 raise store_error(e, os.path.join(os.fsencode(self.folder), path)) from None
             try:
-                with open(file, "xb", buffering=0) as f:
+                with open(
+                    file, "xb"
+                ) as f:  # buffered: a full disk may take a part of a write without an error
                     f.write(data)
                     if not is_small:
                         async for chunk in got.stream(min_chunk_size=_WHOLE_BYTES):

@@ -323,7 +323,7 @@ def load_class(
         raise EngineError(
             f"engine {name} cannot be loaded ({type(e).__name__}: {e})",
             code="engine-broken",
-            remedy="install leakmel again; if compiled code is the cause, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR)",
+            remedy="install leakmel again; if compiled code is the cause, remove the compiled code (__pycache__/leakmel*.o)",
         ) from e
 
 

@@ -279,7 +279,7 @@ def examine_engine(
             found, advice = package.found, package.advice
         return Check(key, "missing", f"cannot run on this machine: {found}", advice, name == "reference")
     except Exception as e:
-        advice = "Remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), which may be damaged; if that does not help, install leakmel again"
+        advice = "Remove the compiled code (__pycache__/leakmel*.o), which may be damaged; if that does not help, install leakmel again"
         return Check(key, "warn", f"failed: {type(e).__name__}: {e}", advice, name == "reference")
     wrong, n_values = sum(c.n_wrong for c in compared), sum(c.n_values for c in compared)
     figures = {

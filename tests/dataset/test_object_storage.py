@@ -193,6 +193,27 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
     assert len(set(served.gets)) <= made.found - made.summary["resumed_rows"]
 
 
+def test_a_resumed_build_reads_replaced_objects_again(url, demo, served, tmp_path, monkeypatch):
+    out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
+    done = threading.Event()
+    monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
+    monkeypatch.setattr(
+        served, "denied", lambda method, key: len(served.gets) >= 50 and bool(key) and not done.is_set()
+    )
+    with raises("store-denied", MachineError):
+        lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+    done.set()
+    first = sorted({key for key in served.gets if "TRAINING/LEAK" in key and "~F" not in key})
+    bodies = {key: (demo / key.partition("/")[2]).read_bytes() for key in first}
+    same = [key for key in first if len(bodies[key]) == len(bodies[first[0]])]
+    for key, other in zip(same[:4], same[4:8]):
+        served.put(key, bodies[other])
+    made = lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+    assert made.summary["resumed_rows"] > 0
+    fresh = lm.build(url, split="training", out=tmp_path / "y.h5", spec=SPEC, check=0, **QUIET)
+    assert out.read_bytes() == fresh.path.read_bytes()
+
+
 # ---------------------------------------------------------------- objects that vanish or change
 
 

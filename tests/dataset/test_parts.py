@@ -148,7 +148,7 @@ def test_parts_without_a_row(tmp_path):
     assert endings == [".h5", ".empty", ".h5", ".empty", ".h5"]
     strict = lm.PipelineConfig(max_rejected=0.3)
     with raises("too-many-rejected", DataError):
-        join(tmp_path / "x.h5", pipeline=strict, progress="none")
+        join(tmp_path / "x.h5", pipeline=strict, progress="none", keep_parts=True)
     made = join(tmp_path / "x.h5", progress="none", keep_parts=True)
     assert made.path.read_bytes() == right
     assert len(made.rejections) == 20
@@ -613,15 +613,41 @@ def test_parts_go_on_after_too_many_bad_files(demo, whole, tmp_path):
     assert made.summary["resumed_rows"] == made.rows
 
 
-def test_parts_whose_moved_rows_are_lost_are_read_again(demo, whole, tmp_path):
+def test_a_join_by_another_release_loses_no_moved_row(demo, whole, tmp_path, monkeypatch):
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 3)
+    with pytest.raises(BadFilesError):
+        join(target, pipeline={"max_rejected": 0.0}, progress="none")
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "__version__", "9.9")
+        with raises("other-plan", DataError):
+            join(target, progress="none")
+    assert join(target, progress="none").summary["copied_rows"] == 0
+
+
+def test_kept_parts_are_whole(demo, tmp_path):
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 3)
+    with pytest.raises(BadFilesError):
+        join(target, pipeline={"max_rejected": 0.0}, progress="none")
+    join(target, progress="none", keep_parts=True)
+    assert not parts_folder(target).exists()
+
+
+def test_parts_whose_moved_rows_are_lost_have_to_be_built_again(demo, whole, tmp_path):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
     with pytest.raises(BadFilesError):
         join(target, pipeline={"max_rejected": 0.0}, progress="none")
     target.with_name(".x.h5.partial").unlink()
+    with raises("part-unusable", DataError):
+        join(target, progress="none")
+    with raises("parts-missing", DataError):
+        join(target, progress="none")
+    build_parts(demo, target, 3)
     made = join(target, progress="none")
     assert made.path.read_bytes() == whole
-    assert made.summary["resumed_rows"] == 0
+    assert made.summary["copied_rows"] == made.rows
 
 
 def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_path):

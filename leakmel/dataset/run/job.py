@@ -281,6 +281,7 @@ class Job:
         k = numbers[self.good[numbers]]
         known = np.zeros(len(k), KNOWN)
         known["number"] = k
+        known["size"], known["mtime_ns"] = self.listing.sizes[k], self.listing.mtimes_ns[k]
         known["facts"] = self.facts[k]
         known["moments"] = self.moments[k]
         known["digest"] = self.row_digests[k]

@@ -39,6 +39,8 @@ log = logging.getLogger("leakmel")
 KNOWN = np.dtype(
     [
         ("number", "<i8"),  # candidate
+        ("size", "<i8"),  # of the recording, bytes
+        ("mtime_ns", "<i8"),
         ("facts", FACTS),
         ("moments", "<f8", (5,)),
         ("digest", "S32"),  # of the row
@@ -93,7 +95,7 @@ def _entry_of(body: dict[str, Any], n: int) -> Entry:
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #e2598a7a
-JOURNAL_SCHEMA = 3
+JOURNAL_SCHEMA = 4
 
 
 def folder_inodes(

@@ -85,6 +85,7 @@ def _resume_rows(
         good = facts["good"] & ~kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
         good &= is_settled(stamps["ctime_ns"], journal.past.began_ns) & (listing.label_ids[k] >= 0)
         good &= (stamps["size"] == listing.sizes[k]) & (stamps["mtime_ns"] == listing.mtimes_ns[k])
+        good &= (known["size"] == listing.sizes[k]) & (known["mtime_ns"] == listing.mtimes_ns[k])
         known = known[good]
         for name, offset, item_bytes in parts:
             numbers = known["number"]
@@ -265,7 +266,7 @@ def _join_parts(
     "Move the rows of the parts; recordings that have changed since are left to be read."
     file, journal = job.file, job.journal
     n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
-    job.n_parts = parts.n_parts
+    job.n_parts, lost = parts.n_parts, list[int]()
     with (
         Progress(n, label="join", show=request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,
@@ -273,7 +274,10 @@ def _join_parts(
         for number, path in enumerate(parts.files, start=1):
             start, _ = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
-            if path.suffix == JOINED:
+            if path.suffix == JOINED or path.with_suffix(JOINED).exists():  # by another join, in the meantime
+                if not job.kept[slice(*part_range(n, number, parts.n_parts))].any():
+                    path.with_suffix(JOINED).unlink(missing_ok=True)
+                    lost.append(number)
                 continue
             own = job.listing.part(number, parts.n_parts)
             if path.suffix == ".empty":
@@ -304,6 +308,14 @@ def _join_parts(
                     path.unlink()
         moved.n_files = job.n_copied
         bar.update(n)
+    if lost:
+        raise DataError(
+            "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
+            code="part-unusable",
+            path=file.partial,
+            found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
+            remedy=f"build them again (--part {lost[0]}/{parts.n_parts}), then join again",
+        )
     if any(changes.values()):
         job.changes = changes
 

@@ -53,6 +53,7 @@ from .existing import read_state, stamps_of, write_rejected
 from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, Parts
 from .journal import recordings_digest
+from .open_jobs import JOINED
 from .targets import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
 from .publish import BuildResult
@@ -451,7 +452,7 @@ def _with_current_stamps(listing: Listing) -> Listing:
         place = {path: k for k, path in enumerate(found.paths)}
         kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
         numbers, places = np.array(kept, np.int64).reshape(-1, 2).T
-        sizes, mtimes_ns = listing.sizes.copy(), listing.mtimes_ns.copy()
+        sizes, mtimes_ns = listing.sizes.copy(), np.full(len(listing), -1, np.int64)  # -1: is gone
         sizes[numbers], mtimes_ns[numbers] = np.array(found.sizes)[places], np.array(found.mtimes_ns)[places]
         return replace(listing, sizes=sizes, mtimes_ns=mtimes_ns)
     now = stamps_of(listing, np.arange(len(listing)))
@@ -547,6 +548,8 @@ class _Joining:
         files: Iterable[Path],  # of the parts in order; taken one by one, so they can be built meanwhile
     ) -> BuildResult:  # raises LeakmelError
         "Make the data set of all parts."
+        from leakmel import __version__
+
         folder = parts_folder(target)
         try:
             given, stored = self.pipeline, PipelineConfig(**plan["pipeline"])
@@ -566,6 +569,15 @@ class _Joining:
                 found=f"{type(e).__name__}: {e}",
                 remedy="remove the folder of the parts and build them again",
             ) from e
+        others = {"leakmel_version": __version__, "decoders": decoders()}
+        if any(plan.get(name) != here for name, here in others.items()):
+            raise DataError(
+                "the parts were built by another release of leakmel or of its decoders",
+                code="other-plan",
+                path=folder,
+                found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
+                remedy="join with the installation that built the parts",
+            )
         if plan.get("table") not in (None, _table_digest(manifest)):
             raise DataError(
                 "the table of labels has changed since the first part was built",
@@ -588,7 +600,7 @@ class _Joining:
         (made,) = build_targets(
             request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
         )
-        if not self.keep_parts:
+        if not self.keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
             shutil.rmtree(folder, ignore_errors=True)
         return made
 
