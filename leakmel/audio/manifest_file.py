@@ -6,7 +6,7 @@
 __all__ = ["T", "stored_folder", "write_manifest", "read_manifest"]
 
 # %% ../../nbs/audio/manifest_file.ipynb #mf000003
-import json, os
+import json, os, zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -162,14 +162,14 @@ def read_manifest(
             unmatched = tuple(_paths_of(stored["unmatched"]))
         return make(head["facts"], tuple(listings), unmatched)
     except (
-        NotImplementedError,  # a way of compression that the zip module lacks
+        RuntimeError,  # encrypted, or a compression that the zip module lacks, or too deep
+        zlib.error,
         OSError,
         ValueError,
         TypeError,
         LookupError,
         EOFError,
         BadZipFile,
-        RecursionError,
         LeakmelError,
     ) as e:
         is_missing = isinstance(e, FileNotFoundError)
