@@ -20,6 +20,7 @@ from leakmel.dataset.run.config import (
     write_tuned,
 )
 from leakmel.dataset.run.engine_choice import EXPECTED, break_even, choose_engine, engine_costs
+from leakmel.dataset.run.journal import engine_of_journal, journal_path
 from leakmel.core.errors import DataError
 from leakmel.mel.spec import MelSpec
 
@@ -146,3 +147,88 @@ def test_a_device_that_was_asked_for_is_not_weighed(card, tmp_path: Path) -> Non
     assert choice.order[0][0] == "triton"
     assert "device cuda:0 was asked for" in choice.reason
     assert PipelineConfig().device == "auto"
+
+
+def test_torch_on_the_processor_never_comes_before_the_cpu_engine(
+    card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Without stored code the cpu engine starts later, once; the engine of a data set is kept for good."
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(engine_choice, "_has_cache", lambda engine: False)
+    for n in (1, 100, 1000, 5000, 10_000_000):
+        order = choose_engine(SPEC, n, root=tmp_path).order
+        assert order.index(("cpu", "cpu")) < order.index(("torch", "cpu")), n
+        assert order[-1] == ("reference", "cpu")
+    stored_rates(tmp_path, **{"torch/cpu": 1e9})
+    order = choose_engine(SPEC, 1_000_000, root=tmp_path).order
+    assert order.index(("cpu", "cpu")) < order.index(("torch", "cpu"))
+
+
+def test_a_kept_engine_is_compared_with_the_fastest(
+    card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_choice, "engine_of_data_set", lambda path, spec: ("torch", "cpu"))
+    few = choose_engine(SPEC, 1000, root=tmp_path, targets=[tmp_path / "x.h5"])
+    many = choose_engine(SPEC, 10_000_000, root=tmp_path, targets=[tmp_path / "x.h5"])
+    assert few.order[0] == many.order[0] == ("torch", "cpu")
+    assert "by cpu on cpu" in few.reason
+    assert "With the option fresh, all 10,000,000 recordings are expected to take" in many.reason
+    assert "by triton on cuda" in many.reason
+    monkeypatch.setattr(engine_choice, "engine_of_data_set", lambda path, spec: ("triton", "cuda"))
+    best = choose_engine(SPEC, 10_000_000, root=tmp_path, targets=[tmp_path / "x.h5"])
+    assert "fresh" not in best.reason, "no other engine is faster"
+
+
+def test_an_interrupted_build_is_resumed_by_its_engine(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    "Caches, measured rates or cores may have changed the choice since."
+    out = tmp_path / "d.h5"
+    options = QUIET | {"split": "testing", "out": out, "pipeline": PipelineConfig(journal_bytes=1)}
+
+    def interrupt(*args: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("leakmel.dataset.run.publish.job_metadata", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lm.build(demo, engine="reference", **options)
+    head = engine_of_journal(journal_path(out))
+    assert head is not None
+    assert head[0].startswith("reference@")
+    targets = [out.with_name("absent.h5"), out]
+    assert choose_engine(SPEC, 10, root=demo, targets=targets).order[0] == ("reference", "cpu")
+    assert choose_engine(SPEC, 10, root=demo, targets=targets, fresh=True).order[0] == ("cpu", "cpu")
+    other = MelSpec.preset("overlap")
+    assert choose_engine(other, 10, root=demo, targets=targets).order[0] == ("cpu", "cpu"), "not resumable"
+    lines = journal_path(out).read_bytes().splitlines(keepends=True)
+    for broken in (lines[0], lines[0][:-9] + lines[1], b"", b"x" * 100):  # no rows, or damaged
+        damaged = tmp_path / ".damaged.h5.journal"
+        damaged.write_bytes(broken)
+        assert engine_of_journal(damaged) is None
+    made = lm.build(demo, **options)
+    assert made.summary["engine"] == head[0]
+    assert made.summary["resumed_rows"] == made.rows > 0
+    assert "keeps reference on cpu, the engine of the interrupted build" in made.summary["engine_reason"]
+    assert "cannot resume" not in caplog.text
+
+
+def test_a_numbered_device_is_of_its_kind(card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered = [("triton", "cuda:0"), ("torch", "cuda:0")]
+    monkeypatch.setattr(engine_choice, "engine_candidates", lambda device: list(numbered))
+    choice = choose_engine(SPEC, 10, root=tmp_path, device="cuda:0")
+    assert choice.reason_of("triton", "cuda:0") == choice.reason
+    assert "could not be used" in choice.reason_of("torch", "cuda:0")
+    monkeypatch.setattr(engine_choice, "engine_of_data_set", lambda path, spec: ("torch", "cuda"))
+    kept = choose_engine(SPEC, 10, root=tmp_path, device="cuda:0", targets=[tmp_path / "x.h5"])
+    assert kept.order == (("torch", "cuda:0"), ("triton", "cuda:0")), "the device that was asked for"
+    assert "keeps torch on cuda:0" in kept.reason_of("torch", "cuda:0")
+    monkeypatch.setattr(engine_choice, "engine_of_data_set", lambda path, spec: ("cpu", "cpu"))
+    other = choose_engine(SPEC, 10, root=tmp_path, device="cuda:0", targets=[tmp_path / "x.h5"])
+    assert other.order == tuple(numbered)
+
+
+def test_hidden_gpus_are_not_called_a_missing_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    reason = choose_engine(SPEC, 10, root=tmp_path).reason
+    assert "because no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)" in reason

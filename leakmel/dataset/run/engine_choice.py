@@ -27,6 +27,7 @@ from ...core.machine_code import cache_folders
 from ...core.monitor import usable_cores
 from ..file.schema import open_file
 from .config import find_tuned
+from .journal import engine_of_journal, journal_path
 from ...mel.engines import ENGINES, engine_candidates
 from ...mel.spec import MelSpec
 
@@ -115,6 +116,12 @@ def break_even(
 
 
 # %% ../../../nbs/dataset/run/engine_choice.ipynb #65630008
+def _kind_of(
+    candidate: tuple[str, str],  # engine and device
+) -> tuple[str, str]:  # engine and kind of device: cuda of cuda:0
+    return candidate[0], candidate[1].split(":")[0]
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     "Engines to try, and why."
@@ -128,9 +135,16 @@ class EngineChoice:
         device: str,
     ) -> str:
         "Return the reason as a sentence for the engine that could be opened."
-        if (engine, device.split(":")[0]) == self.order[0]:
+        if _kind_of((engine, device)) == _kind_of(self.order[0]):
             return self.reason
         return f"{self.reason} It could not be used, so the engine is {engine} on {device}."
+
+
+def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engine of this release
+    "Return name and kind of device of an engine's identity."
+    name, _, kind = identity.partition("/")
+    name = name.partition("@")[0]
+    return (name, "cuda" if kind.startswith("cuda") else "cpu") if name in ENGINES else None
 
 
 def engine_of_data_set(
@@ -145,11 +159,18 @@ def engine_of_data_set(
             identity = str(f.attrs["engine"])
             if not f.attrs["complete"] or f.attrs["fingerprint"] != spec.fingerprint(identity):
                 return None
-            name, _, kind = identity.partition("/")
     except Exception:  # any call of the HDF5 library can fail in a damaged file; the build reports it
         return None
-    name = name.partition("@")[0]
-    return (name, "cuda" if kind.startswith("cuda") else "cpu") if name in ENGINES else None
+    return _engine_named(identity)
+
+
+def _engine_to_resume(
+    path: Path,
+    spec: MelSpec,
+) -> tuple[str, str] | None:  # None if there is no interrupted build with this spec
+    "Return name and kind of device of the engine of an interrupted build."
+    identity, fingerprint = engine_of_journal(journal_path(path)) or ("", "")
+    return _engine_named(identity) if fingerprint == spec.fingerprint(identity) else None
 
 
 def choose_engine(
@@ -163,31 +184,49 @@ def choose_engine(
 ) -> EngineChoice:
     "Choose the engine of a build with `engine='auto'`."
     order = engine_candidates(device)
-    for path in () if fresh else targets:
-        kept = engine_of_data_set(path, spec)
-        if kept is not None and (device == "auto" or kept in order):
-            return EngineChoice(
-                (kept, *(x for x in order if x != kept)),
-                f"engine auto keeps {' on '.join(kept)}, the engine of the existing data set {show_path(path)}, so that "
-                "unchanged rows need not be computed again.",
-            )
-    if device not in ("auto", "cpu"):
+    has_gpu = any(kind == "cuda" for _, kind in map(_kind_of, order))
+    kept, why = None, ""
+    for find, text_of in (
+        (_engine_to_resume, "the engine of the interrupted build of {}, so that it can be resumed"),
+        (
+            engine_of_data_set,
+            "the engine of the existing data set {}, so that unchanged rows need not be computed again",
+        ),
+    ):
+        for path in () if fresh or kept else targets:
+            if (old := find(path, spec)) is None:
+                continue
+            kept = next((x for x in order if _kind_of(x) == old), old if device == "auto" else None)
+            if kept is not None:
+                why = text_of.format(show_path(path))
+                break
+    if kept is None and device not in ("auto", "cpu"):
         return EngineChoice(
             tuple(order), f"engine auto takes {order[0][0]}, because device {device} was asked for."
         )
-    has_gpu = any(kind == "cuda" for _, kind in order)
-    if not has_gpu:
-        why = "device cpu was asked for" if device == "cpu" else "no CUDA driver was found"
+    if kept is None and not has_gpu:
+        no_gpu = "no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)"
+        why = "device cpu was asked for" if device == "cpu" else no_gpu
         return EngineChoice(tuple(order), f"engine auto takes {order[0][0]}, because {why}.")
     rates = (find_tuned(root) or {}).get("rates")
-    costs = {(c.engine, c.device): c for c in engine_costs(spec, has_gpu=True, rates=rates)}
-    order.sort(key=lambda x: costs[x].seconds(n_files) if x in costs else math.inf)
-    best = costs[order[0]]
-    # the other kind of device, if one of its engines has a figure
-    other = next(costs[x] for x in order if x in costs and x[1] != best.device)
+    costs = {(c.engine, c.device): c for c in engine_costs(spec, has_gpu=has_gpu, rates=rates)}
 
     def text(c: EngineCost) -> str:
         return f"{c.seconds(n_files):.1f} s by {c.engine} on {c.device} ({c.start_s:g} s of start-up, then {c.files_per_s:,.0f} files/s, {c.source})"
+
+    seconds = {x: costs[_kind_of(x)].seconds(n_files) if _kind_of(x) in costs else math.inf for x in order}
+    cpu, torch = ("cpu", "cpu"), ("torch", "cpu")
+    if cpu in seconds and torch in seconds:  # equal times leave the order of the candidates, cpu first
+        seconds[torch] = max(seconds[torch], seconds[cpu])
+    order.sort(key=seconds.__getitem__)
+    best = costs[_kind_of(order[0])]
+    if kept is not None:
+        reason = f"engine auto keeps {' on '.join(kept)}, {why}."
+        if kept != order[0]:
+            reason += f" With the option fresh, all {n_files:,} recordings are expected to take {text(best)}."
+        return EngineChoice((kept, *(x for x in order if x != kept)), reason)
+    # the other kind of device, if one of its engines has a figure
+    other = next(costs[x] for x in order if x in costs and x[1] != best.device)
 
     return EngineChoice(
         tuple(order),

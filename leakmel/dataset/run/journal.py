@@ -13,6 +13,7 @@ __all__ = [
     "journal_identity",
     "journal_path",
     "InterruptedBuild",
+    "engine_of_journal",
     "read_journal",
     "Journal",
 ]
@@ -139,6 +140,7 @@ def journal_identity(
     fingerprint: str,  # fingerprint of spec and engine
     row_shape: tuple[int, ...],
     with_waveforms: bool,
+    engine: str = "",  # identity of the engine, from which `engine="auto"` takes the same again
 ) -> dict[str, Any]:
     "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
     import xxhash
@@ -148,6 +150,7 @@ def journal_identity(
         "schema": JOURNAL_SCHEMA,
         "leakmel_version": __version__,
         "fingerprint": fingerprint,
+        "engine": engine,
         "row_shape": list(row_shape),
         "with_waveforms": with_waveforms,
         "n_candidates": len(listing),
@@ -189,6 +192,25 @@ class InterruptedBuild:
     n_bytes: int = 0  # of the journal, up to its last whole line
     began_ns: int = 0  # start of the interrupted build, by the clock of the file system
     refusal: str = ""  # why the build cannot be resumed although a journal exists
+
+
+def engine_of_journal(
+    path: Path,
+) -> tuple[str, str] | None:  # None if there are no rows that this release could resume
+    "Return identity of the engine and fingerprint of the interrupted build that a journal belongs to; raises nothing."
+    from leakmel import __version__
+
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as f:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            head = _body(f.readline(_MAX_HEADER_BYTES))
+            if (head["schema"], head["leakmel_version"]) != (JOURNAL_SCHEMA, __version__) or not f.read(1):
+                return None
+            return str(head["engine"]), str(head["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the build reports it
 
 
 def read_journal(

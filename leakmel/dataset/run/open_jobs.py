@@ -211,7 +211,9 @@ def _reserve_job(
     path, request, config = journal_path(target), run.request, run.request.config
     if request.fresh:
         path.unlink(missing_ok=True)
-    identity = journal_identity(listing, run.fingerprint, run.spec.row_shape, request.with_waveforms)
+    identity = journal_identity(
+        listing, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
+    )
     journal = Journal(path, identity, every_bytes=config.journal_bytes, sync=config.fsync)
     if why := journal.past.refusal:
         log.warning(
