@@ -17,6 +17,7 @@ from ..audio.wav import Recording, read_wav
 from ..core.errors import DataError, UsageError, show_path
 from leakmel.locate.cross_spectra import (
     METHODS,
+    MIN_AVERAGES,
     CrossSpectra,
     Delay,
     aligned_spectra,
@@ -156,7 +157,7 @@ class Correlation:
         "Return the result in a few lines."
         end = "a" if self.delay_s is not None and self.delay_s < 0 else "b"
         heads = {
-            "none": "no common noise: the correlation is no higher than that of unrelated recordings",
+            "none": "no position: the recordings have no lasting broadband noise in common",
             "outside": f"the noise comes from logger {end} or from beyond it",
             "ambiguous": "several positions explain the recordings: "
             + ", ".join(f"{p:.1f} m" for p in self.candidates_m),
@@ -369,19 +370,18 @@ def _shifted(
 
 
 def _verdict(
-    pipe: _Pipe, peaks: _Peaks, delay_s: float, correction_s: float, half_m: float, is_coherent: bool
+    pipe: _Pipe, lags_s: np.ndarray, delay_s: float, errors_m: dict[str, float]
 ) -> tuple[str, tuple[float, ...]]:
-    "Return the verdict, and the positions that explain the recordings."
-    has_peak = peaks.peak > peaks.needed
-    if not has_peak and not is_coherent:
-        return "none", ()
+    "Return the verdict on a significant peak, and the positions that explain the recordings."
+    half_m = Z95 * errors_m["total"]
     place = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
-    others = [pipe.position_m(float(t) + correction_s) for t in peaks.lags_s[1:]]
+    others = [pipe.position_m(float(t)) for t in lags_s[1:]]
     far = [p for p in others if 0 <= p <= pipe.distance_m and abs(p - place) > half_m]
     if far:
         return "ambiguous", (place, *far)[:MAX_CANDIDATES]
-    if not has_peak:
-        return "none", ()
+    half_m = Z95 * math.hypot(
+        errors_m["delay"], errors_m["distance"]
+    )  # an error of speed or clocks does not say outside
     if place - half_m <= 0 or place + half_m >= pipe.distance_m:
         return "outside", ()
     return "leak", (place,)
@@ -394,30 +394,57 @@ def _errors_s(delay: Delay, pipe: _Pipe) -> dict[str, float]:
     return {"total": total, **parts}
 
 
-def _notes(found: Delay | None, is_inverted: bool, verdict: str) -> tuple[str, ...]:
-    "Say what to know or do about a result."
-    notes = []
+_TONES = "both recordings have common tones (a pump, mains hum) but no common broadband noise; they say nothing about a position"
+_EVENT = "a single event, not a lasting noise: without its part of the recordings no correlation is left"
+_BEYOND = "a source at or beyond logger {} explains the delay as well, within the errors of speed and clocks"
+_ZERO = "the delay is zero: electrical interference in both channels gives the same result; move one logger by a known distance and repeat"
+
+
+def _notes(found: Delay | None, is_inverted: bool, verdict: str, more: list[str]) -> tuple[str, ...]:
+    "Say what to know or do about a result; `more` is added."
+    notes = list(more)
     if found is not None and found.misfit > 2:
         notes.append(
-            f"the phase scatters {found.misfit:.1f} times as much as the coherence allows: dispersion, or sound on two ways; a narrower band_hz may help"
+            f"the phase scatters {found.misfit:.1f} times as much as the coherence allows: "
+            "dispersion, sound on two ways, or clocks that run at different rates; a narrower band_hz may help"
         )
     if found is not None and is_inverted:
         notes.append("one recording is inverted: the sensors have opposite polarity, or the band is narrow")
-    more = {
+    remedies = {
         "ambiguous": "a narrow band repeats its peaks: leave out pumps and hum by band_hz, or wait until they are off",
         "outside": "move a logger, so that the source lies between both",
         "none": "record longer, at night, or with a smaller distance between the loggers",
     }
-    return (*notes, *([more[verdict]] if verdict in more else []))
+    return (*notes, *([remedies[verdict]] if verdict in remedies else []))
+
+
+def _segment(n: int, rate: int, most_s: float) -> int:
+    "Return the samples of a segment: four times the largest delay; raises DataError if n samples are too few."
+    from scipy import fft
+
+    if not 4 * most_s * rate <= n:
+        raise DataError(
+            "the recordings are too short for this pipe",
+            code="too-short-to-correlate",
+            found=f"{n / rate:.2f} s",
+            expected=f"at least {4 * most_s * (1 + MIN_AVERAGES) / 2:.3g} s for a largest delay of {most_s:.3g} s",
+            remedy="check distance_m and speed_m_s, record longer, or place the loggers closer together",
+        )
+    return 2 * fft.next_fast_len(max(256, math.ceil(2 * most_s * rate) + 4), real=True)
+
+
+def _level(x: np.ndarray, n_samples: int) -> np.ndarray:
+    "Scale a recording of mean 0 down where its level over n_samples is above the median level: spectra are averaged by energy."
+    from scipy import ndimage
+
+    level = np.sqrt(np.maximum(ndimage.uniform_filter1d(x**2, n_samples, mode="nearest"), 0.0))
+    return x / np.maximum(level / np.median(level[level > 0]), 1.0)
 
 
 def _spectra(
-    x: np.ndarray, y: np.ndarray, rate: int, pipe: _Pipe, band_hz: tuple[float, float] | None
+    x: np.ndarray, y: np.ndarray, rate: int, n_samples: int, band_hz: tuple[float, float] | None
 ) -> tuple[CrossSpectra, tuple[float, float]]:
     "Return the averaged spectra, and the band."
-    from scipy import fft
-
-    n_samples = 2 * fft.next_fast_len(max(256, math.ceil(2 * pipe.most_s * rate) + 4), real=True)
     low, high = band_hz or (2 * rate / n_samples, 0.45 * rate)
     if not 0 <= low < high <= rate / 2:
         found, expected = f"{low} to {high} Hz", f"0 <= low < high <= {rate / 2:g} Hz"
@@ -466,23 +493,36 @@ def correlate(
     _check_signals(x, y)
     x, y, correction_s = _shifted(x, y, rate, offset_s or 0.0)
     x, y = ((s - s.mean()) / s.std() for s in (x, y))
-    spectra, band_hz = _spectra(x, y, rate, pipe, band_hz)
+    n_samples = _segment(len(x), rate, pipe.most_s)
+    x, y = (_level(s, n_samples) for s in (x, y))
+    spectra, band_hz = _spectra(x, y, rate, n_samples, band_hz)
     peaks = _find_peaks(spectra, method, pipe.most_s + 2 / rate)
-    delay = None
-    if peaks.peak > peaks.needed:
+    delay, more = None, []
+    lasting = _find_peaks(spectra.without_loudest(), method, pipe.most_s + 2 / rate)
+    if peaks.peak <= peaks.needed:
+        if spectra.certain.any():
+            more.append(_TONES)
+    elif lasting.peak <= lasting.needed:
+        more.append(_EVENT)
+    else:
         delay, peaks = _refine(x, y, spectra, peaks, method, pipe.most_s + 2 / rate)
         delay = replace(delay, by_method={name: t + correction_s for name, t in delay.by_method.items()})
     delay_s = delay.by_method[method] if delay else float(peaks.lags_s[0]) + correction_s
     errors = pipe.errors_m(delay_s, delay.error_s if delay else 0.0)
-    verdict, candidates = _verdict(
-        pipe, peaks, delay_s, correction_s, Z95 * errors["total"], bool(spectra.certain.any())
-    )
+    verdict, candidates = "none", ()  # type: str, tuple[float, ...]
+    if delay:
+        verdict, candidates = _verdict(pipe, peaks.lags_s + correction_s, delay_s, errors)
     is_found = verdict in ("leak", "outside")
     used = delay if is_found else None
     interval = (None, None, None)  # type: tuple[float | None, float | None, float | None]
     if verdict == "leak":
         place, half = pipe.position_m(delay_s), Z95 * errors["total"]
         interval = place, max(0.0, place - half), min(distance_m, place + half)
+        total_s = math.hypot(delay.error_s if delay else 0.0, pipe.clock_error_s)
+        ends = {"a": place - half <= 0, "b": place + half >= distance_m}
+        more += [_BEYOND.format(end) for end, is_reached in ends.items() if is_reached]
+        if abs(delay_s) < max(2 / rate, 2 * total_s):
+            more.append(_ZERO)
     return Correlation(
         verdict,
         *interval,
@@ -500,6 +540,6 @@ def correlate(
         needed_peak=peaks.needed,
         n_averages=spectra.n_averages,
         sample_rate=rate,
-        notes=_notes(used, bool(peaks.heights[0] < 0), verdict),
+        notes=_notes(used, bool(peaks.heights[0] < 0), verdict, more),
         curves=_curves(spectra, pipe.most_s, delay_s, correction_s),
     )

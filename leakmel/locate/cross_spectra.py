@@ -19,7 +19,7 @@ __all__ = [
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20003
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -65,6 +65,13 @@ class CrossSpectra:
         "Magnitude-squared coherence, [F], 0 to 1."
         power = self.mean(self.aa, without) * self.mean(self.bb, without)
         return np.abs(self.mean(self.ab, without)) ** 2 / np.maximum(power, np.finfo(float).tiny)
+
+    def without_loudest(self) -> "CrossSpectra":
+        "Leave out the group whose cross-spectrum is largest in the band."
+        kept = np.arange(len(self.ab)) != np.abs(self.ab[:, self.in_band]).sum(axis=1).argmax()
+        n_segments = self.n_segments // len(self.ab) * int(kept.sum())
+        spectra = {name: getattr(self, name)[kept] for name in ("ab", "aa", "bb")}
+        return replace(self, n_segments=n_segments, **spectra)
 
     @property
     def threshold(self) -> float:

@@ -130,6 +130,7 @@ def test_dispersion_is_noticed() -> None:
     assert found.verdict == "leak"
     assert found.low_m < 30 < found.high_m
     assert "dispersion" in found.text()
+    assert "different rates" in found.text()
     assert -60 / 1200 / 0.9 < found.delay_s < -0.05
     straight = lm.correlate(synthetic_pair(position_m=30.0, snr_db=20.0), **PIPE)
     assert "dispersion" not in straight.text()
@@ -146,16 +147,73 @@ def test_unrelated_noise_has_no_position() -> None:
     assert verdicts["leak"] + verdicts["outside"] <= binom.ppf(0.999, 200, 0.01)
 
 
+def recording(*channels: np.ndarray) -> lm.Recording:
+    """Return channels as a recording of two loggers."""
+    samples = np.stack(channels, axis=1)
+    return replace(
+        synthetic_pair(position_m=30.0), samples=(0.5 * samples / np.abs(samples).max()).astype(np.float32)
+    )
+
+
 @pytest.mark.parametrize("tone_hz", [120.0, 310.0, 700.0])
-def test_a_tone_is_ambiguous(tone_hz: float) -> None:
+def test_a_tone_has_no_position(tone_hz: float) -> None:
     found = lm.correlate(synthetic_pair(position_m=30.0, tone_hz=tone_hz), **PIPE)
+    assert (found.verdict, found.position_m, found.candidates_m) == ("none", None, ())
+    assert "common tones" in found.text()
+    assert "common tones" not in lm.correlate(synthetic_pair(position_m=None), **PIPE).text()
+
+
+def test_a_narrow_band_is_ambiguous() -> None:
+    found = lm.correlate(synthetic_pair(position_m=30.0, band_hz=(300, 320)), **PIPE)
     assert found.verdict == "ambiguous"
     assert found.position_m is None
-    assert len(found.candidates_m) > 1
-    steps = np.diff(sorted(found.candidates_m))
-    assert np.allclose(
-        steps / (1200 / 2 / tone_hz / 2), np.round(steps / (1200 / 2 / tone_hz / 2)), atol=0.15
-    )
+    steps = np.diff(sorted(found.candidates_m)) / (1200 / 2 / 310 / 2)
+    assert len(steps)
+    assert np.allclose(steps, np.round(steps), atol=0.15)
+
+
+@pytest.mark.parametrize("loudness", [60, 300])
+def test_loud_transients_do_not_hide_a_leak(loudness: float) -> None:
+    samples = synthetic_pair(position_m=36.0, snr_db=0.0).samples.astype(float)
+    samples /= samples.std(axis=0)
+    for k, start in ((0, 9000), (1, 20000)):
+        samples[start : start + 400, k] += loudness * np.random.default_rng(k).standard_normal(400)
+    assert lm.correlate(recording(*samples.T), **PIPE).position_m == pytest.approx(36, abs=0.05)
+
+
+def test_a_common_knock_is_no_leak() -> None:
+    texts = []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        a, b = rng.standard_normal((2, 40960))
+        start = 20480 + int(rng.integers(-4000, 4000))
+        knock = 60 * np.exp(-np.arange(400) / 40) * rng.standard_normal(400)
+        a[start : start + 400] += knock
+        delayed = start + int(rng.integers(-350, 350))
+        b[delayed : delayed + 400] += knock
+        texts.append(lm.correlate(recording(a, b), **PIPE).text())
+    assert all(text.startswith("none") for text in texts)
+    assert any("a single event" in text for text in texts)
+
+
+def test_errors_of_clocks_and_speed_do_not_say_outside() -> None:
+    found = lm.correlate(synthetic_pair(position_m=40.0), clock_error_s=0.045, **PIPE)
+    assert (found.verdict, found.low_m) == ("leak", 0.0)
+    assert "beyond logger a" in found.text()
+    assert "beyond" not in lm.correlate(synthetic_pair(position_m=40.0), **PIPE).text()
+
+
+def test_a_delay_of_zero_may_be_interference() -> None:
+    a, b, common = np.random.default_rng(0).standard_normal((3, 40960))
+    found = lm.correlate(recording(a + 0.3 * common, b + 0.3 * common), **PIPE)
+    assert found.position_m == pytest.approx(60, abs=0.2)
+    assert "electrical interference" in found.text()
+    assert "interference" not in lm.correlate(synthetic_pair(position_m=57.0), **PIPE).text()
+
+
+@pytest.mark.parametrize("given", [{"distance_m": 1e300}, {"distance_m": 1e12}, {"speed_m_s": 1e-6}])
+def test_a_pipe_longer_than_the_recordings(given: dict[str, float]) -> None:
+    assert refusal(synthetic_pair(position_m=30.0), **given) == "too-short-to-correlate"
 
 
 @pytest.mark.parametrize("position_m", [-40.0, -1.0, 121.0, 300.0])
