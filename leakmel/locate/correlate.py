@@ -395,7 +395,7 @@ def _errors_s(delay: Delay, pipe: _Pipe) -> dict[str, float]:
 
 
 _TONES = "both recordings have common tones (a pump, mains hum) but no common broadband noise; they say nothing about a position"
-_EVENT = "a single event, not a lasting noise: without its part of the recordings no correlation is left"
+_EVENT = "without the loudest part of the recordings no correlation is left: a single event, or a leak that is too weak for this length"
 _BEYOND = "a source at or beyond logger {} explains the delay as well, within the errors of speed and clocks"
 _ZERO = "the delay is zero: electrical interference in both channels gives the same result; move one logger by a known distance and repeat"
 
