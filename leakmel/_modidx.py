@@ -4518,6 +4518,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate._errors_s': ( 'locate/correlate.html#_errors_s',
                                                                                   'leakmel/locate/correlate.py'),
+                                          'leakmel.locate.correlate._find_delay': ( 'locate/correlate.html#_find_delay',
+                                                                                    'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate._find_peaks': ( 'locate/correlate.html#_find_peaks',
                                                                                     'leakmel/locate/correlate.py'),
                                           'leakmel.locate.correlate._level': ( 'locate/correlate.html#_level',

@@ -460,6 +460,21 @@ def _spectra(
     return spectra, (low, high)
 
 
+def _find_delay(
+    x: np.ndarray, y: np.ndarray, spectra: CrossSpectra, method: str, most_s: float, correction_s: float
+) -> tuple[Delay | None, _Peaks, list[str]]:
+    "Return the delay if lasting noise shows one, the peaks, and notes if there is none."
+    peaks = _find_peaks(spectra, method, most_s)
+    if peaks.peak <= peaks.needed:
+        return None, peaks, [_TONES] if spectra.certain.any() else []
+    lasting = _find_peaks(spectra.without_loudest(), method, most_s)
+    if lasting.peak <= lasting.needed:
+        return None, peaks, [_EVENT]
+    delay, peaks = _refine(x, y, spectra, peaks, method, most_s)
+    by_method = {name: t + correction_s for name, t in delay.by_method.items()}
+    return replace(delay, by_method=by_method), peaks, []
+
+
 def correlate(
     a: str | os.PathLike | Recording,  # recording of logger a; with b=None both loggers as two channels
     b: str | os.PathLike | Recording | None = None,  # recording of logger b
@@ -496,17 +511,7 @@ def correlate(
     n_samples = _segment(len(x), rate, pipe.most_s)
     x, y = (_level(s, n_samples) for s in (x, y))
     spectra, band_hz = _spectra(x, y, rate, n_samples, band_hz)
-    peaks = _find_peaks(spectra, method, pipe.most_s + 2 / rate)
-    delay, more = None, []
-    lasting = _find_peaks(spectra.without_loudest(), method, pipe.most_s + 2 / rate)
-    if peaks.peak <= peaks.needed:
-        if spectra.certain.any():
-            more.append(_TONES)
-    elif lasting.peak <= lasting.needed:
-        more.append(_EVENT)
-    else:
-        delay, peaks = _refine(x, y, spectra, peaks, method, pipe.most_s + 2 / rate)
-        delay = replace(delay, by_method={name: t + correction_s for name, t in delay.by_method.items()})
+    delay, peaks, more = _find_delay(x, y, spectra, method, pipe.most_s + 2 / rate, correction_s)
     delay_s = delay.by_method[method] if delay else float(peaks.lags_s[0]) + correction_s
     errors = pipe.errors_m(delay_s, delay.error_s if delay else 0.0)
     verdict, candidates = "none", ()  # type: str, tuple[float, ...]

@@ -205,12 +205,16 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
 def test_timeline_separates_copies_and_computing(
     demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
 ) -> None:
-    # late, so that one device does not take all batches
+    # late, so that one device does not take all batches; on a busy machine it may, so there are several tries
     used = devices(*(Faults(delay_s=0.004, seed=k) for k in range(n_devices)))
-    spans = build(demo, tmp_path, batch_accumulation=together, slots=12)[0].timeline.spans
-    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {
-        device.name for device in used
-    }
+    names = {device.name for device in used}
+    for k in range(5):
+        spans = build(demo, tmp_path / str(k), batch_accumulation=together, slots=12)[0].timeline.spans
+        lanes = {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")}
+        assert lanes <= names
+        if lanes == names:
+            break
+    assert lanes == names
     for split in ("TRAINING", "VALIDATION", "TESTING"):
         stages = ("read", "copy_in", "compute", "copy_out", "write")
         n_files = {
