@@ -319,21 +319,15 @@ def test_modes_and_outputs_that_objects_do_not_have(url, tmp_path):
         lm.build(url, split="training", out=f"s3://{BUCKET}/x.h5", **QUIET)
 
 
+def build_command(url: str, out: Path) -> list[str]:
+    return [sys.executable, "-m", "leakmel", "build", url, "--split", "training", "--out", str(out)]
+
+
 def test_secrets_are_nowhere(url, tmp_path, capfd, caplog):
     caplog.set_level("DEBUG")
-    command = [
-        sys.executable,
-        "-m",
-        "leakmel",
-        "build",
-        url,
-        "--split",
-        "training",
-        "--out",
-        str(tmp_path / "x.h5"),
-        "--json",
-    ]
-    ran = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [*build_command(url, tmp_path / "x.h5"), "--json"], capture_output=True, timeout=120, check=False
+    )
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["root"] == url
     lm.scan(url, progress="none").save(tmp_path / "listing.npz")
@@ -356,19 +350,8 @@ def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, 
             leave.wait(60)
 
     monkeypatch.setattr(served, "on_get", hang)
-    command = [
-        sys.executable,
-        "-m",
-        "leakmel",
-        "build",
-        url,
-        "--split",
-        "training",
-        "--out",
-        str(tmp_path / "x.h5"),
-    ]
     process = subprocess.Popen(
-        [*command, "--sample-rate", "4096", "--duration-s", "10"],
+        [*build_command(url, tmp_path / "x.h5"), "--sample-rate", "4096", "--duration-s", "10"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
