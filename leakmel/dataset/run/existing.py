@@ -128,7 +128,7 @@ def stamps_at_build(
     out["mtime_ns"] = listing.mtimes_ns[both]
     out["ctime_ns"] = np.append(ctimes_ns[rows], np.where(same, now["ctime_ns"], -1))
     out["ctime_ns"][~is_settled(out["ctime_ns"], began_ns)] = -1
-    out["folder"] = folder_inodes(listing, both.tolist())
+    out["folder"] = folder_inodes(listing, both)
     out[len(rows) :][listing.sizes[lost] < 0] = -1  # named in a table, and missing
     return out
 

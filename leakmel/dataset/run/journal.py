@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/journal.ipynb #381de27c
-import base64, json, logging, os, stat, sys, threading, time
+import base64, functools, json, logging, os, stat, sys, threading, time
 from contextlib import suppress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -107,12 +107,14 @@ def folder_inodes(
     if isinstance(listing.folder, StorePath):
         return np.zeros(len(list(numbers)), np.int64)
     base = os.fsencode(listing.folder) + b"/"
-    folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
-    found = dict.fromkeys(folders, -1)
-    for folder in found:
+
+    @functools.cache
+    def inode(folder: bytes) -> int:
         with suppress(OSError):
-            found[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
-    return np.array([found[folder] for folder in folders], np.int64)
+            return os.stat(base + folder).st_ino & (2**63 - 1)
+        return -1
+
+    return np.fromiter((inode(listing.paths[k].rpartition(b"/")[0]) for k in numbers), np.int64)
 
 
 def _digest_of_paths(listing: Listing) -> Any:
