@@ -13,7 +13,10 @@ import xxhash
 import leakmel as lm
 from leakmel.dataset.file import schema
 
-FEW, MANY = 24_000, 84_000  # with fewer, much of the difference is memory that does not grow further: arenas of threads, blocks of rows
+FEW, MANY = (
+    24_000,
+    84_000,
+)  # with fewer, much of the difference is memory that does not grow further: arenas of threads, blocks of rows
 MOST_BYTES = 560  # that one more recording may take at the peak; its path and facts alone take 250, one row of features 1,024
 
 BUILD = """
