@@ -815,6 +815,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.core.store.StorePath.bucket_url': ( 'core/store.html#storepath.bucket_url',
                                                                                  'leakmel/core/store.py'),
                                     'leakmel.core.store.StorePath.prefix': ('core/store.html#storepath.prefix', 'leakmel/core/store.py'),
+                                    'leakmel.core.store._check_endpoints': ('core/store.html#_check_endpoints', 'leakmel/core/store.py'),
                                     'leakmel.core.store._error_code': ('core/store.html#_error_code', 'leakmel/core/store.py'),
                                     'leakmel.core.store._note_fork': ('core/store.html#_note_fork', 'leakmel/core/store.py'),
                                     'leakmel.core.store._obstore': ('core/store.html#_obstore', 'leakmel/core/store.py'),

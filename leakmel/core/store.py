@@ -29,6 +29,7 @@ from itertools import count
 from pathlib import Path, PosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 from leakmel.core.errors import (
     DataError,
@@ -209,11 +210,32 @@ def store_error(
     return kind(message, code=code, path=path, found=found, remedy=remedy)
 
 
+def _check_endpoints(path: StorePath) -> None:  # raises UsageError
+    "Check the addresses of servers in the environment; the library ends the process for some invalid ones."
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT"):
+        if (value := os.environ.get(name)) is None:
+            continue
+        with suppress(ValueError):  # of an invalid port or address
+            url = urlsplit(value)
+            is_port = url.port is None or url.port > 0
+            if url.scheme in ("http", "https") and url.hostname and is_port and not re.search(r"\s", value):
+                continue
+        raise UsageError(
+            "the address of the object storage is not valid",
+            code="store-settings",
+            path=path,
+            found=f"environment variable {name}",  # the value may hold a password
+            expected="http://HOST:PORT or https://HOST:PORT",
+            remedy=f"correct {name}, or unset it to use the provider's own servers",
+        )
+
+
 def open_store(
     path: StorePath,
 ) -> Any:  # a store of obstore for the bucket; raises LeakmelError
     "Open the bucket of a URL with the credentials of the environment."
     _obstore()
+    _check_endpoints(path)
     from obstore.store import from_url
 
     more: dict[str, Any] = {}
@@ -243,7 +265,8 @@ def object_stamp(
     meta: Any,  # of obstore: e_tag, last_modified, size
 ) -> int:  # from 0 to 2**31 s in ns; about 61 bits
     "Return a number that changes with an object, in place of a modification time."
-    tag = meta.get("e_tag") or f"{meta.get('last_modified')} {meta.get('version')}"
+    # Azure quotes it in answers to GET, but not in listings
+    tag = (meta.get("e_tag") or "").strip('"') or f"{meta.get('last_modified')} {meta.get('version')}"
     return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "big") % _STAMP_RANGE
 
 

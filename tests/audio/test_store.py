@@ -289,6 +289,24 @@ def test_each_error_has_a_remedy_and_no_secret(served, monkeypatch):
         assert SECRET not in "".join(traceback.format_exception(e))
 
 
+@pytest.mark.parametrize(
+    "address", ["http://[::1", "127.0.0.1:9000", "http://", "http://127.0.0.1:99999", "http://a b/", "x"]
+)
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AZURE_ENDPOINT"])
+def test_an_invalid_address_of_the_server_is_named(monkeypatch, name, address):
+    monkeypatch.setenv(name, address)
+    with raises("store-settings", UsageError) as e:
+        lm.scan(f"s3://{BUCKET}/x", progress="none")
+    assert name in e.value.found
+
+
+def test_an_etag_has_the_same_stamp_with_and_without_quotes():
+    meta = {"e_tag": '"0x8DC"', "last_modified": "x", "version": None, "size": 3}
+    assert (
+        object_stamp(meta) == object_stamp(meta | {"e_tag": "0x8DC"}) != object_stamp(meta | {"e_tag": "0"})
+    )
+
+
 def test_a_profile_gives_the_credentials(served, monkeypatch, tmp_path):
     served.put("profile/LEAK/a.wav", b"x")
     (tmp_path / "credentials").write_text(

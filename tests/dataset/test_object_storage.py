@@ -1,8 +1,14 @@
 "Builds from object storage: the bytes of a local build, whatever happens to the objects and to the server."
 
+import base64
+import hashlib
+import hmac
+import http.client
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +16,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from email.utils import formatdate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,7 @@ from object_server import BUCKET, SECRET, ObjectServer
 import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.core import store as store_module
+from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.dataset.run.parts import build_part, join
 from leakmel.dataset.source import objects as objects_module
@@ -97,6 +105,77 @@ def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, 
     assert (made.summary["root"], made.verified.ok) == (url, True)
     assert nothing_is_left(tmp_path)
     check(made.path, demo / "TRAINING")
+
+
+def test_google_storage_gives_the_same_bytes(served, demo, whole, tmp_path, monkeypatch):
+    "Google's servers have an interface of the form of S3 too, which obstore uses."
+    for path in sorted(demo.rglob("*.wav")):
+        key = f"google/{path.relative_to(demo).as_posix()}"
+        served.client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes(), ACL="public-read")
+    account = {"gcs_base_url": served.url, "disable_oauth": True, "client_email": "", "private_key": ""}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account | {"private_key_id": ""}))
+    for name in served.environment:
+        monkeypatch.delenv(name)
+    url = f"gs://{BUCKET}/google"
+    made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    assert made.path.read_bytes() == whole
+    assert lm.verify(made.path, root=url).ok
+    assert nothing_is_left(tmp_path)
+
+
+def signed_put(port: int, account: str, key: str, path: str) -> int:
+    "Make a container of a server of Azure's form; return the HTTP status."
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = ["PUT", *[""] * 11, *(f"{n}:{v}" for n, v in headers.items())]
+    text = "\n".join([*lines, f"/{account}/{account}{path}", "restype:container"])
+    sign = hmac.new(base64.b64decode(key), text.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {account}:{base64.b64encode(sign).decode()}"
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(
+            "PUT", f"/{account}{path}?restype=container", headers=headers | {"Content-Length": "0"}
+        )
+        return connection.getresponse().status
+
+
+@pytest.mark.long
+def test_azure_storage_gives_the_same_bytes(demo, whole, tmp_path, monkeypatch):
+    import obstore
+
+    if (program := shutil.which("azurite-blob")) is None:
+        pytest.skip("azurite-blob is not installed (npm install -g azurite)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    account, key = "devstoreaccount1", base64.b64encode(b"x" * 64).decode()
+    place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(tmp_path / "azure")]
+    process = subprocess.Popen(
+        [program, *place, "--skipApiVersionCheck", "--silent", "--disableTelemetry"],
+        env=os.environ | {"AZURITE_ACCOUNTS": f"{account}:{key}"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(200):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        assert signed_put(port, account, key, "/box") == 201
+        settings = {"ACCOUNT_NAME": account, "ACCOUNT_KEY": key}
+        for name, value in settings.items():
+            monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+        monkeypatch.setenv("AZURE_ENDPOINT", f"http://127.0.0.1:{port}/{account}")
+        monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+        store, url = open_store(store_path("az://box")), "az://box/leaks"
+        for path in sorted(demo.rglob("*.wav")):
+            obstore.put(store, f"leaks/{path.relative_to(demo).as_posix()}", path.read_bytes())
+        made = lm.build(url, split="training", out=tmp_path / "x.h5", upload="az://box/sets", **QUIET)
+        assert made.path.read_bytes() == whole
+        assert bytes(obstore.get(store, "sets/x.h5").bytes()) == whole
+        assert lm.verify(made.path, root=url).ok
+        again = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+        assert (again.summary["mode"], nothing_is_left(tmp_path)) == ("none", True)  # nothing was read
+    finally:
+        process.terminate()
+        process.wait(10)
 
 
 def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_path, monkeypatch):

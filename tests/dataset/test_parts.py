@@ -29,7 +29,15 @@ from independent import check
 import leakmel as lm
 from leakmel.audio.synth import write_demo, write_wav
 from leakmel.core.cluster import open_cluster, run_tasks
-from leakmel.core.errors import DataError, EngineError, MachineError, RecordingError, UsageError
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    MachineError,
+    OutputError,
+    RecordingError,
+    UsageError,
+)
+from leakmel.dataset.file.writer import OutputLock
 from leakmel.dataset.run import open_jobs as open_jobs_module
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, covered_s, read_timeline
@@ -322,6 +330,20 @@ def test_how_recordings_are_read_cannot_be_chosen_on_a_cluster(demo, tmp_path):
             raises("conflicting-parameters", UsageError),
         ):
             lm.build(demo, preloaded=ready, **options)
+
+
+def test_a_second_build_of_the_same_file_leaves_the_parts_of_the_first(demo, tmp_path):
+    out = tmp_path / "x.h5"
+    folder = parts_folder(out)
+    folder.mkdir()
+    (folder / "00001-of-00002.0123abcd.h5").touch()
+    options = {"split": "training", "out": out, "fresh": True, **QUIET}
+    with ThreadPoolExecutor(1) as pool:
+        with OutputLock(folder), raises("output-locked", OutputError):
+            lm.build(demo, cluster=pool, **options)
+        assert os.listdir(folder) == ["00001-of-00002.0123abcd.h5"]
+        assert lm.build(demo, cluster=pool, **options).verified.ok
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".lock")]
 
 
 def test_a_process_of_another_release_is_refused(demo, tmp_path, monkeypatch):

@@ -242,7 +242,7 @@ def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_objects_give_the_same_table_as_the_folder(mixed, detector, tmp_path, monkeypatch):
+def test_objects_give_the_same_table_as_the_folder(mixed, detector, model, tmp_path, monkeypatch):
     pytest.importorskip("moto")
     from object_server import ObjectServer
 
@@ -258,6 +258,10 @@ def test_objects_give_the_same_table_as_the_folder(mixed, detector, tmp_path, mo
         there.write(tmp_path / "there.csv")
         here.write(tmp_path / "here.csv")
         assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+        words = ["--model", str(model), "--device", "cpu", "--engine", "torch", "--quiet"]
+        for root, name in ((mixed, "a.csv"), (url, "b.csv")):
+            assert main(["predict", str(root), *words, "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     finally:
         server.close()
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -462,6 +463,35 @@ def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
         result = searched(sets, tmp_path / "run", cluster=pool)
     assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
     assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
+
+
+class BrokenPool(ThreadPoolExecutor):
+    "As a pool of processes of which one was killed: both running tasks are lost."
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(function if args[0].number == 0 else break_pool, *args)
+
+
+def break_pool(*args: Any) -> None:
+    raise BrokenProcessPool("a process was terminated")
+
+
+def test_trials_of_a_broken_pool_are_repeated_if_several_were_running(sets: Path, tmp_path: Path) -> None:
+    with BrokenPool(2) as pool, raises("worker-died", MachineError):
+        searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
+    memory = read_state(tmp_path / "run")
+    assert memory is not None
+    assert [t.number for t in memory.trials] == [0]
+    assert sorted(memory.running) == ["1", "2"]
+    recent, old = tmp_path / "run" / ".1.stop", tmp_path / "run" / ".2.stop"
+    for path in (recent, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    with ThreadPoolExecutor(2) as pool:
+        result = searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
+    assert [t.state for t in result.trials] == ["complete"] * 4
+    assert recent.exists(), "a training of the interrupted search may not have seen it"
+    assert not old.exists()
 
 
 class KilledWorker(Exception):

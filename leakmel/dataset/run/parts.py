@@ -25,7 +25,7 @@ __all__ = [
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
 import json, logging, os, re, shutil, stat, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -47,7 +47,7 @@ from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name
-from ..file.writer import output_error
+from ..file.writer import OutputLock, output_error
 from .config import PipelineConfig
 from .existing import read_state, stamps_of, write_rejected
 from .inputs import SpecLike, checked_inputs
@@ -713,7 +713,9 @@ def build_on_cluster(
             expected="mode 'auto' or 'stream', and no preloaded recordings",
             remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
         )
-    with checked_inputs(manifest, targets, request.spec) as decision:
+    with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
+        for _, target in targets:  # a second build of the same file would remove the parts of the first one
+            locks.enter_context(OutputLock(parts_folder(target)))
         return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
 
 

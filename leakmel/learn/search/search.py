@@ -202,6 +202,7 @@ class _Stopped(Exception):
 
 
 _MAX_FAILURES = 4  # in a row; one more ends the search
+_STOP_FILE_S = 86_400  # age of stop files that are removed: until then a training of an interrupted search may not have seen it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -304,7 +305,9 @@ class _Search:
         self.submitted = set[int]()  # numbers of the trials of this call
         self.in_time = True  # time is left for trials after that for other seeds
         for old in self.folder.glob(".*.stop"):
-            old.unlink(missing_ok=True)
+            with suppress(OSError):
+                if time.time() - old.stat().st_mtime > _STOP_FILE_S:
+                    old.unlink()
         self.stop_file = None if self.client is None else self.folder / f".{uuid.uuid4().hex[:8]}.stop"
 
     def task(self, number: int, changes: dict[str, Any], seed: int | None = None) -> _Task:
@@ -393,18 +396,23 @@ class _Search:
         for most in (
             (1, trials) if not done else (trials,)
         ):  # the first trial must succeed before others begin
-            died: Exception | None = None
+            lost = list[tuple[Trial, Exception]]()  # of processes that ended
             for _, result in self.trained(self.proposals(most, began, seconds, again)):
                 if result.error is not None and all(t.state == "failed" for t in done[-_MAX_FAILURES:]):
                     raise result.error  # the first trial must succeed, and one of several in a row
+                if result.error is not None and isinstance(result.error.__cause__, BrokenExecutor):
+                    lost.append((result.trial, result.error))
+                    continue
                 self.keep(result.trial)
-                if isinstance(getattr(result.error, "__cause__", None), BrokenExecutor):
-                    died = result.error
                 so_far = self.state.best
                 self.bar.update(len(done), f"best F1 {so_far.f1:.4f} in trial {so_far.number}")
                 announce(repr(result.trial), show=self.show)
-            if died is not None:
-                raise died
+            if len(lost) == 1:
+                self.keep(lost[0][0])
+            if (
+                lost
+            ):  # with several, the one that ended the processes is not known: the next search repeats all
+                raise lost[0][1]
         best = self.state.best.number
         if not best or not self.in_time and len(done) < trials:
             return
