@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import UsageError
 from leakmel.learn.model.net import (
@@ -274,3 +275,32 @@ def test_loader_options_are_those_of_open_loader():
     options = LoaderSettings().loader_options()
     assert set(options) <= set(known)
     assert all(known[n].default == v for n, v in options.items())
+
+
+class EmptyOperations(TorchDispatchMode):
+    "Counts operations whose result is an empty tensor."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = self.n_empty = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        self.n += 1
+        self.n_empty += isinstance(result, torch.Tensor) and result.numel() == 0
+        return result
+
+
+@pytest.mark.parametrize("n_band_masks", [0, 2])
+@pytest.mark.parametrize("n_time_masks", [0, 2])
+def test_masks_that_are_not_wanted_cost_no_operation(n_band_masks, n_time_masks):
+    x, fill = pictures(5, 8, 6), torch.zeros(8)
+    both = only(n_band_masks=n_band_masks, band_mask_width=3, n_time_masks=n_time_masks, time_mask_width=2)
+    with EmptyOperations() as found:
+        y = augment(x, fill, both, generator())
+    assert found.n_empty == 0
+    assert found.n > 0 or not n_band_masks + n_time_masks
+    again = generator()
+    bands = random_masks(5, 8, n_band_masks, 3, again)[:, :, None]
+    columns = random_masks(5, 6, n_time_masks, 2, again)[:, None, :]
+    assert torch.equal(y, torch.where(bands | columns, 0.0, x))

@@ -287,7 +287,7 @@ def augment(
     fill: Tensor,  # [M] or [M, 1] dB, put where something is hidden: mean of the bands
     settings: AugmentSettings,
     generator: torch.Generator,  # on the device of x
-) -> Tensor:  # [n, M, W] float32, dB; x stays as it is
+) -> Tensor:  # [n, M, W] float32, dB; x stays as it is, and is returned where nothing is changed
     "Change levels and colours of a batch at random, add noise, and mask bands and columns."
     n, m, w = x.shape
     s = settings
@@ -297,9 +297,13 @@ def augment(
         x = x + smooth_curves(n, m, s.colour_db, generator)[:, :, None]
     if s.noise_share:
         x = add_power(x, noise_floors(x, s, generator))
-    bands = random_masks(n, m, s.n_band_masks, s.band_mask_width, generator)[:, :, None]
-    columns = random_masks(n, w, s.n_time_masks, s.time_mask_width, generator)[:, None, :]
-    return torch.where(bands | columns, fill.reshape(-1, 1).to(x.dtype), x)
+    hidden: Tensor | None = None  # each operation on a GPU costs a launch, also one on nothing
+    if mask_plan(m, s.n_band_masks, s.band_mask_width)[0]:
+        hidden = random_masks(n, m, s.n_band_masks, s.band_mask_width, generator)[:, :, None]
+    if mask_plan(w, s.n_time_masks, s.time_mask_width)[0]:
+        columns = random_masks(n, w, s.n_time_masks, s.time_mask_width, generator)[:, None, :]
+        hidden = columns if hidden is None else hidden | columns
+    return x if hidden is None else torch.where(hidden, fill.reshape(-1, 1).to(x.dtype), x)
 
 
 # %% ../../../nbs/learn/model/net.ipynb #26ebe28c
