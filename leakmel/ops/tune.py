@@ -382,6 +382,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "n_bytes": listing.n_bytes,
         "split": listing.split,
         "spec": spec.to_dict(),
+        "fingerprint": spec.fingerprint(),  # without an engine
         "with_waveforms": trials.with_waveforms,
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
@@ -481,6 +482,7 @@ def tune(
         )  # of other engines, measured before
         if (rate := figures["rate"])["files_per_s"] > 0:
             made = {"files_per_s": rate["files_per_s"], "made_utc": figures["made_utc"]}
+            made["spec"] = figures["fingerprint"]
             facts["rates"][rate["engine"]] = made
         try:
             figures["path"] = show_path(write_tuned(manifest.root, facts | asked | {"measured": figures}))

@@ -82,7 +82,10 @@ def stored_rates(root: Path, **rates: float) -> None:
         "device": "auto",
         "settings": {},
         "made_utc": "2026-11-24T00:00:00",
-        "rates": {k: {"files_per_s": v, "made_utc": "2026-11-24T00:00:00"} for k, v in rates.items()},
+        "rates": {
+            k: {"files_per_s": v, "made_utc": "2026-11-24T00:00:00", "spec": SPEC.fingerprint()}
+            for k, v in rates.items()
+        },
     }
     write_tuned(root, body)
 
@@ -97,6 +100,8 @@ def test_rates_of_tune_replace_the_expected_ones(
     assert choice.order[0] == ("cpu", "cpu")
     assert "500,000 files/s, measured by tune, 2026-11-24" in choice.reason
     assert choose_engine(SPEC, 10_000_000, root=tmp_path / "other").order[0] == ("triton", "cuda")
+    overlap = MelSpec.preset("overlap")
+    assert choose_engine(overlap, 10_000_000, root=tmp_path).order[0] == ("triton", "cuda"), "not measured"
     stored_rates(tmp_path, **{"cpu/cpu": -1.0})
     with pytest.raises(DataError) as caught:
         read_tuned(tuned_path(tmp_path))

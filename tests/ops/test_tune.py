@@ -294,11 +294,14 @@ def simulated_builds(monkeypatch) -> Clock:
 def test_rates_of_engines_are_stored_side_by_side(data, tmp_path, monkeypatch, simulated_builds):
     "The rate of another engine that was measured before is kept."
     monkeypatch.setattr(BuildTrials, "run", lambda trials, changes, cache: len(trials.sample) / 100.0)
-    before = {"triton/cuda": {"files_per_s": 90_000.0, "made_utc": "2026-05-01T10:00:00+00:00"}}
+    before = {
+        "triton/cuda": {"files_per_s": 90_000.0, "made_utc": "2026-05-01T10:00:00+00:00", "spec": "0123"}
+    }
     write_tuned(data, body(rates=before))
-    made = tune(data, budget_s=20, progress="none", work_dir=tmp_path)["made_utc"]
+    made = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     rates = read_tuned(tuned_path(data))["rates"]
-    assert rates == before | {"cpu/cpu": {"files_per_s": pytest.approx(100.0), "made_utc": made}}
+    facts = {"made_utc": made["made_utc"], "spec": lm.MelSpec(**made["spec"]).fingerprint()}
+    assert rates == before | {"cpu/cpu": {"files_per_s": pytest.approx(100.0), **facts}}
 
 
 def test_recommended_settings_are_stored_and_used(data, tmp_path, monkeypatch, simulated_builds):

@@ -235,7 +235,7 @@ def _checked_rate(
     files_per_s = float(rate["files_per_s"])
     if not 0 < files_per_s < 1e9:
         raise ValueError(f"files_per_s must be above 0, not {files_per_s:g}")
-    return {"files_per_s": files_per_s, "made_utc": str(rate["made_utc"])}
+    return {"files_per_s": files_per_s, "made_utc": str(rate["made_utc"]), "spec": str(rate["spec"])}
 
 
 def read_tuned(

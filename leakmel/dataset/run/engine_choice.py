@@ -86,7 +86,8 @@ def engine_costs(
     *,
     has_gpu: bool,
     cores: int | None = None,  # None: those that this process may use
-    rates: Mapping[str, Mapping[str, Any]] | None = None,  # of `tune`: "cpu/cpu" -> files_per_s, made_utc
+    rates: Mapping[str, Mapping[str, Any]]
+    | None = None,  # of `tune`: "cpu/cpu" -> files_per_s, made_utc, spec; those of other settings of the features are not used
 ) -> list[
     EngineCost
 ]:  # those with a figure; engines that support the spec are found out when they are opened
@@ -99,7 +100,8 @@ def engine_costs(
         us = e.us_per_file + e.us_per_frame * frames
         us = us / n_cores if e.is_per_core else max(us, _HOST_US / n_cores)
         rate, source = 1e6 / us, EXPECTED
-        if measured := (rates or {}).get(f"{engine}/{device}"):
+        measured = (rates or {}).get(f"{engine}/{device}")
+        if measured and measured["spec"] == spec.fingerprint():
             rate, source = measured["files_per_s"], f"measured by tune, {measured['made_utc']!s:.10}"
         start_s = e.start_s if _has_cache(engine) else e.first_start_s
         found.append(EngineCost(engine, device, start_s, rate, source))
