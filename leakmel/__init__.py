@@ -54,6 +54,8 @@ _PUBLIC = {
     "ReviewApp": "learn.review.app",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
+    "fetch": "sets.fetch",
+    "FetchedSet": "sets.fetch",
     "correlate": "locate.correlate",
     "Correlation": "locate.correlate",
     "wave_speed": "locate.wave_speed",

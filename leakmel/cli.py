@@ -16,6 +16,7 @@ __all__ = [
     "run_cache",
     "run_page",
     "run_correlate",
+    "run_fetch",
     "run_bench",
     "run_doctor",
     "CommandParser",
@@ -408,6 +409,48 @@ def run_correlate(args: argparse.Namespace) -> Outcome:
     return 0, body, found.text() + (f"\nreport: {body['html']}" if page else "")
 
 
+# %% ../nbs/cli.ipynb #5e75c102
+_FETCH: Options = {
+    "name": dict(
+        nargs="?",
+        metavar="NAME",
+        help="public set: aghashahi, dongguan, hongkong-hydrophones or hongkong-loggers (default: list them with size and licence)",
+    ),
+    "--out": dict(metavar="DIR", help="folder to make (default: the name of the set, in the current folder)"),
+    "--from": dict(
+        dest="source",
+        metavar="PATH",
+        help="archive (.zip, .rar), or folder of archives or recordings, that you downloaded by hand",
+    ),
+    "--yes": dict(
+        action="store_true", help="accept the licence; without it you are asked, at a terminal only"
+    ),
+    "--accept-unverified": dict(
+        action="store_true",
+        help="also download files for which the record of the set publishes no checksum; their digests are recorded",
+    ),
+}
+
+
+def run_fetch(args: argparse.Namespace) -> Outcome:
+    "Download a public set of leak recordings (CC BY 4.0), and convert it to WAV files with a table of labels and groups."
+    from leakmel.sets.catalogue import SETS, catalogue_text
+
+    if args.name is None:
+        known = [
+            {"name": s.name, "title": s.title, "doi": s.doi, "size": s.size, "licence": s.licence}
+            for s in SETS.values()
+        ]
+        return (
+            0,
+            {"sets": known},
+            f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
+        )
+    given = {name: getattr(args, name) for name in ("source", "yes", "accept_unverified")}
+    found = lm.fetch(args.name, args.out, progress=progress_mode(args), show=_print_error, **given)
+    return 0, found.summary, repr(found)
+
+
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Run a benchmark on this machine: builds, a GPU, or training."
@@ -489,6 +532,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
+    "fetch": (None, "leakmel fetch dongguan"),
     "correlate": (
         None,
         "leakmel correlate a.wav b.wav --distance-m 120 --speed-m-s 1200 --clock-error-s 0.001",
@@ -614,6 +658,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
         "join": (run_join, _add_join, None),
         "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
+        "fetch": (run_fetch, _FETCH, None),
         "correlate": (run_correlate, _CORRELATE, None),
         "labels": (run_labels, _LABELS, None),
         "page": (run_page, _PAGE, None),

@@ -17,6 +17,7 @@ __all__ = [
     "LEARN_RETRAIN",
     "OPS",
     "LOCATE",
+    "PUBLIC_SETS",
     "ERROR_CODES",
 ]
 
@@ -331,6 +332,22 @@ LOCATE = {
     "unknown-material": "The material of the pipe is not in the table.",
 }
 
+# %% ../../nbs/core/error_codes.ipynb #5e75c0de
+PUBLIC_SETS = {
+    "unknown-set": "No public set has this name.",
+    "licence-not-accepted": "The licence of a public set was not accepted.",
+    "checksum-unknown": "The record of a public set publishes no checksum for a file.",
+    "checksum-differs": "A downloaded file is not the one whose checksum or size is published.",
+    "set-unreachable": "The server of a public set cannot be reached.",
+    "set-refused": "The server of a public set refused a request.",
+    "set-changed": "The record or the files of a public set have another form than expected.",
+    "download-interrupted": "A download broke off several times.",
+    "no-such-source": "The source is neither a folder nor an archive.",
+    "unsafe-archive": "An archive holds links, paths that lead out of it, or more than a set can hold.",
+    "damaged-archive": "An archive cannot be read.",
+    "no-rar-program": "No program that decompresses RAR archives is installed.",
+}
+
 # %% ../../nbs/core/error_codes.ipynb #452cdf40
 _TABLES = (
     RECORDING,
@@ -346,6 +363,7 @@ _TABLES = (
     LEARN_RETRAIN,
     OPS,
     LOCATE,
+    PUBLIC_SETS,
 )
 ERROR_CODES: dict[str, str] = {code: meaning for table in _TABLES for code, meaning in table.items()}
 if len(ERROR_CODES) != sum(map(len, _TABLES)):

@@ -200,6 +200,8 @@ EXTRAS = {
     "dask": "cluster",
     "distributed": "cluster",
     "obstore": "store",
+    "pooch": "sets",
+    "rarfile": "sets",
 }
 
 

@@ -36,6 +36,7 @@ SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
     "core": "errors, locks, timeline, progress and threads, used by all other modules",
     "audio": "WAV reader, listing of recordings, names, tables and quality checks",
+    "sets": "public sets of leak recordings: download, conversion, labels and groups",
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",
     "insight": "bottleneck analysis, figures, reports and the dashboard",
@@ -74,6 +75,7 @@ PAGES = {"search": "search-settings"}  # Sphinx has a page of its own that is na
 FIRST = (
     "different_rates",
     "small_sets",
+    "public_sets",
     "correct_labels",
     "nightly_visits",
     "locate_leaks",

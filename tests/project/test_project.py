@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
-ROOMS = ["core", "audio", "mel", "dataset", "insight", "locate", "learn", "ops", "cli_learn", "cli"]
+ROOMS = ["core", "audio", "sets", "mel", "dataset", "insight", "locate", "learn", "ops", "cli_learn", "cli"]
 # Inside a room the same holds for its sub-folders; a module that lies in none of them may use all.
 FOLDERS = {
     "dataset": ["file", "source", "check", "run"],
@@ -107,7 +107,7 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
 }
-EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "all", "dev"}
+EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "sets", "all", "dev"}
 
 
 def conda_lists() -> dict[str, list[str]]:

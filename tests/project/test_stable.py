@@ -264,7 +264,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 LEARNING = ("train", "search", "evaluate", "predict", "suggest", "nightly", "retrain")
 DATA = ("init", "demo", "scan", "build", "verify")
-COMMANDS = (*DATA, *LEARNING, "review", "correlate", "labels", "page", "cache", "bench", "tune", "doctor")
+COMMANDS = (*DATA, *LEARNING, "review", "fetch", "correlate", "labels", "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -313,6 +313,8 @@ OF_JSON = {
     "labels import": "labels import {labelled} --into {labels}.csv --by ann",
     "review": "review {labelled} --out {lab} --no-lab",
     "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",
+    "fetch": "fetch aghashahi --from {raw} --out {set} --yes",
+    "fetch list": "fetch",
     "correlate": "correlate {pair}.wav --distance-m 120 --speed-m-s 1200",
     "page": "page {run}.ipynb",
     "cache list": "cache list",
@@ -382,10 +384,18 @@ def write_track(folder: Path) -> None:
     (folder / "a.txt").write_text("0.1\t0.5\tLEAK\n")
 
 
+def write_raw(folder: Path) -> None:
+    """Write headerless recordings with names of a public set."""
+    folder.mkdir()
+    for name in ("BR_NL_ND_N_H1", "LO_CC_ND_N_H1"):
+        (folder / f"{name}.raw").write_bytes((np.arange(8000, dtype="<i4") << 16).tobytes())
+
+
 def json_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of what commands say to machines, and of the files beside a data set."""
     write_notebook(folder / "run.ipynb")
     write_track(folder / "labelled")
+    write_raw(folder / "raw")
     pair = synthetic_pair(position_m=30.0)
     soundfile.write(folder / "pair.wav", pair.samples, pair.sample_rate, subtype="FLOAT")
     found = {name: json.loads(run(f"{command} --json", folder)[1]) for name, command in OF_JSON.items()}
