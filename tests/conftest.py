@@ -3,10 +3,12 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -226,3 +228,22 @@ def make_wav():
         return x
 
     return make
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., Any]]:
+    "Publish files as the record of a public set on this machine, for the time of a test: publish(name, files) -> RecordServer."
+    from record_server import RecordServer
+
+    from leakmel.sets.catalogue import SETS
+
+    with ExitStack() as stack:
+
+        def start(name: str, files: Mapping[str, bytes]) -> RecordServer:
+            server = stack.enter_context(RecordServer(files))
+            s = SETS[name]
+            record = server.url + ("/mendeley" if s.version else "/zenodo")
+            stack.enter_context(mock.patch.dict(SETS, {name: replace(s, record=record)}))
+            return server
+
+        yield start

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/archives.ipynb #679ad428
-import os, stat, tempfile, zipfile
+import errno, io, os, stat, tempfile, zipfile, zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,13 +124,13 @@ def _no_rar_program(path: Path) -> DataError:  # to be raised
 def _opened(path: Path) -> Iterator[list[_Entry]]:
     "Open an archive; errors of both libraries become DataError."
     if path.suffix.lower() == ".zip":
-        damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, EOFError, NotImplementedError)
+        damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
         programs: tuple[type[Exception], ...] = ()
         opener: Callable[..., Any] = zipfile.ZipFile
         entries: Callable[[Any], list[_Entry]] = _zip_entries
     else:
         try:
-            import rarfile  # type: ignore[import-untyped]
+            import rarfile
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
         damaged, programs = (rarfile.Error, EOFError), (rarfile.RarCannotExec,)
@@ -193,8 +193,6 @@ def _archive_members(
     path: Path, above: tuple[str, ...], is_file: Choice, is_archive: Choice, budget: _Budget, depth: int
 ) -> Iterator[Member]:
     "Yield the wanted files of an archive."
-    import io
-
     with _opened(path) as entries:
         budget.count(len(entries), path)
         named = sorted((checked_parts(e.name, path), k) for k, e in enumerate(entries))
@@ -259,4 +257,11 @@ def read_members(
                 remedy="give the archive that you downloaded, or the folder that it was extracted to",
             )
     except OSError as e:
-        raise write_error(e, e.filename or source) from e
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
+            raise write_error(e, e.filename or source) from e
+        raise DataError(
+            f"the source cannot be read ({e.strerror or e})",
+            code="cannot-be-read",
+            path=e.filename or source,
+            remedy="change its permissions, or copy it to another folder",
+        ) from e

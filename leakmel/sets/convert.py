@@ -100,11 +100,11 @@ def _facts(path: Path) -> dict[str, object]:
 def _free_name(name: str, taken: set[str]) -> str:
     "Return a printable file name that no other recording has, also where case does not count."
     stem = "".join(c if c.isprintable() else "_" for c in os.path.splitext(name)[0])[:100]
-    for end in ("", *(f" ({k})" for k in range(2, 10_000))):
-        if (found := f"{stem}{end}.wav").casefold() not in taken:
-            taken.add(found.casefold())
-            return found
-    raise DataError("too many files have the same name", code="set-changed", path=name)
+    found, k = f"{stem}.wav", 2
+    while found.casefold() in taken:
+        found, k = f"{stem} ({k}).wav", k + 1
+    taken.add(found.casefold())
+    return found
 
 
 # %% ../../nbs/sets/convert.ipynb #0951b4bd
@@ -203,8 +203,6 @@ def _write_one(s: LeakSet, member: Member, named: NamedRecording, folder: Path, 
         write_headerless(member.data, path, source)
     else:
         path.write_bytes(member.data)
-    with path.open("rb") as f:
-        os.fsync(f.fileno())
     digest = hashlib.sha256(member.data).hexdigest()
     facts = _facts(path)
     return Converted(f"{below}/{name}", source, named, named.group, digest, **facts)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/download.ipynb #24c0411b
-import hashlib, json, logging, os, re
+import hashlib, json, os, re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def _by_hand(s: LeakSet) -> str:
 def _requests() -> Any:  # raises MissingPackageError
     "Import pooch and requests, on which it depends."
     try:
-        import pooch  # type: ignore[import-untyped]  # noqa: F401
+        import pooch  # noqa: F401
         import requests
     except ModuleNotFoundError as e:
         raise missing_package(ModuleNotFoundError(str(e), name="pooch")) from e
@@ -218,21 +218,21 @@ class _ResumingDownload:
         return size if size and self._validator() else 0
 
     def _validator(self) -> str:
-        "What the server said of the version that has arrived in part."
+        "Validator of the version of which a part has arrived."
         with suppress(OSError, ValueError, AttributeError):
             state = json.loads(self.state.read_text("utf-8"))
             return state["validator"] if state["url"] == self.file.url else ""
         return ""
 
     def _attempt(self, url: str, have: int) -> int:
-        "Request what is missing; return the bytes that are there now, fewer than all if the answer broke off."
+        "Request what is missing; return the number of bytes that have arrived, fewer than all if the answer broke off."
         requests = _requests()
         ask = {"Range": f"bytes={have}-", "If-Range": self._validator()} if have else {}
         self.reached = have
         try:
             with requests.get(url, headers=_HEADERS | ask, timeout=_TIMEOUT_S, stream=True) as answer:
-                goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-                if answer.status_code == 416 or answer.status_code == 206 and not (have and goes_on):
+                continues = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+                if answer.status_code == 416 or answer.status_code == 206 and not (have and continues):
                     self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
                     return 0
                 if answer.status_code not in (200, 206):
@@ -258,7 +258,7 @@ class _ResumingDownload:
     def _store(self, answer: Any, have: int) -> None:
         "Append the body of an answer to what has arrived."
         with self.partial.open("ab" if have else "wb") as f:
-            for block in answer.iter_content(1 << 16):
+            for block in answer.iter_content(1 << 14):
                 if have + len(block) > self.file.size:
                     self.partial.unlink()
                     found = f"more than {self.file.size:,} bytes"
@@ -285,9 +285,11 @@ def _differs(s: LeakSet, file: RemoteFile, message: str, found: str) -> DataErro
 @contextmanager
 def _quiet_pooch() -> Iterator[None]:
     "Keep the messages of pooch out of the output; they repeat what leakmel says."
-    log = logging.getLogger("pooch")
+    import pooch
+
+    log = pooch.get_logger()
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel("ERROR")
     try:
         yield
     finally:

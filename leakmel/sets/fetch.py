@@ -17,7 +17,8 @@ __all__ = [
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import json, os, re, shutil, sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -61,7 +62,7 @@ def is_attended() -> bool:
 
 
 def require_licence(s: LeakSet, is_accepted: bool) -> None:  # raises UsageError
-    "Refuse to go on without the consent of the user."
+    "Require the consent of the user."
     if is_accepted or is_attended() and ask_user("Accept the licence?"):
         return
     raise UsageError(
@@ -188,18 +189,27 @@ def _readme(found: FetchedSet) -> str:
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
 @contextmanager
-def _locked(work: Path, target: Path) -> Iterator[None]:
-    "Hold the lock of a work folder."
-    with (work / "lock").open("ab") as f:
-        try:
-            has_flock = flock(f.fileno(), wait=False)
-        except BlockingIOError as e:
-            raise locked_error(target, "another leakmel fetch") from e
-        if has_flock:
-            yield
-            return
-        with OwnerLock(target):
-            yield
+def _work_folder(target: Path) -> Iterator[Path]:  # raises OutputError if another process works there
+    "Hold the work folder of a target; after an error only downloads stay, after success nothing."
+    work = target.with_name(f".{target.name}.fetch")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with (work / "lock").open("ab") as f, ExitStack() as stack:
+            try:
+                if not flock(f.fileno(), wait=False):
+                    stack.enter_context(OwnerLock(target))
+            except BlockingIOError as e:
+                raise locked_error(target, "another leakmel fetch") from e
+            try:
+                yield work
+            except BaseException:
+                shutil.rmtree(work / "made", ignore_errors=True)
+                if not (work / "downloads").exists():
+                    shutil.rmtree(work, ignore_errors=True)
+                raise
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as e:
+        raise write_error(e, e.filename or target) from e
 
 
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
@@ -234,19 +244,24 @@ def _given_files(s: LeakSet, source: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _publish(made: Path, target: Path, found: FetchedSet) -> None:
-    "Write the facts, and give the folder its name."
-    for name, text in ((SET_FILE, json.dumps(dict(found.facts), indent=1) + "\n"), (README, _readme(found))):
-        (made / name).write_text(text, "utf-8")
-    for name in (SET_FILE, README, TABLE):
-        with (made / name).open("rb") as f:
-            os.fsync(f.fileno())
-    os.rename(made, target)  # replaces an empty folder
-    fd = os.open(target.parent, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    "Write a file or folder to the disk."
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _publish(made: Path, target: Path, found: FetchedSet) -> None:
+    "Write the facts, and give the folder its name."
+    for name, text in ((SET_FILE, json.dumps(dict(found.facts), indent=1) + "\n"), (README, _readme(found))):
+        (made / name).write_text(text, "utf-8")
+    paths = [made, *made.rglob("*")]
+    with ThreadPoolExecutor(16) as pool:  # a file system writes many files in one go
+        list(pool.map(_sync, paths))
+    os.rename(made, target)  # replaces an empty folder
+    _sync(target.parent)
 
 
 def _make(
@@ -258,7 +273,7 @@ def _make(
     target: Path,
     progress: str,
 ) -> FetchedSet:
-    "Convert what is there, and publish it."
+    "Convert the files of a source, and publish the set."
     made = work / "made"
     shutil.rmtree(made, ignore_errors=True)  # of an interrupted call
     made.mkdir()
@@ -299,19 +314,11 @@ def fetch(
     require_licence(s, yes)
     if given is not None and not given.exists():
         raise DataError("the source does not exist", code="no-such-source", path=given)
-    work = target.with_name(f".{target.name}.fetch")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        with _locked(work, target):
-            if given is not None:
-                found = _make(s, given, _given_files(s, given), show_path(given), work, target, progress)
-            else:
-                remote = published_files(s)
-                require_checksums(remote, accept_unverified)
-                require_space(work, sum(f.size for f in remote))
-                files = download_files(s, remote, work / "downloads", progress=progress)
-                found = _make(s, work / "downloads", files, s.page, work, target, progress)
-    except OSError as e:
-        raise write_error(e, e.filename or target) from e
-    shutil.rmtree(work, ignore_errors=True)
-    return found
+    with _work_folder(target) as work:
+        if given is not None:
+            return _make(s, given, _given_files(s, given), show_path(given), work, target, progress)
+        remote = published_files(s)
+        require_checksums(remote, accept_unverified)
+        require_space(work, sum(f.size for f in remote))
+        files = download_files(s, remote, work / "downloads", progress=progress)
+        return _make(s, work / "downloads", files, s.page, work, target, progress)

@@ -314,6 +314,21 @@ def test_a_property_tied_to_a_label(name: str) -> None:
     assert "label_tied" not in found(both), "the same property under both labels tells nothing"
 
 
+def test_a_rate_that_a_part_of_the_leaks_has_is_tied_to_the_label() -> None:
+    "As in the hydrophone set of Hong Kong: 28 of 40 leaks at 4096 Hz, all others at 8092 Hz."
+    c = made(80, splits=1)
+    leaks, others = np.flatnonzero(c.label_id == 0), np.flatnonzero(c.label_id == 1)
+
+    def with_slow(slow: np.ndarray) -> Columns:
+        rate = np.where(np.isin(np.arange(80), slow), 4096, 8092)
+        return replace(c, sample_rate=rate, n_samples=10 * rate)
+
+    named = [p for p in content_problems(with_slow(leaks[:28])) if p.kind == "label_tied"]
+    assert [p.path for p in named] == ["LEAK"]
+    assert named[0].message.startswith("sample rate: 28 of the 28 recordings with 4096 Hz have this label")
+    assert "label_tied" not in found(with_slow(np.concatenate([leaks[:14], others[:14]])))
+
+
 def tied(n_with: int, of_them: int, n_without: int, of_those: int) -> bool:
     "Whether a value is tied that n_with recordings have, of_them under label 1, while of_those of n_without others are."
     values = np.repeat([7, 8], [n_with, n_without])

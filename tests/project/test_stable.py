@@ -264,7 +264,19 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 LEARNING = ("train", "search", "evaluate", "predict", "suggest", "nightly", "retrain")
 DATA = ("init", "demo", "scan", "build", "verify")
-COMMANDS = (*DATA, *LEARNING, "review", "fetch", "correlate", "labels", "page", "cache", "bench", "tune", "doctor")
+COMMANDS = (
+    *DATA,
+    *LEARNING,
+    "review",
+    "fetch",
+    "correlate",
+    "labels",
+    "page",
+    "cache",
+    "bench",
+    "tune",
+    "doctor",
+)
 
 
 def options() -> dict[str, dict[str, None]]:
