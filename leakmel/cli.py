@@ -526,6 +526,8 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
+    "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
+    "embed": (None, "leakmel embed recordings --out recordings.npz"),
     "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
     "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (

@@ -31,6 +31,7 @@ FOLDERS = {
         "train",
         "evaluate",
         "predict",
+        "embed",
         "retrain",
         "search",
         "review",

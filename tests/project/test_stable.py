@@ -262,7 +262,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
     return {name: facts for name, facts in found.items() if not name.startswith("_")}
 
 
-LEARNING = ("train", "search", "evaluate", "predict", "suggest", "nightly", "retrain")
+LEARNING = ("train", "search", "evaluate", "predict", "suggest", "similar", "embed", "nightly", "retrain")
 DATA = ("init", "demo", "scan", "build", "verify")
 COMMANDS = (
     *DATA,
@@ -322,6 +322,8 @@ OF_JSON = {
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "nightly": "nightly {bad} --model {run} --state {state} --device cpu",
     "suggest": "suggest {bad} --model {run} --n 4",
+    "embed": "embed {labelled} --out {stored}.npz",
+    "similar": "similar {labelled}/a.wav --in {stored}.npz",
     "labels import": "labels import {labelled} --into {labels}.csv --by ann",
     "review": "review {labelled} --out {lab} --no-lab",
     "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",

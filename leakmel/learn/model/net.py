@@ -148,10 +148,16 @@ class LeakNet(nn.Module):
                 found=f"[n, {', '.join(map(str, images.shape[1:]))}]",
                 expected=f"[n, {s.n_mels}, {s.width}]",
             )
-        x = self.layers(((images - self.mean) / self.deviation).unsqueeze(1))
-        pooled = torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)
-        features = self.dropout(self.hidden(self.dropout(pooled)))
+        features = self.dropout(self.features(images))
         return self.classes(features), self.leak(features)[:, 0]
+
+    def features(
+        self,
+        images: Tensor,  # [n, M, W] dB, of `segment_images`
+    ) -> Tensor:  # [n, C] at least 0, C: channels of the last layer
+        "Return the features of items that both heads classify."
+        x = self.layers(((images - self.mean) / self.deviation).unsqueeze(1))
+        return self.hidden(self.dropout(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)))
 
     def class_probabilities(
         self,

@@ -149,6 +149,15 @@ class SpectralClassifier(nn.Module):
         }
         for name, (shape, kind) in shapes.items():
             self.register_buffer(name, torch.zeros(shape, dtype=kind))
+        # mean and standard deviation of the features over the training recordings, dB; earlier files hold none
+        self.register_buffer("centre", torch.zeros(s.n_features, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(s.n_features, dtype=torch.float64))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *given: Any) -> None:
+        "Read the buffers; features of files without centre and scale are not standardised."
+        for name in ("centre", "scale"):
+            state_dict.setdefault(f"{prefix}{name}", self.get_buffer(name))
+        super()._load_from_state_dict(state_dict, prefix, *given)
 
     @property
     def n_parameters(self) -> int:
@@ -156,13 +165,15 @@ class SpectralClassifier(nn.Module):
         return self.get_buffer("weight").numel() + self.settings.n_nodes
 
     def check(self) -> None:
-        "Raise ValueError for buffers that lead out of the trees."
+        "Raise ValueError for buffers that lead out of the trees, and for scales that are not above 0."
         s = self.settings
         limits = {"feature": s.n_features, "left": s.n_nodes, "right": s.n_nodes, "root": s.n_nodes}
         for name, limit in limits.items():
             numbers = self.get_buffer(name)
             if numbers.min() < 0 or numbers.max() >= limit:
                 raise ValueError(f"numbers in {name} that do not exist")
+        if not (self.get_buffer("scale") > 0).all():
+            raise ValueError("a scale that is not above 0")
 
     def tree_probabilities(
         self,
@@ -377,6 +388,8 @@ def _from_fitted(
         "threshold": np.concatenate([p.threshold for p in parts]),
         "share": values / values.sum(1, keepdims=True),
         "root": starts[:-1].reshape(2, N_TREES),
+        "centre": scaler.mean_,
+        "scale": scaler.scale_,
     }
     for name, values in arrays.items():
         classifier.get_buffer(name).copy_(torch.from_numpy(np.asarray(values)))
