@@ -56,6 +56,7 @@ from .predict.plots import MOST_RECORDINGS
 from .predict.predict import Predictions, predict, rule_of
 from .model.files import list_checkpoints
 from .train.loop import TrainResult, train
+from .train.pretraining import PRETRAIN_STEPS
 
 # %% ../../nbs/learn/plans.ipynb #d69278ee
 PARTS = ("training", "validation", "testing")
@@ -170,6 +171,8 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "allow_leaky_split": False,
     "legacy": False,
     "labels": None,
+    "pretrain": None,
+    "pretrain_steps": PRETRAIN_STEPS,
     "resume": "auto",
     "device": "auto",
     "cross_validate": False,
@@ -190,6 +193,8 @@ def training_kinds() -> Kinds:
         "allow_leaky_split": (bool,),
         "legacy": (bool,),
         "labels": (str, None),
+        "pretrain": (str, None),
+        "pretrain_steps": (int,),
         "leak_label": (str,),
         "kind": (str,),
         "leave_out": (str,),
@@ -303,6 +308,7 @@ def plan_training(
         given = {"training": list(files.values()), "split": split}
     given |= {"settings": settings, "checkpoints": checkpoints, **of_task}
     given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "labels", "resume")}
+    given |= {"pretrain": p["pretrain"] and user_path(p["pretrain"]), "pretrain_steps": p["pretrain_steps"]}
     inputs = _training_inputs(sets.note, files, given, folds, out)
     return TrainingPlan(inputs, out, given, files, p["evaluation"], folds)
 
@@ -321,6 +327,8 @@ def _training_inputs(
     rows["leak"] = f"{given['leak_label']} ({given['kind']})"
     if given["labels"] is not None:
         rows["labels"] = f"by people, {show_path(given['labels'])}"
+    if given["pretrain"] is not None:
+        rows["pretraining"] = f"{given['pretrain_steps']:,} steps on {show_path(given['pretrain'])}"
     settings = given["settings"]
     changes = [f"{f.name} {v}" for f in fields(settings) if (v := getattr(settings, f.name)) != f.default]
     rows["settings"] = ", ".join(changes) or "defaults"

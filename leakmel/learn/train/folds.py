@@ -47,7 +47,7 @@ from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
-from .inputs import TrainingData
+from .inputs import Pretrained, TrainingData
 from .state import TrainingState, detector_of
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class FoldTrainer:
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     identity: str = ""  # digest of recordings and labels, for the names of these files
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
+    pretrained: Pretrained | None = None  # what a network begins with; its settings need the same channels
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
@@ -195,7 +196,9 @@ class FoldTrainer:
         settings = with_length(self.settings, len(learned))
         none = {"task": "", "training": "", "validation": ""}
         state = TrainingState(
-            TrainingData(learned, None, self.task, None, none), replace(settings, seed=seed), self.device
+            TrainingData(learned, None, self.task, None, none, pretrained=self.pretrained),
+            replace(settings, seed=seed),
+            self.device,
         )
         try:
             for _ in range(settings.epochs):

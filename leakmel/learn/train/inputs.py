@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = [
     "Sources",
+    "Pretrained",
     "TrainingData",
     "TooShortWarning",
     "too_short",
     "trailing_silence",
     "open_training",
+    "part_digest",
     "row_digests",
     "differences",
     "training_identity",
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,8 +38,19 @@ from ..data.task import Task, make_task
 from ..model.provenance import Provenance, provenance_of
 from ..model.settings import SPEED_ONLY, TrainSettings
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+    "Layers of a network that was pre-trained without labels."
+
+    weights: "dict[str, Tensor]"  # of all parts but the heads, in host memory
+    record: dict[str, Any]  # method, digest of the data, steps and loss; plain values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,6 +65,7 @@ class TrainingData:
     initial_provenance: Provenance = Provenance(
         is_complete=True
     )  # what the net that is begun with was trained with
+    pretrained: Pretrained | None = None  # what a network begins with; None: random weights
 
     @property
     def class_counts(self) -> list[int]:
@@ -161,8 +175,8 @@ def open_training(
         _check_classes(learned, evaluated, task)
         identity = {
             "task": json.dumps(asdict(task)),
-            "training": _part_digest(learned, progress),
-            "validation": "" if evaluated is None else _part_digest(evaluated, progress),
+            "training": part_digest(learned, progress),
+            "validation": "" if evaluated is None else part_digest(evaluated, progress),
         }
         yield TrainingData(learned, evaluated, task, split, identity)
 
@@ -192,8 +206,11 @@ def _check_classes(learned: Segments, validation: Segments | None, task: Task) -
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #bf2090ee
-def _part_digest(ds: Segments, progress: str) -> str:
-    "A digest of the rows of a part."
+def part_digest(
+    ds: Segments,  # at any level
+    progress: str = "auto",  # as for `row_digests`
+) -> str:
+    "Return the digest of the rows and classes of a part."
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
         attrs = source.file.attrs
@@ -230,7 +247,8 @@ def differences(
     then = before.get("settings", {})
     changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    return changes + [text for name, text in words.items() if before.get(name) != now[name]]
+    words["pretraining"] = "another pre-training"
+    return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 
 def training_identity(

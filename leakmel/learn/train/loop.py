@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "PRETRAINING",
     "SAMPLE_S",
     "TrainingRun",
     "folder_lock",
@@ -62,6 +63,7 @@ from leakmel.learn.train.folds import (
     kinds_to_fit,
 )
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
+from .pretraining import PRETRAIN_STEPS, Pretraining, open_pretraining
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
 from leakmel.learn.train.state import (
     TrainingState,
@@ -156,6 +158,7 @@ def _is_summary(f: BinaryIO) -> bool:
     return isinstance(summary, dict) and "best_epoch" in summary
 
 
+PRETRAINING = "pretraining"  # folder of its checkpoints in that of the training
 _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
     "summary.json": _is_summary,
@@ -345,6 +348,13 @@ class TrainResult(RowTable):
                     "",
                     f"{tried['kind']}: {figures}, balanced accuracy {tried['balanced_accuracy']:.3f}, {tried['seconds']:.1f} s",
                 )
+        if found := s.get("pretraining"):
+            (first, *_), last = found["loss"], found["loss"][-1]
+            loss = f"loss {first[1]:.2f}, at the end {last[1]:.2f}"
+            yield (
+                "before",
+                f"pre-training of {found['steps']:,} steps on {found['recordings']:,} recordings without labels, {loss}",
+            )
         if self.epochs:
             yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
@@ -438,6 +448,36 @@ def _write_result(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
+def _needs_network(settings: TrainSettings, n_recordings: int) -> None:
+    "Refuse a pre-training where no network is trained."
+    if "cnn" not in kinds_to_fit(settings.detector, n_recordings):
+        raise UsageError(
+            "pre-training changes networks only, and no network is trained",
+            code="unused-option",
+            found=f"detector {settings.detector!r} with {n_recordings:,} recordings",
+            remedy="name a kind with a network (--detector cnn, or blend), or leave the pre-training out",
+        )
+
+
+def _pretrain(pre: Pretraining, data: TrainingData, resume: str, show: str) -> TrainingData:
+    "Run a pre-training; a signal stops it after a checkpoint."
+
+    def hint() -> str:
+        same = "the same command" + (" without resume='never'" if resume == "never" else "")
+        return f"a checkpoint was written after step {len(pre.losses):,} of the pre-training: {same} resumes from there"
+
+    with DeferredSignals(hint) as stop:
+
+        def after_step() -> None:
+            if stop.came:
+                pre.save()
+            stop.deliver()
+
+        found = pre.run(resume, after_step, show)
+    known = data.initial_provenance | pre.provenance
+    return replace(data, pretrained=found, initial_provenance=known)
+
+
 def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
     "Make the trainer of the cross-validation inside the training set."
     table = recordings_table(data.training.sources, progress="none").iloc[data.training.rows]
@@ -455,7 +495,8 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
         groups,
         device,
         folder / "cross-validation",
-        data.identity["task"] + data.identity["training"],
+        data.identity["task"] + data.identity["training"] + data.identity.get("pretraining", ""),
+        pretrained=data.pretrained,
     )
 
 
@@ -526,7 +567,7 @@ def _train_spectral(
     for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
         remove_file(path)
     fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
-    record = data_record(data, settings) | {
+    record = data_record(replace(data, pretrained=None), settings) | {
         "device": "cpu",
         "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
         "epochs": 0,
@@ -551,7 +592,11 @@ def _check_folder(out: Path, resume: str) -> None:
             path=out,
             remedy="name another folder, or use resume='never', which replaces it",
         )
-    if resume == "always" and not has_network and not (out / "cross-validation").is_dir():
+    if (
+        resume == "always"
+        and not has_network
+        and not any((out / name).is_dir() for name in ("cross-validation", PRETRAINING))
+    ):
         raise DataError(
             "the folder holds no training to resume",
             code="nothing-to-resume",
@@ -591,6 +636,9 @@ def train(
     allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the model keeps the note
     legacy: bool = False,  # files of the earlier system: usable for training and evaluation, but not for predicting from recordings
     labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
+    pretrain: Sources
+    | None = None,  # recordings without labels on which a network is trained first: data sets, or a folder; None: none
+    pretrain_steps: int = PRETRAIN_STEPS,  # optimiser steps of the pre-training
     resume: str = "auto",  # resume an interrupted training: "auto", "always" or "never"
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
@@ -623,14 +671,26 @@ def train(
         labels=labels,
         progress=show,
     )
-    with opened as data, folder_lock(folder):
+    with ExitStack() as stack:
+        data = stack.enter_context(opened)
+        stack.enter_context(folder_lock(folder))
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
-        trainer = choice = None
+        trainer = choice = pre = None
+        if pretrain is not None:
+            _needs_network(settings, len(data.training.rows))
+            given = {"device": on, "progress": show}
+            pre = stack.enter_context(
+                open_pretraining(pretrain, data, lengths, pretrain_steps, folder / PRETRAINING, **given)
+            )
+            data = replace(data, identity=data.identity | {"pretraining": pre.identity})
+            settings = replace(settings, channels=lengths.channels)  # also with fewer recordings in a fold
         if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
             return done
         _check_folder(folder, resume)
+        if pre is not None:
+            data = _pretrain(pre, data, resume, show)
         if settings.detector != "cnn":
             trainer = _fold_trainer(data, settings, on, folder)
             _announce_time(trainer, data, lengths, show)

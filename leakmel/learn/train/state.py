@@ -54,8 +54,13 @@ def new_net(
     "Make a net for some data, with weights from the seed."
     shape = image_shape(data.training.row_shape)
     made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
+    pretrained = data.pretrained
+    statistics = (None, None) if pretrained is not None else band_statistics(data.training)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
-        return LeakNet(made, *band_statistics(data.training))
+        net = LeakNet(made, *statistics)
+    if pretrained is not None:  # the heads are new
+        net.load_state_dict(net.state_dict() | pretrained.weights)
+    return net
 
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
@@ -337,7 +342,9 @@ def data_record(
         "training": _part_record(data.training, data.task.model_names),
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
-    } | ({"labels_by_people": counts} if (counts := data.labels_by_people) else {})
+        **({"labels_by_people": counts} if (counts := data.labels_by_people) else {}),
+        **({} if data.pretrained is None else {"pretraining": data.pretrained.record}),
+    }
 
 
 def training_record(
