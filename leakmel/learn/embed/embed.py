@@ -116,7 +116,7 @@ class Embeddings:
             )
         about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
         about |= {"sources": [os.fsencode(s).hex() for s in self.sources]}
-        arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+        arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         arrays |= {"vectors": self.vectors, "rows": self.rows}
         texts = (self.paths, [os.fsencode(x) for x in self.labels], [x.encode() for x in self.digests])
         for name, values in zip(_TEXTS, texts):
