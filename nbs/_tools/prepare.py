@@ -76,6 +76,7 @@ FIRST = (
     "different_rates",
     "small_sets",
     "public_sets",
+    "similar_recordings",
     "correct_labels",
     "nightly_visits",
     "locate_leaks",

@@ -364,7 +364,7 @@ def embed_rows(
     )
 
 
-# %% ../../../nbs/learn/embed/embed.ipynb #a1f5eaef
+# %% ../../../nbs/learn/embed/embed.ipynb #333ca2de
 def opened_model(model: Model) -> Detector | None:  # raises DataError
     "Load the detector that a model means; None: none."
     return model if model is None or isinstance(model, Detector) else load_detector(model_file(model))

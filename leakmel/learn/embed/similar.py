@@ -34,14 +34,7 @@ from ...dataset.file.reader import open_dataset, read_rows
 from ...dataset.run.inputs import SpecLike
 from ...insight.plots import _TEXT, _apply_style, _colour_range, _plain, _subplots
 from ..data.segments import DataSource, conform_recording, cut_into_rows
-from leakmel.learn.embed.embed import (
-    Embeddings,
-    Model,
-    embed,
-    embed_recordings,
-    load_embeddings,
-    opened_model,
-)
+from .embed import Embeddings, Model, embed, embed_recordings, load_embeddings, opened_model
 from .features import open_embedder
 from ..evaluate.plots import ScoredSpectrogram, _picture
 from ..model.devices import pick_device
@@ -196,7 +189,7 @@ class SimilarRecordings:
         return self.table.to_html(float_format="{:.3f}".format)
 
 
-# %% ../../../nbs/learn/embed/similar.ipynb #3d6c2c49
+# %% ../../../nbs/learn/embed/similar.ipynb #785afb3e
 _MOST_PICTURES = 12
 
 
@@ -263,7 +256,7 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
     )
 
 
-# %% ../../../nbs/learn/embed/similar.ipynb #5a4c9bd0
+# %% ../../../nbs/learn/embed/similar.ipynb #9c451819
 Collection = DataSource | Sequence[DataSource] | Embeddings
 
 

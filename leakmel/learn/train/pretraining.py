@@ -36,14 +36,7 @@ from ...core.monitor import free_memory
 from ...core.progress import Progress
 from ...core.store import absolute_folder, is_url
 from ...dataset.run.pipeline import build
-from leakmel.learn.data.segments import (
-    DataSource,
-    Segments,
-    close_opened,
-    load_items,
-    open_sources,
-    source_list,
-)
+from ..data.segments import DataSource, Segments, close_opened, load_items, open_sources, source_list
 from ..model.detector import image_shape, spec_differences
 from ..model.files import latest_checkpoint, list_checkpoints, remove_file, save_checkpoint
 from ..model.net import LeakNet, NetSettings, add_power, augment, band_statistics, segment_images
@@ -303,7 +296,7 @@ def _load_pool(ds: Segments, seed: int) -> SegmentPool:
     return SegmentPool(load_items(ds, torch.device("cpu"), progress="none"), ds.row_starts)
 
 
-# %% ../../../nbs/learn/train/pretraining.ipynb #bec7a15b
+# %% ../../../nbs/learn/train/pretraining.ipynb #4f4c49c7
 def _build_unlabelled(root: Path, data: TrainingData, out: Path, progress: str) -> Path:
     "Build a data set of all recordings below a folder; raises LeakmelError."
     if not is_url(root) and not root.is_dir():
