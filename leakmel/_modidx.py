@@ -4465,6 +4465,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._resume_from': ( 'learn/train/loop.html#_resume_from',
                                                                                      'leakmel/learn/train/loop.py'),
+                                          'leakmel.learn.train.loop._train_network': ( 'learn/train/loop.html#_train_network',
+                                                                                       'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._train_spectral': ( 'learn/train/loop.html#_train_spectral',
                                                                                         'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._write_result': ( 'learn/train/loop.html#_write_result',

@@ -112,6 +112,20 @@ _TASK: Options = {
         help="labels to exclude from training and evaluation, separated by commas",
     ),
 }
+_PRETRAIN: Options = {
+    "--pretrain": dict(
+        metavar="PLACE",
+        help=(
+            "train the network on recordings without labels first: data set, or folder of recordings in any subfolders "
+            "(default: no pre-training); needs --detector cnn or blend, or many recordings"
+        ),
+    ),
+    "--pretrain-steps": dict(
+        type=int,
+        metavar="N",
+        help="--pretrain: number of optimiser steps (default 300)",
+    ),
+}
 _CROSS_VALIDATION: Options = {
     "--cross-validate": dict(
         action="store_true",
@@ -201,18 +215,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="resume an interrupted training: auto (if its settings are the same), always or never (default auto)",
         ),
         **_DEVICE,
-        "--pretrain": dict(
-            metavar="PLACE",
-            help=(
-                "train the network on recordings without labels first: data set, or folder of recordings in any subfolders "
-                "(default: no pre-training); needs --detector cnn or blend, or many recordings"
-            ),
-        ),
-        "--pretrain-steps": dict(
-            type=int,
-            metavar="N",
-            help="--pretrain: number of optimiser steps (default 300)",
-        ),
+        **_PRETRAIN,
         **_CROSS_VALIDATION,
         "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
         "--report": dict(

@@ -86,10 +86,15 @@ def test_an_interrupted_pretraining_continues_bit_by_bit(small_sets, tmp_path, t
     assert "step 4 of the pre-training" in stopped.value.__notes__[0]
     assert [c.step for c in list_checkpoints(tmp_path / "pretraining")] == [4]
     monkeypatch.undo()
-    n_steps = []
-    monkeypatch.setattr(Pretraining, "_step", lambda self: n_steps.append(1) or step(self))
+    n_steps = list[int]()
+
+    def counted(self: Pretraining) -> list[float]:
+        n_steps.append(len(self.losses))
+        return step(self)
+
+    monkeypatch.setattr(Pretraining, "_step", counted)
     again = train(small_sets, tmp_path, resume="always")
-    assert len(n_steps) == 2
+    assert n_steps == [4, 5]
     assert all(torch.equal(a, b) for a, b in zip(weights_of(again), weights_of(trained), strict=True))
     assert again.detector.record["pretraining"] == trained.detector.record["pretraining"]
 

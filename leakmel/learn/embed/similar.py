@@ -34,7 +34,14 @@ from ...dataset.file.reader import open_dataset, read_rows
 from ...dataset.run.inputs import SpecLike
 from ...insight.plots import _TEXT, _apply_style, _colour_range, _plain, _subplots
 from ..data.segments import DataSource, conform_recording, cut_into_rows
-from .embed import Embeddings, Model, embed, embed_recordings, load_embeddings, opened_model
+from leakmel.learn.embed.embed import (
+    Embeddings,
+    Model,
+    embed,
+    embed_recordings,
+    load_embeddings,
+    opened_model,
+)
 from .features import open_embedder
 from ..evaluate.plots import ScoredSpectrogram, _picture
 from ..model.devices import pick_device

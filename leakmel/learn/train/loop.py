@@ -621,6 +621,27 @@ def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> 
 SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a thousandth of it
 
 
+def _train_network(
+    run: TrainingRun,
+    resume: str,
+    choice: Choice | None,
+    trainer: FoldTrainer | None,
+    show: str,
+    after_epoch: Callable[[EpochFigures], object] | None,
+) -> TrainResult:
+    "Train a network, and write its files."
+    data = run.state.data
+    with closing(run.state):
+        start_text = begin_training(run, resume)
+        if data.split is not None and data.split.leaky:
+            announce(data.split.stamp, show=show)
+        with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
+            monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(run.state.device))
+            with TrainingDisplay(run.state, show) as watch, monitor:
+                train_epochs(run, watch, stop, after_epoch)
+            return finish_training(run, start_text, choice, trainer)
+
+
 def train(
     training: Sources,  # training data set, or several; with `split` all data sets that the split divides
     validation: Sources
@@ -680,9 +701,10 @@ def train(
         trainer = choice = pre = None
         if pretrain is not None:
             _needs_network(settings, len(data.training.rows))
+            place = folder / PRETRAINING
             given = {"device": on, "progress": show}
             pre = stack.enter_context(
-                open_pretraining(pretrain, data, lengths, pretrain_steps, folder / PRETRAINING, **given)
+                open_pretraining(pretrain, data, lengths, pretrain_steps, place, **given)
             )
             data = replace(data, identity=data.identity | {"pretraining": pre.identity})
             settings = replace(settings, channels=lengths.channels)  # also with fewer recordings in a fold
@@ -697,15 +719,6 @@ def train(
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
-        run = TrainingRun(
-            TrainingState(data, lengths, on, show=show), folder, checkpoints or CheckpointSettings()
-        )
-        with closing(run.state):
-            start_text = begin_training(run, resume)
-            if data.split is not None and data.split.leaky:
-                announce(data.split.stamp, show=show)
-            with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
-                monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(on))
-                with TrainingDisplay(run.state, show) as watch, monitor:
-                    train_epochs(run, watch, stop, after_epoch)
-                return finish_training(run, start_text, choice, trainer)
+        state = TrainingState(data, lengths, on, show=show)
+        run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
+        return _train_network(run, resume, choice, trainer, show, after_epoch)

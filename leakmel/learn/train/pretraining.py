@@ -36,7 +36,14 @@ from ...core.monitor import free_memory
 from ...core.progress import Progress
 from ...core.store import absolute_folder, is_url
 from ...dataset.run.pipeline import build
-from ..data.segments import DataSource, Segments, close_opened, load_items, open_sources, source_list
+from leakmel.learn.data.segments import (
+    DataSource,
+    Segments,
+    close_opened,
+    load_items,
+    open_sources,
+    source_list,
+)
 from ..model.detector import image_shape, spec_differences
 from ..model.files import latest_checkpoint, list_checkpoints, remove_file, save_checkpoint
 from ..model.net import LeakNet, NetSettings, add_power, augment, band_statistics, segment_images
