@@ -147,7 +147,7 @@ class Conversion:
         found = Counter({"recordings": len(rs), "recordings without a label": len(self.unlabelled)})
         found.update(r.named.label for r in rs)
         found["groups"] = len({r.group for r in rs})
-        found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
+        found.update(f"groups of {label}" for label, _ in sorted({(r.named.label, r.group) for r in rs}))
         found.update(f"{r.sample_rate} Hz" for r in rs if not r.problem)
         found.update(f"{r.named.label} at {r.sample_rate} Hz" for r in rs if not r.problem)
         found.update(f"of {r.n_samples / r.sample_rate:g} s" for r in rs if not r.problem)
