@@ -50,6 +50,8 @@ _PUBLIC = {
     "Embeddings": "learn.embed.embed",
     "similar": "learn.embed.similar",
     "SimilarRecordings": "learn.embed.similar",
+    "export_onnx": "learn.predict.onnx_export",
+    "OnnxExport": "learn.predict.onnx_export",
     "suggest": "learn.review.suggest",
     "Suggestions": "learn.review.suggest",
     "SampleMix": "learn.review.sampling",

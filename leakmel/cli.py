@@ -529,6 +529,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
     "embed": (None, "leakmel embed recordings --out recordings.npz"),
     "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
+    "export": (None, "leakmel export model --onnx --recordings recordings"),
     "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
         "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",

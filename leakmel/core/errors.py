@@ -202,6 +202,9 @@ EXTRAS = {
     "obstore": "store",
     "pooch": "sets",
     "rarfile": "sets",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
 }
 
 

@@ -108,7 +108,7 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
 }
-EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "sets", "all", "dev"}
+EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "sets", "onnx", "all", "dev"}
 
 
 def conda_lists() -> dict[str, list[str]]:

@@ -262,7 +262,18 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
     return {name: facts for name, facts in found.items() if not name.startswith("_")}
 
 
-LEARNING = ("train", "search", "evaluate", "predict", "suggest", "similar", "embed", "nightly", "retrain")
+LEARNING = (
+    "train",
+    "search",
+    "evaluate",
+    "predict",
+    "suggest",
+    "similar",
+    "embed",
+    "nightly",
+    "export",
+    "retrain",
+)
 DATA = ("init", "demo", "scan", "build", "verify")
 COMMANDS = (
     *DATA,
@@ -324,6 +335,7 @@ OF_JSON = {
     "suggest": "suggest {bad} --model {run} --n 4",
     "embed": "embed {labelled} --out {stored}.npz",
     "similar": "similar {labelled}/a.wav --in {stored}.npz",
+    "export": "export {run} --onnx --out {exported}.onnx --recordings {bad} --most 4",
     "labels import": "labels import {labelled} --into {labels}.csv --by ann",
     "review": "review {labelled} --out {lab} --no-lab",
     "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",
