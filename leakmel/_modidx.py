@@ -3599,6 +3599,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'leakmel/learn/predict/onnx_export.py'),
                                                    'leakmel.learn.predict.onnx_export.metadata_of': ( 'learn/predict/onnx_export.html#metadata_of',
                                                                                                       'leakmel/learn/predict/onnx_export.py'),
+                                                   'leakmel.learn.predict.onnx_export.tolerance_of': ( 'learn/predict/onnx_export.html#tolerance_of',
+                                                                                                       'leakmel/learn/predict/onnx_export.py'),
                                                    'leakmel.learn.predict.onnx_export.write_synthetic': ( 'learn/predict/onnx_export.html#write_synthetic',
                                                                                                           'leakmel/learn/predict/onnx_export.py')},
             'leakmel.learn.predict.plots': { 'leakmel.learn.predict.plots.score_by_level': ( 'learn/predict/plots.html#score_by_level',

@@ -83,6 +83,7 @@ FIRST = (
     "share_results",
     "cluster",
     "object_storage",
+    "onnx",
     "first_build",
     "first_detector",
     "retraining",
