@@ -23,13 +23,13 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.decisions import HeldOutScores, fit_calibration
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
+from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Classifier
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.onnx_graph import SamplesToProbability, onnx_model, tree_attributes
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralFeatures, SpectralSettings, fit_spectral
 from leakmel.learn.predict import onnx_export
-from leakmel.learn.predict.onnx_export import TOLERANCE, check_recordings, compare_model
+from leakmel.learn.predict.onnx_export import TOLERANCE, check_recordings, compare_model, tolerance_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=2)
@@ -73,7 +73,7 @@ def held_out(n: int = 60) -> HeldOutScores:
 def detectors() -> dict[str, Detector]:
     trees, layers = spectral(), net()
     blend = BlendClassifier(BlendSettings(0, (1.3, 0.8), (0.1, -0.2)), [trees, layers])
-    made = {"cnn": layers, "spectral": trees, "blend": blend}
+    made: dict[str, Classifier] = {"cnn": layers, "spectral": trees, "blend": blend}
     return {kind: Detector(c, TASK, SPEC, held_out=held_out()) for kind, c in made.items()}
 
 
@@ -178,15 +178,26 @@ def test_without_held_out_scores_there_is_no_probability(detectors, tmp_path):
     assert "no recordings were given" in done.text
 
 
+def test_tolerance_is_wider_where_one_segment_or_one_tree_counts(detectors):
+    cnn = detectors["cnn"]
+    found = [
+        tolerance_of(d)
+        for d in (cnn, replace(cnn, vote="any_long"), detectors["spectral"], detectors["blend"])
+    ]
+    assert found == [0.001, 0.01, 0.01, 0.01]
+
+
 def test_a_model_that_differs_leaves_no_file(detectors, checked, models, tmp_path, monkeypatch):
     detector = detectors["cnn"]
     right, calibration = models(detector), fit_calibration(detector.held_out)
     assert compare_model(right, checked, None, 0.5, TOLERANCE).score < 1e-4
-    for change in (lambda x: x + np.float32([0.02, 0]), lambda x: x * np.float32("nan")):
+    for change in (lambda x: x + np.array([0.02, 0], np.float32), lambda x: x * np.float32("nan")):
         wrong = changed(models(detector), "classes.bias", change)
         with raises("program-differs", DataError):
             compare_model(wrong, checked, None, 0.5, TOLERANCE)
-    wrong = changed(models(detector, calibration), "classes.bias", lambda x: x + np.float32([0.02, 0]))
+    wrong = changed(
+        models(detector, calibration), "classes.bias", lambda x: x + np.array([0.02, 0], np.float32)
+    )
     monkeypatch.setattr(onnx_export, "onnx_model", lambda *_, **__: wrong)
     refused(detector, "program-differs", DataError, tmp_path)
     (tmp_path / "model.onnx").write_bytes(right.SerializeToString())  # an earlier export stays as it was
