@@ -33,6 +33,7 @@ from shlex import quote
 from typing import Any, NoReturn
 
 import leakmel as lm
+from .cli_formats import FORMAT_COMMANDS
 from leakmel.cli_learn import (
     COLUMNS,
     COMMANDS,
@@ -529,7 +530,6 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
     "embed": (None, "leakmel embed recordings --out recordings.npz"),
     "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
-    "export": (None, "leakmel export model --onnx --recordings recordings"),
     "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
         "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
@@ -540,6 +540,8 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         None,
         "leakmel correlate a.wav b.wav --distance-m 120 --speed-m-s 1200 --clock-error-s 0.001",
     ),
+    "export": (None, "leakmel export mels --to huggingface --out mels-hf"),
+    "card": (None, "leakmel card mels/TRAINING_DATASET.H5 --license CC-BY-4.0"),
     "labels": (None, "leakmel labels import recordings --into labels.csv"),
     "page": (None, "leakmel page out.ipynb"),
     "cache": (None, "leakmel cache clear --unused-days 30"),
@@ -663,6 +665,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
         **COMMANDS,
         "fetch": (run_fetch, _FETCH, None),
         "correlate": (run_correlate, _CORRELATE, None),
+        **FORMAT_COMMANDS,
         "labels": (run_labels, _LABELS, None),
         "page": (run_page, _PAGE, None),
         "cache": (run_cache, _CACHE, None),

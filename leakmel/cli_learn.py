@@ -716,7 +716,10 @@ PREDICT: Options = {
     ),
     "--out": dict(
         metavar="FILE",
-        help="CSV file of the scores; rejected recordings are listed in FILE.rejected.csv",
+        help=(
+            "CSV file of the scores, or Parquet where the name ends in .parquet; rejected recordings are listed in a second file "
+            "(scores.rejected.csv for scores.csv)"
+        ),
     ),
     "--report": dict(
         action="store_true",
@@ -1194,7 +1197,6 @@ COMMANDS = {
             "2 usage; 3 no space; 4 with --exit-code: sensors have evidence for a leak; 128+n on signal n: run the same command again"
         ),
     ),
-    "export": (run_export, EXPORT, None),
     "review": (run_review, REVIEW, None),
     "retrain": (
         run_retrain,

@@ -43,6 +43,7 @@ from .wav import OutOfMemory, ReadFailureGuard, read_wav
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
+from ..core.text_columns import text_column
 from ..core.store import LocalCopies
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ def read_content(
     table = pd.DataFrame(
         {
             "split": [x.split for x, _ in files],
-            "path": [os.fsdecode(x.paths[k]) for x, k in files],
+            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
             "code": code,
             "message": message,
         }

@@ -57,6 +57,7 @@ from .tables import NameTable, missing_files, paths_below_root, read_table, tabl
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
+from ..core.text_columns import text_column
 from ..core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:
@@ -170,15 +171,16 @@ class Manifest:
         for x in self.listings:
             files = {
                 "split": x.split,
-                "path": [os.fsdecode(p) for p in x.paths],
-                "label": names[x.label_ids + 1],
+                "path": text_column(os.fsdecode(p) for p in x.paths),
+                "label": text_column(names[x.label_ids + 1]),
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
             parts = x.names
             columns = ("sensor", "recording", "start_time", "gain", "session", "folder")
-            more = {f"extra/{name}": list(texts) for name, texts in x.extra.items()}
-            known = {name: [getattr(p, name) for p in parts] for name in columns}
+            more = {f"extra/{name}": text_column(texts) for name, texts in x.extra.items()}
+            known: dict[str, Any] = {name: [getattr(p, name) for p in parts] for name in columns}
+            known |= {name: text_column(values) for name, values in known.items() if name != "gain"}
             frames.append(pd.DataFrame(files | known | more))
         table = pd.concat(frames, ignore_index=True)
         if self.content is None:

@@ -200,6 +200,7 @@ DATASET_FILES = {
     "bad-file": "A recording was rejected, and the build stops at the first one.",
     "all-rejected": "All recordings of a split were rejected.",
     "too-many-rejected": "More recordings were rejected than the limit allows.",
+    "export-differs": "An exported file, read back, differs from the data set that it was made of.",
     "table-not-used": "A table was given, but the labels of the data set do not come from a table.",
 }
 
@@ -260,7 +261,7 @@ LEARN_TRAIN = {
     "no-task": "The recordings were opened without a task.",
     "not-a-checkpoint": "The file is not a checkpoint that this version can read.",
     "not-compiled": "The net could not be compiled.",
-    "not-csv": "The name of the output does not end in .csv.",
+    "not-csv": "The name of the output does not end in .csv (or, for predictions, .parquet).",
     "nothing-learned": "The training has no epoch.",
     "nothing-to-resume": "The folder contains no checkpoint to resume from.",
     "other-folder": "The manifest was made from another folder.",

@@ -205,6 +205,12 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "pyarrow": "formats",
+    "datasets": "formats",
+    "mlcroissant": "formats",
+    "webdataset": "formats",
+    "zarr": "formats",
+    "duckdb": "formats",
 }
 
 

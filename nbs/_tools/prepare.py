@@ -44,6 +44,7 @@ ROOMS = {
     "learn": "training, evaluation, prediction and retraining of leak detectors",
     "ops": "benchmarks, tuning, doctor and the working folder",
     "cli_learn": "commands of the detector",
+    "cli_formats": "commands export and card",
     "cli": "command line and commands of data sets",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
@@ -81,6 +82,7 @@ FIRST = (
     "nightly_visits",
     "locate_leaks",
     "share_results",
+    "open_formats",
     "cluster",
     "object_storage",
     "onnx",

@@ -20,10 +20,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
-ROOMS = ["core", "audio", "sets", "mel", "dataset", "insight", "locate", "learn", "ops", "cli_learn", "cli"]
+ROOMS = [
+    "core",
+    "audio",
+    "sets",
+    "mel",
+    "dataset",
+    "insight",
+    "locate",
+    "learn",
+    "ops",
+    "cli_learn",
+    "cli_formats",
+    "cli",
+]
 # Inside a room the same holds for its sub-folders; a module that lies in none of them may use all.
 FOLDERS = {
-    "dataset": ["file", "source", "check", "run"],
+    "dataset": ["file", "source", "check", "run", "export"],
     "learn": [
         "data",
         "metrics",
@@ -108,7 +121,7 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
 }
-EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "sets", "onnx", "all", "dev"}
+EXTRAS = {"learn", "notebook", "gpu", "search", "cluster", "store", "sets", "onnx", "formats", "all", "dev"}
 
 
 def conda_lists() -> dict[str, list[str]]:

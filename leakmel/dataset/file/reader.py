@@ -17,6 +17,7 @@ import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
 from ...core.errors import DataError, VerifyError, show_path
+from ...core.text_columns import text_column
 from .chunks import read_at
 from leakmel.dataset.file.schema import (
     EXTRA,
@@ -303,7 +304,8 @@ class MelDataset:
         )
         for name in names:
             values = self.file[f"files/{name}"][:]
-            table[name] = [os.fsdecode(v) for v in values.tolist()] if values.dtype.kind == "S" else values
+            is_text = values.dtype.kind == "S"
+            table[name] = text_column(map(os.fsdecode, values.tolist())) if is_text else values
         return pd.DataFrame(table)
 
     def typical_rows(self) -> dict[str, int]:

@@ -238,6 +238,11 @@ def _escaped(text: object) -> str:
     return "".join("\\" + c if c in "\\`*_[]<>|#" else c for c in show_path(str(text)))
 
 
+def _without_markup(step: str) -> str:
+    "Escape HTML and links; the commands of a step stay code."
+    return "".join("\\" + c if c in "<>[]" else c for c in show_path(step))
+
+
 def _training_rows(detector: "Detector") -> list[str]:
     "Describe classifier, training recordings and features."
     record = detector.record
@@ -261,7 +266,7 @@ def _decision_rows(detector: "Detector", scores: HeldOutScores | None) -> list[s
     "Describe threshold, alarm budgets and calibration."
     rows = [
         f"A recording is classified as a leak from a score of {detector.threshold:.3f} "
-        f"(vote {detector.vote}; {detector.threshold_from})."
+        f"(vote {detector.vote}; {_escaped(detector.threshold_from)})."
     ]
     if scores is None or scores.truth.all():
         return [*rows, "", "Alarm budgets and probabilities are not available: there are no held-out scores."]
@@ -286,14 +291,14 @@ def model_card(
 ) -> str:  # Markdown
     "Return the model card of a detector."
     evaluations = detector.evaluations
-    lines = [f"{_TITLE}{_escaped(name)}", "", f"**{evaluation_text(evaluations)}.**", ""]
+    lines = [f"{_TITLE}{_escaped(name)}", "", f"**{_escaped(evaluation_text(evaluations))}.**", ""]
     lines += ["## Detector", "", *_training_rows(detector), "", "## Evaluation", ""]
     for e in evaluations:
         lines += [f"- {e.date[:10]}: {_escaped(e)}. {_escaped(e.verdict)}"]
         lines += [f"  - {_escaped(text)}" for text in (*e.stamps, *e.cautions)]
     lines += ["- none"] * (not evaluations)
     lines += ["", "## Decisions", "", *_decision_rows(detector, detector.held_out)]
-    lines += ["", "## Next steps", "", *(f"- {step}" for step in next_steps(evaluations))]
+    lines += ["", "## Next steps", "", *(f"- {_without_markup(step)}" for step in next_steps(evaluations))]
     lines += [
         "",
         "## Limits",

@@ -47,6 +47,7 @@ from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
+from . import parquet
 from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
 from .scored import ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
@@ -219,9 +220,9 @@ def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, A
 
 def rejected_path(
     out: Path,  # of the scores
-) -> Path:  # scores.csv -> scores.rejected.csv
+) -> Path:  # scores.csv -> scores.rejected.csv, scores.parquet -> scores.rejected.parquet
     "Return the path of the list of files that were not scored."
-    return out.with_name(f"{out.stem}.rejected.csv")
+    return out.with_name(f"{out.stem}.rejected{out.suffix.lower()}")
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
@@ -230,10 +231,16 @@ def check_output(
     folder: Path,  # of the recordings
 ) -> None:  # raises OutputError
     "Refuse a target that cannot be written, or that would replace another file."
-    if out.suffix.lower() != ".csv":
+    is_parquet = out.suffix.lower() == parquet.SUFFIX
+    if not is_parquet and out.suffix.lower() != ".csv":
         raise OutputError(
-            "scores are written to a CSV file", code="not-csv", path=out, expected="a name that ends in .csv"
+            "scores are written to a CSV or Parquet file",
+            code="not-csv",
+            path=out,
+            expected="a name that ends in .csv or .parquet",
         )
+    if is_parquet:
+        parquet.prediction_schema(COLUMNS)  # a missing package is an error now, not after the scores
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
             "the output lies inside the folder of the recordings",
@@ -244,8 +251,8 @@ def check_output(
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
         begins = ",".join(columns[:3]).encode()
 
-        def is_ours(file: BinaryIO, begins: bytes = begins) -> bool:
-            return file.read(len(begins)) == begins
+        def is_ours(file: BinaryIO, columns: tuple[str, ...] = columns, begins: bytes = begins) -> bool:
+            return parquet.is_table(file, columns[:3]) if is_parquet else file.read(len(begins)) == begins
 
         require_kind(path, "table of predictions", is_ours)
     parent = next(p for p in out.parents if p.exists())
@@ -278,7 +285,7 @@ class Predictions:
     engine: str  # identity of the engine that computed the features
     device: str
     seconds: float  # from listing to the written table, without imports and loading the model
-    out: Path | None = None  # the CSV file
+    out: Path | None = None  # the CSV or Parquet file
     learned_by: str = ""  # identity of the engine that computed the training data
     calibration: Calibration | None = None  # calibration of the scores of the voting rule
     evaluations: tuple[EvaluationRecord, ...] = ()  # evaluations that the model file stores
@@ -399,14 +406,22 @@ class Predictions:
 
         return pd.DataFrame(self._rejected_columns(), columns=list(REJECTED_COLUMNS[:3]))
 
-    def write(self, out: str | os.PathLike) -> None:  # name of the CSV file; raises OutputError
+    def write(
+        self, out: str | os.PathLike
+    ) -> None:  # CSV file, or Parquet where the name ends in .parquet; raises OutputError
         "Write the table and the list of rejected files; both files are complete before either of them is renamed."
         target = Path(os.path.abspath(out))
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_csv(rejected, REJECTED_COLUMNS, iter([self._rejected_columns()]))
-            _write_csv(scores, COLUMNS, self._pages())
+            if target.suffix.lower() == parquet.SUFFIX:
+                parquet.write_predictions(
+                    rejected, REJECTED_COLUMNS, lambda: iter([self._rejected_columns()])
+                )
+                parquet.write_predictions(scores, COLUMNS, self._pages)
+            else:
+                _write_csv(rejected, REJECTED_COLUMNS, iter([self._rejected_columns()]))
+                _write_csv(scores, COLUMNS, self._pages())
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -635,7 +650,7 @@ def predict(
     | os.PathLike
     | Detector,  # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
     *,
-    out: str | os.PathLike | None = None,  # CSV file to write
+    out: str | os.PathLike | None = None,  # CSV file to write, or Parquet where the name ends in .parquet
     split: str | None = None,  # score this split only
     manifest: Manifest | None = None,  # result of `scan`: score the listed recordings only
     vote: str | None = None,  # "mean", "long_vote", "any_long" or "frac_vote"; None: the model's
