@@ -22,6 +22,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
 from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
 from leakmel.learn.reports import training_report
@@ -114,12 +115,28 @@ def test_interrupted_run_of_a_kind_is_resumed(
     assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
 
 
-def test_scores_do_not_depend_on_the_number_of_processes(small_sets: Path, tmp_path: Path) -> None:
+def processes_of_joblib() -> list[int]:
+    found = list[int]()
+    for p in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            if "LokyProcess" in " ".join(p.cmdline()):
+                found.append(p.pid)
+    return found
+
+
+def test_scores_do_not_depend_on_the_number_of_processes(
+    small_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WORKER_IDLE_S", 1)
     settings = lm.TrainSettings(detector="blend", **TINY)
     one = cross_validated(small_sets, settings, n_folds=2)
     two = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
     assert two.table.equals(one.table)
     assert two.n_done == sum(f.n_fits for f in two.folds), "fits of other processes are counted"
+    until = time.monotonic() + 60
+    while left := processes_of_joblib():
+        assert time.monotonic() < until, f"idle processes hold their memory: {left}"
+        time.sleep(0.2)
     again = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
     assert again.n_done == 0
     assert again.table.equals(one.table)

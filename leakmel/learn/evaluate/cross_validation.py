@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "MOST_LEFT_OUT",
+    "WORKER_IDLE_S",
     "TABLE_NAME",
     "WORTH_PROCESSES",
     "outer_folds",
@@ -187,6 +188,9 @@ def _score_fold(
     return found, score, simple, trainer.n_done - n_before
 
 
+WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
+
+
 def _run_folds(
     trainer: FoldTrainer,
     features: Mapping[str, np.ndarray],
@@ -196,7 +200,12 @@ def _run_folds(
 ) -> Iterator[tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]]:
     "Score folds in processes of this machine or on a cluster; yield results as they come."
     if cluster is None:
-        run = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch="all")
+        run = Parallel(
+            n_jobs=jobs,
+            return_as="generator_unordered",
+            pre_dispatch="all",
+            idle_worker_timeout=WORKER_IDLE_S,
+        )
         yield from run(delayed(_score_fold)(trainer, features, *task) for task in tasks)
         return
     names = [f"leakmel-fold-{seed + 1}-{k + 1}" for _, k, seed in tasks]

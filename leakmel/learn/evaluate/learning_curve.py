@@ -37,6 +37,7 @@ from ...insight.plots import _colour, _f32, _figure
 from ..data.groups import Group
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
+    WORKER_IDLE_S,
     _groups_of,
     _plan_fits,
     _trainer_of,
@@ -436,7 +437,9 @@ def learning_curve(
             _ = trainer.features  # read once, not in each process
         scores: dict[tuple[str, float], np.ndarray] = {}
         n_done = 0
-        run = Parallel(n_jobs=processes, return_as="generator", pre_dispatch="all")
+        run = Parallel(
+            n_jobs=processes, return_as="generator", pre_dispatch="all", idle_worker_timeout=WORKER_IDLE_S
+        )
         tasks = (delayed(_score_part)(trainer, p.learned, p.held_out, p.seed) for p in parts)
         with Progress(len(parts), unit="fits", label="learning curve", show=show) as bar:
             for part, (score, n) in zip(parts, run(tasks)):
