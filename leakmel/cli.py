@@ -40,6 +40,7 @@ from leakmel.cli_learn import (
     LABELS,
     Options,
     add_options,
+    check_report,
     progress_mode,
     warnings_to_stderr,
 )
@@ -403,7 +404,7 @@ def run_correlate(args: argparse.Namespace) -> Outcome:
     from leakmel.locate.plans import correlate_given, correlation_kinds, correlation_report
 
     if args.html:
-        import plotly  # noqa: F401  # a missing package is an error now, not after the correlation
+        check_report(args.html)
     found = correlate_given({name: getattr(args, name) for name in correlation_kinds() if name != "out"})
     page = correlation_report(found, user_path(args.html)) if args.html else None
     body = found.to_dict() | {"html": None if page is None else show_path(page)}

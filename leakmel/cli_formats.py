@@ -13,7 +13,7 @@ from typing import Any
 import leakmel as lm
 from .cli_learn import EXPORT, Options, progress_mode
 from .cli_learn import run_export as run_onnx_export
-from .core.errors import UsageError
+from .core.errors import UsageError, show_path
 from .core.run_plan import user_path
 
 _LICENSE: Options = {
@@ -54,6 +54,16 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if args.onnx:
         args.model = args.file
         return run_onnx_export(args)
+    from leakmel.learn.model.locate import MODEL
+
+    given = Path(args.file)
+    if given.name == MODEL or (given / MODEL).is_file():
+        raise UsageError(
+            "this is a detector, and the format of a detector is ONNX",
+            code="invalid-arguments",
+            found=show_path(given),
+            remedy="add --onnx",
+        )
     if args.out is None or args.int8 or args.recordings is not None:
         raise UsageError(
             "an export of a data set needs --out, and has no --recordings and no --int8",
@@ -62,11 +72,11 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         )
     from leakmel.learn.nightly.history_tables import export_history, is_state_folder
 
-    given = {"out": user_path(args.out), "to": args.to, "progress": progress_mode(args)}
+    how = {"out": user_path(args.out), "to": args.to, "progress": progress_mode(args)}
     if is_state_folder(args.file):
-        done = export_history(args.file, **given)
+        done = export_history(args.file, **how)
     else:
-        done = lm.export_dataset(args.file, license=args.license, **given)
+        done = lm.export_dataset(args.file, license=args.license, **how)
     return 0, done.summary, repr(done)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "run_export",
     "run_suggest",
     "run_review",
+    "check_report",
     "run_similar",
     "run_embed",
     "run_nightly",
@@ -1073,10 +1074,27 @@ def _features(args: argparse.Namespace) -> dict[str, float] | None:
     return {name: v for name, v in given.items() if v is not None} or None
 
 
+def check_report(path: str) -> None:
+    "Check the name of a report before the work; raises OutputError where it would replace another file, MissingPackageError."
+    import plotly  # noqa: F401
+    from leakmel.insight.report import is_report
+    from leakmel.learn.model.files import require_kind
+
+    target = user_path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(
+            "the report is an HTML file",
+            code="invalid-arguments",
+            path=target,
+            expected="a name that ends in .html",
+        )
+    require_kind(target, "report of leakmel", is_report)
+
+
 def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Find the recordings that are most similar to a recording, with their labels; copies are marked."
     if args.html:
-        import plotly  # noqa: F401  # a missing package is an error now, not after the search
+        check_report(args.html)
     given = {"model": args.model, "length": args.length, "device": args.device, "spec": _features(args)}
     found = lm.similar(args.file, args.among, k=args.n, progress=progress_mode(args), **given)
     text, body = found.text(), found.summary | {"html": None}

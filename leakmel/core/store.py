@@ -210,15 +210,22 @@ def store_error(
     return kind(message, code=code, path=path, found=found, remedy=remedy)
 
 
+_ENDPOINTS = {
+    "s3:": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "az:": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
+}
+
+
 def _check_endpoints(path: StorePath) -> None:  # raises UsageError
     "Check the addresses of servers in the environment; the library ends the process for some invalid ones."
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT"):
+    for name in _ENDPOINTS.get(path.parts[0], ()):
         if (value := os.environ.get(name)) is None:
             continue
         with suppress(ValueError):  # of an invalid port or address
             url = urlsplit(value)
             is_port = url.port is None or url.port > 0
-            if url.scheme in ("http", "https") and url.hostname and is_port and not re.search(r"\s", value):
+            is_host = re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-f:.]+", url.hostname or "")
+            if url.scheme in ("http", "https") and is_host and is_port and re.fullmatch(r"[!-~]+", value):
                 continue
         raise UsageError(
             "the address of the object storage is not valid",

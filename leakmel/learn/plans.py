@@ -308,7 +308,8 @@ def plan_training(
         given = {"training": list(files.values()), "split": split}
     given |= {"settings": settings, "checkpoints": checkpoints, **of_task}
     given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "labels", "resume")}
-    given |= {"pretrain": p["pretrain"] and user_path(p["pretrain"]), "pretrain_steps": p["pretrain_steps"]}
+    if p["pretrain"] is not None:
+        given |= {"pretrain": user_path(p["pretrain"]), "pretrain_steps": p["pretrain_steps"]}
     inputs = _training_inputs(sets.note, files, given, folds, out)
     return TrainingPlan(inputs, out, given, files, p["evaluation"], folds)
 
@@ -327,7 +328,7 @@ def _training_inputs(
     rows["leak"] = f"{given['leak_label']} ({given['kind']})"
     if given["labels"] is not None:
         rows["labels"] = f"by people, {show_path(given['labels'])}"
-    if given["pretrain"] is not None:
+    if "pretrain" in given:
         rows["pretraining"] = f"{given['pretrain_steps']:,} steps on {show_path(given['pretrain'])}"
     settings = given["settings"]
     changes = [f"{f.name} {v}" for f in fields(settings) if (v := getattr(settings, f.name)) != f.default]

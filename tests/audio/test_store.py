@@ -290,13 +290,14 @@ def test_each_error_has_a_remedy_and_no_secret(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "address", ["http://[::1", "127.0.0.1:9000", "http://", "http://127.0.0.1:99999", "http://a b/", "x"]
+    "address",
+    ["http://[::1", "127.0.0.1:9000", "http://", "http://127.0.0.1:99999", "http://a b/", "http://a^b", "x"],
 )
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AZURE_ENDPOINT"])
-def test_an_invalid_address_of_the_server_is_named(monkeypatch, name, address):
+@pytest.mark.parametrize(("scheme", "name"), [("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_ENDPOINT")])
+def test_an_invalid_address_of_the_server_is_named(monkeypatch, scheme, name, address):
     monkeypatch.setenv(name, address)
     with raises("store-settings", UsageError) as e:
-        lm.scan(f"s3://{BUCKET}/x", progress="none")
+        lm.scan(f"{scheme}://{BUCKET}/x", progress="none")
     assert name in e.value.found
 
 

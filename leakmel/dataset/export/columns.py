@@ -34,7 +34,7 @@ import numpy as np
 from ...audio.conform import digests_of
 from ...core.errors import DataError, VerifyError, show_path
 from ..file.reader import MelDataset, open_dataset, read_rows
-from ..file.schema import data_set_name, file_columns
+from ..file.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540005
 SPLITS = ("TRAINING", "VALIDATION", "TESTING", "")  # of the data sets in a folder
@@ -78,6 +78,14 @@ def open_sources(
     sources = list[ExportSource]()
     for file in found:
         data = opened.enter_context(open_dataset(file))
+        stored = data.file.attrs.get(DIGEST_ATTRIBUTE)  # the earlier system stored none
+        if stored is not None and stored != metadata_digest(data.file):
+            raise VerifyError(
+                "labels, columns or attributes do not match their digest",
+                code="damaged-data-set",
+                path=file,
+                remedy="copy the file again, or build the data set again",
+            )
         split = str(data.file.attrs.get("split", ""))
         split = split.lower() if _PLAIN.fullmatch(split) else "all"
         if split in (s.split for s in sources):

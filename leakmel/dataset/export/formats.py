@@ -126,7 +126,7 @@ def _attributes(sources: Sequence[ExportSource], to: str) -> str:
             "rows": len(s),
             "rejected": n_rejected(s.data),
             "attributes": {
-                name: value.tolist() if hasattr(value, "tolist") else value
+                name: value.tolist() if hasattr(value, "tolist") else str(value)
                 for name, value in s.data.file.attrs.items()
             },
         }

@@ -81,7 +81,9 @@ def _texts(table: "pd.DataFrame", name: str) -> np.ndarray:
     if name not in table:
         return np.full(len(table), "", object)
     values = table[name]
-    return np.where(values.isna(), "", values.astype(str)).astype(object)
+    # not by pandas: with pyarrow it cannot hold names that are not UTF-8
+    texts = ("" if missing else str(v) for v, missing in zip(values, values.isna()))
+    return np.fromiter(texts, object, len(values))
 
 
 def _is_separable(

@@ -108,12 +108,7 @@ class Embeddings:
         path: str | os.PathLike,  # ends in .npz
     ) -> Path:  # raises OutputError
         "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
-        target = output_path(path)
-        if target.suffix.lower() != ".npz":
-            expected = "a name that ends in .npz"
-            raise OutputError(
-                "embeddings are written to a .npz file", code="not-npz", path=target, expected=expected
-            )
+        target = _checked_target(path)
         about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
         about |= {"sources": [os.fsencode(s).hex() for s in self.sources]}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
@@ -135,6 +130,25 @@ class Embeddings:
         n, d = self.vectors.shape
         left = f", {len(self.rejections):,} files rejected" if self.rejections else ""
         return f"Embeddings({n:,} recordings x {d} values of {self.kind}{left})"
+
+
+def _checked_target(path: str | os.PathLike) -> Path:
+    "Return the absolute path of a file to write; raises OutputError where it cannot be written, or is another file."
+    target = output_path(path)
+    if target.suffix.lower() != ".npz":
+        expected = "a name that ends in .npz"
+        raise OutputError(
+            "embeddings are written to a .npz file", code="not-npz", path=target, expected=expected
+        )
+    require_kind(target, "file of embeddings", _is_embeddings)
+    if target.parent.exists() and not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OutputError(
+            "the output folder cannot be written",
+            code="output-not-writable",
+            path=target.parent,
+            remedy="choose another folder or change its permissions",
+        )
+    return target
 
 
 def _is_embeddings(f: BinaryIO) -> bool:
@@ -184,6 +198,9 @@ def _arrays_of(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+_MOST = 1e9  # of a value: squares of larger ones overflow
+
+
 def load_embeddings(
     path: str | os.PathLike,  # of `Embeddings.save`
 ) -> Embeddings:  # raises DataError for a file that is damaged or of another kind
@@ -199,6 +216,10 @@ def load_embeddings(
         n = len(arrays["vectors"])
         if len(arrays["rows"]) != n or not np.isfinite(arrays["vectors"]).all():
             raise ValueError("vectors that are not finite, or another number of rows")
+        if not arrays["vectors"].size or not about["sources"]:
+            raise ValueError("no vectors, or no source")
+        if np.abs(arrays["vectors"]).max() > _MOST:
+            raise ValueError(f"values above {_MOST:g}")
         paths, labels, digests = (_texts(arrays, name, n) for name in _TEXTS)
         return Embeddings(
             vectors=arrays["vectors"],
@@ -246,7 +267,8 @@ class EmbeddingScorer:
         whole = dict[int, np.ndarray]()
         for k, end, own in zip(block.files[:n].tolist(), (block.firsts + block.counts)[:n].tolist(), sums):
             total = self._open.pop(k, 0) + own
-            (whole if end == self.readers.n_long[k] else self._open)[k] = total
+            if self.readers.n_long[k]:  # 0: the recording was refused
+                (whole if end == self.readers.n_long[k] else self._open)[k] = total
         if whole:
             files = list(whole)
             means = np.stack(list(whole.values())) / self.readers.n_long[files][:, None]
@@ -395,7 +417,7 @@ def embed(
     "Compute one vector for each recording; recordings that sound alike have vectors that are near each other."
     detector = opened_model(model)
     on = pick_device(device)
-    target = None if out is None else output_path(out)
+    target = None if out is None else _checked_target(out)
     native()  # an import; not part of the time
     if is_folder(source):
         found = find_recordings(source, progress=progress)  # type: ignore[arg-type]

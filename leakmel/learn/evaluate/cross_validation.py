@@ -42,6 +42,7 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
+from ...core.text_columns import text_column
 from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task
@@ -464,7 +465,7 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
     facts = recordings_of(trainer.ds)
     names = [n for n in ("path", "label", "sensor") if n in facts]
     table = facts[names].assign(
-        group=[trainer.groups.names[k] for k in trainer.groups.code],
+        group=text_column(trainer.groups.names[k] for k in trainer.groups.code),
         leak=trainer.truth,
         fold=repetitions[0].fold,
         score=np.mean([r.score for r in repetitions], 0),

@@ -21,6 +21,7 @@ import numpy as np
 from ...audio.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Progress
+from ...core.text_columns import text_column
 from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, recordings_of
 from ..data.leakage import LEAKY_SPLIT, shared_values
@@ -249,7 +250,7 @@ def _evaluation(
         cautions += (NO_TREES,)
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
     table = recordings_of(ds).assign(
-        group=[boot.groups.names[k] for k in boot.groups.code],
+        group=text_column(boot.groups.names[k] for k in boot.groups.code),
         leak=boot.truth,
         **{f"score_{n}": j.score for n, j in (ways | simple).items()},
         called_leak=own.score >= own.threshold,

@@ -7,7 +7,7 @@ __all__ = ["HISTORY_FILE", "CHECKED_FILE", "N_BANDS", "HistoryEntry", "night_of"
 
 # %% ../../../nbs/learn/nightly/history.ipynb #944fc518
 import os, sqlite3, stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timedelta
@@ -243,6 +243,15 @@ class History:
         "Return the rows of a query."
         try:
             return self.db.execute(sql, values).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
+            raise self._error(e) from e
+
+    def pages(self, sql: str, n: int) -> Iterator[list[tuple]]:
+        "Yield the rows of a query in lists of at most n rows."
+        try:
+            cursor = self.db.execute(sql)
+            while rows := cursor.fetchmany(n):
+                yield rows
         except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
             raise self._error(e) from e
 

@@ -59,11 +59,9 @@ def _page(names: list[str], rows: list[tuple]) -> dict[str, list[Any]]:
 
 def _pages(history: History, table: str, names: list[str]) -> Iterator[dict[str, list[Any]]]:
     "Yield a table page by page."
-    sql = f"SELECT {', '.join(names)} FROM {table} ORDER BY {_TABLES[table]} LIMIT ? OFFSET ?"
-    start = 0
-    while rows := history.query(sql, (_PAGE, start)):
+    sql = f"SELECT {', '.join(names)} FROM {table} ORDER BY {_TABLES[table]}"
+    for rows in history.pages(sql, _PAGE):
         yield _page(names, rows)
-        start += len(rows)
 
 
 def _columns(history: History, table: str) -> list[str]:

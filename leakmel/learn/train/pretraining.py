@@ -32,7 +32,6 @@ from ...audio.file_names import parse_name
 from ...audio.naming import Naming
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
-from ...core.monitor import free_memory
 from ...core.progress import Progress
 from ...core.store import absolute_folder, is_url
 from ...dataset.run.pipeline import build
@@ -293,9 +292,10 @@ def total_loss(
 
 def _load_pool(ds: Segments, seed: int) -> SegmentPool:
     "Load the segments of all recordings, or of some drawn at random where they take too much memory."
-    most = min(_MOST_BYTES, free_memory() // 4)
-    if ds.n_bytes > most:
-        n = max(2, int(len(ds.rows) * most / ds.n_bytes))
+    if (
+        ds.n_bytes > _MOST_BYTES
+    ):  # not the free memory: the same seed draws the same recordings, also after an interruption
+        n = max(2, int(len(ds.rows) * _MOST_BYTES / ds.n_bytes))
         rows = np.sort(np.random.default_rng(seed).permutation(ds.rows)[:n])
         ds = Segments(
             ds.sources, level="long", rows=rows, with_labels=False, preload_to_ram=False, progress="none"
