@@ -36,7 +36,7 @@ from leakmel.dataset.file.schema import (
     new_file,
     root_attributes,
 )
-from leakmel.dataset.file.schema import write_metadata
+from leakmel.dataset.file.schema import metadata_digest, write_metadata
 
 RATE = 4096
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
@@ -235,6 +235,7 @@ def test_nothing_escapes_the_output_folder(hostile: Path, tmp_path: Path, to: st
     changed.write_bytes(hostile.read_bytes())
     with h5py.File(changed, "r+") as f:
         f.attrs["split"] = "../../evil"
+        f.attrs["metadata_digest"] = metadata_digest(f)  # whoever makes such a file knows the format
     lm.export_dataset(changed, out=tmp_path / "a" / "out", to=to, progress="none")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "t.h5"]
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["out"]
@@ -384,6 +385,24 @@ def test_folder_of_splits_is_one_export(demo: Path, tmp_path: Path) -> None:
     )
     with raises("data-sets-differ", DataError):
         lm.export_dataset(tmp_path / "mels", out=tmp_path / "out2", progress="none")
+
+
+def test_exchanged_labels_are_not_exported(hostile: Path, tmp_path: Path) -> None:
+    need_formats()
+    (tmp_path / "t.h5").write_bytes(hostile.read_bytes())
+    with h5py.File(tmp_path / "t.h5", "r+") as f:
+        f["labels"][:] = 1 - f["labels"][:]
+    with raises("damaged-data-set", VerifyError, path=tmp_path / "t.h5"):
+        lm.export_dataset(tmp_path / "t.h5", out=tmp_path / "out", progress="none")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.h5"]
+
+
+def test_the_format_of_a_detector_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.pt").touch()
+    for given in (tmp_path / "run", tmp_path / "run" / "model.pt"):
+        assert main(["export", str(given), "--out", str(tmp_path / "out"), "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["remedy"] == "add --onnx"
 
 
 def test_errors_of_usage(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from test_learn_predict import RATE, SPEC, made_detector, noise, put
 import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.cli import main
+from leakmel.learn.embed import embed as module
 from leakmel.learn.embed.embed import embed_recordings, embed_rows
 from leakmel.learn.embed.features import open_embedder
 from leakmel.learn.embed.similar import SAME_CONTENT, SAME_FEATURES, nearest
@@ -188,6 +189,8 @@ def test_hostile_files_are_refused(folder, tmp_path):
         "huge": {"vectors": huge.getvalue()},
         "no JSON": {"about": _array(np.zeros(4, np.uint8))},
         "other kind": {"vectors": _array(np.zeros((n, 2), "<f8"))},
+        "no values": {"vectors": _array(np.zeros((n, 0), "<f4"))},
+        "squares that overflow": {"vectors": _array(np.full((n, 128), 3e38, "<f4"))},
     }
     for parts in bad.values():
         with raises("invalid-embeddings"):
@@ -206,6 +209,27 @@ def test_hostile_files_are_refused(folder, tmp_path):
         lm.load_embeddings(tmp_path / "small.npz")
     with raises("file-missing"):
         lm.load_embeddings(tmp_path)
+    few = _with(path, vectors=_array(np.zeros((n, 5), "<f4")))
+    with raises("invalid-embeddings"):
+        lm.similar(folder / "LEAK/copy.wav", few, **QUIET)
+
+
+def test_an_output_is_checked_before_the_work(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_recordings", lambda *a, **k: pytest.fail("recordings were listed"))
+    (tmp_path / "mine.npz").write_bytes(b"mine")
+    with raises("not-npz"):
+        lm.embed(None, folder, out=tmp_path / "e.txt", spec=SPEC, **QUIET)
+    with raises("other-file-in-the-way"):
+        lm.embed(None, folder, out=tmp_path / "mine.npz", spec=SPEC, **QUIET)
+
+
+@pytest.mark.parametrize("name", ["query.wav", "mine.html"])
+def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
+    (tmp_path / name).write_bytes(content := (folder / "LEAK/copy.wav").read_bytes())
+    words = ["similar", str(tmp_path / name), "--in", str(folder), "--duration-s", "1"]
+    assert main([*words, "--html", str(tmp_path / name), "--json"]) != 0
+    assert json.loads(capsys.readouterr().out)["code"] in ("invalid-arguments", "other-file-in-the-way")
+    assert (tmp_path / name).read_bytes() == content
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 8192])

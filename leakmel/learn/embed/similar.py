@@ -327,6 +327,15 @@ def similar(
             found=why.code,
             remedy="give a recording of at least one long segment",
         )
+    if found.vectors.shape[1:] != own.vectors.shape[1:]:
+        raise DataError(
+            "the vectors do not have the length of their kind",
+            code="invalid-embeddings",
+            path=found.sources[0],
+            found=found.vectors.shape,
+            expected=own.vectors.shape[1],
+            remedy="compute them again",
+        )
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []
     for i, apart in zip(numbers.tolist(), distances.tolist()):
