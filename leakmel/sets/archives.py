@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/archives.ipynb #679ad428
-import errno, io, os, stat, tempfile, zipfile, zlib
+import errno, io, lzma, os, re, stat, struct, tempfile, zipfile, zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ MAX_FILE_BYTES = 64_000_000  # of one recording, unpacked
 MAX_ARCHIVE_BYTES = 1_000_000_000  # of an archive in an archive
 MAX_TOTAL_BYTES = 2_000_000_000  # of all that is read
 ARCHIVES = (".zip", ".rar")
+_MAX_DIRECTORY_BYTES = 8_000_000  # of the directory of a ZIP archive, which is parsed in memory
 _MAX_DEPTH = 2  # archives in archives: a repository may pack a whole record again
 
 
@@ -120,11 +121,55 @@ def _no_rar_program(path: Path) -> DataError:  # to be raised
     )
 
 
+def _zip64_facts(f: IO[bytes], end: int) -> Iterator[tuple[int, int]]:
+    "Yield number of files and bytes of the directory from the ZIP64 records that may belong to an end record."
+    f.seek(max(end - 20, 0))
+    locator = f.read(20)
+    if end < 20 or not locator.startswith(b"PK\x06\x07"):
+        return
+    for at in {end - 76, struct.unpack_from("<Q", locator, 8)[0]}:
+        if 0 <= at < end:
+            f.seek(at)
+            record = f.read(56)
+            if len(record) == 56 and record.startswith(b"PK\x06\x06"):
+                here, n, n_bytes = struct.unpack_from("<QQQ", record, 24)
+                yield max(here, n), n_bytes
+
+
+def _require_small_directory(path: Path, shown: Path) -> None:  # raises DataError
+    "Refuse a ZIP archive by the directory that its end records claim, before the directory is parsed."
+    with path.open("rb") as f:
+        start = max(f.seek(0, os.SEEK_END) - 65_557, 0)  # an end record and its comment
+        f.seek(start)
+        tail = f.read()
+        for found in re.finditer(rb"PK\x05\x06", tail):
+            if len(tail) - found.start() < 22:
+                continue
+            here, n, n_bytes = struct.unpack_from("<HHL", tail, found.start() + 8)
+            large = list(_zip64_facts(f, start + found.start()))
+            if not large or 0xFFFF not in (here, n) and n_bytes != 0xFFFFFFFF:
+                large.append((max(here, n), n_bytes))
+            for n_files, size in large:
+                if n_files > MAX_MEMBERS or size > _MAX_DIRECTORY_BYTES:
+                    raise unsafe_archive(
+                        shown,
+                        f"its directory claims more than {MAX_MEMBERS:,} files, or is too large",
+                        f"{n_files:,} files in {size:,} bytes",
+                    )
+
+
+_DAMAGED = (OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.error, lzma.LZMAError)
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[list[_Entry]]:
+def _opened(
+    path: Path,
+    shown: Path,  # for messages
+) -> Iterator[list[_Entry]]:
     "Open an archive; errors of both libraries become DataError."
     if path.suffix.lower() == ".zip":
-        damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+        _require_small_directory(path, shown)
+        damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, *_DAMAGED)
         programs: tuple[type[Exception], ...] = ()
         opener: Callable[..., Any] = zipfile.ZipFile
         entries: Callable[[Any], list[_Entry]] = _zip_entries
@@ -133,18 +178,20 @@ def _opened(path: Path) -> Iterator[list[_Entry]]:
             import rarfile
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
-        damaged, programs = (rarfile.Error, EOFError), (rarfile.RarCannotExec,)
+        damaged, programs = (rarfile.Error, *_DAMAGED), (rarfile.RarCannotExec,)
         opener, entries = rarfile.RarFile, _rar_entries
     try:
         with opener(path) as archive:
             yield entries(archive)
     except programs as e:
-        raise _no_rar_program(path) from e
+        raise _no_rar_program(shown) from e
     except damaged as e:
+        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
+            raise  # of the disk, not of the content
         raise DataError(
-            f"the archive is damaged ({e})",
+            f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
             code="damaged-archive",
-            path=path,
+            path=shown,
             remedy="delete it, and download it again",
         ) from e
 
@@ -190,39 +237,51 @@ def _is_hidden(parts: Sequence[str]) -> bool:
 
 
 def _archive_members(
-    path: Path, above: tuple[str, ...], is_file: Choice, is_archive: Choice, budget: _Budget, depth: int
+    path: Path,
+    shown: Path,  # for messages: of an inner archive, below the outer one
+    above: tuple[str, ...],
+    is_file: Choice,
+    is_archive: Choice,
+    budget: _Budget,
+    depth: int,
 ) -> Iterator[Member]:
     "Yield the wanted files of an archive."
-    with _opened(path) as entries:
-        budget.count(len(entries), path)
-        named = sorted((checked_parts(e.name, path), k) for k, e in enumerate(entries))
+    with _opened(path, shown) as entries:
+        budget.count(len(entries), shown)
+        named = sorted((checked_parts(e.name, shown), k) for k, e in enumerate(entries))
         for parts, k in named:
             entry, full = entries[k], (*above, *parts)
             if entry.is_link:
-                raise unsafe_archive(path, "it contains a link", show_path(entry.name)[:200])
+                raise unsafe_archive(shown, "it contains a link", show_path(entry.name)[:200])
             inner = parts[-1].lower().endswith(ARCHIVES) and is_archive(full)
             if _is_hidden(parts) or not (inner or is_file(full)):
                 continue
             if entry.is_encrypted:
-                raise unsafe_archive(path, "a file in it is encrypted", show_path(entry.name)[:200])
+                raise unsafe_archive(shown, "a file in it is encrypted", show_path(entry.name)[:200])
             if not inner:
                 out = io.BytesIO()
-                budget.read(entry, MAX_FILE_BYTES, path, out)
+                budget.read(entry, MAX_FILE_BYTES, shown, out)
                 yield Member(full, out.getvalue())
             elif depth >= _MAX_DEPTH:
-                raise unsafe_archive(path, "it contains archives in archives in archives")
+                raise unsafe_archive(shown, "it contains archives in archives in archives")
             else:
                 with tempfile.TemporaryDirectory(prefix="leakmel-") as folder:
                     copy = Path(folder) / f"inner{Path(parts[-1]).suffix.lower()}"
                     with copy.open("wb") as f:
-                        budget.read(entry, MAX_ARCHIVE_BYTES, path, f)
-                    yield from _archive_members(copy, full, is_file, is_archive, budget, depth + 1)
+                        budget.read(entry, MAX_ARCHIVE_BYTES, shown, f)
+                    below = shown.joinpath(*parts)
+                    yield from _archive_members(copy, below, full, is_file, is_archive, budget, depth + 1)
 
 
-def _files_below(folder: Path) -> Iterator[tuple[str, ...]]:
-    "Yield the regular files below a folder by their parts, in order; links are not followed."
+def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
+    "Yield the regular files below a folder by their parts, in order; links and hidden folders are not followed."
     for here, folders, names in os.walk(folder):
-        folders.sort()
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
+        )
         for name in sorted(names):
             path = Path(here) / name
             if stat.S_ISREG(path.lstat().st_mode):
@@ -234,21 +293,22 @@ def read_members(
     *,
     is_file: Choice,  # whether a file is wanted, by its parts
     is_archive: Choice = lambda parts: True,  # whether an archive in a folder or archive is opened
+    skip_with: str = "",  # folders below the source that hold a file of this name are skipped; empty: none
 ) -> Iterator[Member]:  # raises DataError, MissingPackageError, OutputError
     "Yield the wanted files of a folder or archive, in the order of their names."
     budget = _Budget()
     try:
         if source.is_dir():
-            for parts in _files_below(source):
+            for parts in _files_below(source, skip_with):
                 path = source.joinpath(*parts)
                 if path.suffix.lower() in ARCHIVES and is_archive(parts):
-                    yield from _archive_members(path, parts, is_file, is_archive, budget, 1)
+                    yield from _archive_members(path, path, parts, is_file, is_archive, budget, 1)
                 elif not _is_hidden(parts) and is_file(parts):
                     if path.stat().st_size > MAX_FILE_BYTES:
                         raise unsafe_archive(path, "the file is too large", f"{path.stat().st_size:,} bytes")
                     yield Member(parts, path.read_bytes())
         elif source.suffix.lower() in ARCHIVES and source.is_file():
-            yield from _archive_members(source, (source.name,), is_file, is_archive, budget, 1)
+            yield from _archive_members(source, source, (source.name,), is_file, is_archive, budget, 1)
         else:
             raise UsageError(
                 "the source is neither a folder nor a .zip or .rar archive",

@@ -8,6 +8,8 @@ __all__ = [
     "NO_LEAK",
     "NOISE",
     "Parts",
+    "LEAK_FOLDERS",
+    "NOISE_FOLDERS",
     "CC_BY",
     "AGHASHAHI",
     "DONGGUAN",
@@ -55,16 +57,25 @@ def squeezed(text: str) -> str:
     return re.sub(r"[^a-z]", "", text.lower())
 
 
+_LEAKS = ("leak", "leaks", "leakage", "leakages", "leaking")
+LEAK_FOLDERS = {name: LEAK for name in _LEAKS} | {
+    f"{no}{name}": NO_LEAK for no in ("no", "non", "not", "without") for name in _LEAKS
+}
+NOISE_FOLDERS = {
+    f"{kind}{name}": NOISE for kind in ("", "environmental", "background") for name in ("noise", "noises")
+}
+_ENDINGS = ("", "acousticdata", "data", "recordings", "signals", "metal", "nonmetal")
+
+
 def label_of_folders(
-    folders: Parts,  # from the top; the innermost decides
-    words: Mapping[str, str],  # part of a squeezed name -> label; the first that fits
-) -> str:  # empty: no folder names a label
-    "Find the label in the names of folders and archives."
-    for folder in reversed(folders):
-        for word, label in words.items():
-            if word in squeezed(folder):
-                return label
-    return ""
+    folders: Parts,  # folders and archives from the top; only the innermost counts
+    names: Mapping[
+        str, str
+    ],  # whole squeezed name, without an ending like "acoustic data" or "metal" -> label
+) -> str:  # empty: the innermost has another name
+    "Find the label in the name of the folder, or of the archive where it has no folders."
+    name = squeezed(re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE)) if folders else ""
+    return next((names[stem] for end in _ENDINGS if (stem := name.removesuffix(end)) in names), "")
 
 
 # %% ../../nbs/sets/catalogue.ipynb #aa5f0dc3
@@ -91,6 +102,7 @@ class LeakSet:
     stated: Mapping[str, int]  # counts of the description
     faults: tuple[str, ...]  # known, a sentence each
     spec: Mapping[str, int | float]  # features for a first build
+    labels: tuple[str, ...] = (LEAK, NO_LEAK)  # each must have a recording
     headerless: bool = False  # files of 32-bit little-endian PCM, 8 kHz, mono, without a header
     licence: str = CC_BY
 
@@ -130,20 +142,19 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
 
 # %% ../../nbs/sets/catalogue.ipynb #045f200b
 _DONGGUAN = re.compile(r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", re.ASCII)
-_DONGGUAN_LABELS = {"noleak": NO_LEAK, "noise": NOISE, "leak": LEAK}
 
 
 def parse_dongguan(parts: Parts) -> NamedRecording | None:
     "Read a name like `pe-zone 2-0.305 MPa-1.6 ms-noise logger-0-1_2.wav`; the label is that of the folder or archive."
     stem, _, extension = parts[-1].rpartition(".")
     found = _DONGGUAN.fullmatch(stem)
-    label = label_of_folders(parts[:-1], _DONGGUAN_LABELS)
-    if extension.lower() != "wav" or found is None or not label or int(found["w1"]) != int(found["w0"]) + 1:
+    label = label_of_folders(parts[:-1], LEAK_FOLDERS | NOISE_FOLDERS)
+    if extension.lower() != "wav" or found is None or int(found["w1"]) != int(found["w0"]) + 1:
         return None
     body = found["body"].strip()
     words = [word.strip() for word in body.split("-")]
     columns = {"device": words[-1], "window": f"{found['w0']}-{found['w1']}"}
-    if label != NOISE and len(words) == 5:
+    if label in (LEAK, NO_LEAK) and len(words) == 5:
         columns |= {"material": words[0], "region": words[1]}
     elif label == NOISE and len(words) >= 3:
         columns |= {"noise_kind": "-".join(words[:-2]), "region": words[-2]}
@@ -153,7 +164,6 @@ def parse_dongguan(parts: Parts) -> NamedRecording | None:
 # %% ../../nbs/sets/catalogue.ipynb #8b4be6ad
 _SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
 _LOGGER = re.compile(r"\d+_(\d+)-(\d{4})(\d\d)(\d\d).*", re.ASCII)
-_HONGKONG_LABELS = {"noleak": NO_LEAK, "leak": LEAK}
 
 
 def _wav_stem(parts: Parts) -> str:
@@ -171,16 +181,16 @@ def _material(folders: Parts) -> dict[str, str]:
 def parse_hongkong_hydrophone(parts: Parts) -> NamedRecording | None:
     "Read a name like `1.3.02.0345.wav`; the label is that of the folder."
     found = _SITE.fullmatch(_wav_stem(parts))
-    label = label_of_folders(parts[:-1], _HONGKONG_LABELS)
-    return NamedRecording(label, found[1], _material(parts[:-1])) if found and label else None
+    label = label_of_folders(parts[:-1], LEAK_FOLDERS)
+    return NamedRecording(label, found[1], _material(parts[:-1])) if found else None
 
 
 def parse_hongkong_logger(parts: Parts) -> NamedRecording | None:
     "Read a name like `003_05593-20180927.wav`; the label is that of the folder."
     found = _LOGGER.fullmatch(_wav_stem(parts))
-    label = label_of_folders(parts[:-1], _HONGKONG_LABELS)
-    if not found or not label:
+    if not found:
         return None
+    label = label_of_folders(parts[:-1], LEAK_FOLDERS)
     return NamedRecording(label, found[1], {"date": "-".join(found.groups()[1:])} | _material(parts[:-1]))
 
 
@@ -256,6 +266,7 @@ DONGGUAN = LeakSet(
         "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
     ),
     spec={"sample_rate": 8000, "duration_s": 1.0},
+    labels=(LEAK, NO_LEAK, NOISE),
 )
 HONGKONG_HYDROPHONES = LeakSet(
     name="hongkong-hydrophones",

@@ -176,6 +176,13 @@ class Conversion:
         names = sorted({r.named.label for r in rs})
         labels = np.array([names.index(r.named.label) for r in rs], np.int64)
         found = []
+        places = {r.source.rpartition("/")[0] for r in self.unlabelled if r.named.group != BACKGROUND}
+        if places:
+            n = sum(r.named.group != BACKGROUND for r in self.unlabelled)
+            found.append(
+                f"{n:,} recordings have no label and are not in the table, because the name of their folder is not known: "
+                + ", ".join(repr(p or ".") for p in sorted(places)[:5])
+            )
         for what, unit, values in (
             ("sample rate", "Hz", [r.sample_rate for r in rs]),
             ("length", "s", [r.n_samples / r.sample_rate for r in rs]),
@@ -212,7 +219,8 @@ def _named(s: LeakSet, members: Iterable[Member]) -> Iterator[tuple[Member, Name
     "Yield the members that belong to the set."
     for member in members:
         if (named := s.parse(member.parts)) is not None:
-            yield member, named
+            columns = {name: show_path(value) for name, value in named.columns.items()}
+            yield member, replace(named, group=show_path(named.group), columns=columns)
 
 
 def table_text(recordings: Sequence[Converted]) -> str:
@@ -250,6 +258,16 @@ def convert(
                 path=s.name,
                 expected=f"names by the rule of the set, for which {s.group_rule}",
                 remedy=f"give the archives as they were downloaded, or the folder that holds the folders of all labels, and compare it with {s.page}",
+            )
+        if missing := [label for label in s.labels if label not in {r.named.label for r in labelled}]:
+            places = sorted({r.source.rpartition("/")[0] or "." for r in found})
+            raise DataError(
+                f"no recording has the label {' or '.join(missing)}",
+                code="set-changed",
+                path=s.name,
+                found=f"folders {', '.join(places[:5])}",
+                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak",
+                remedy=f"give the folder that holds those of all labels, with their names as on {s.page}",
             )
         joined = join_by_content(labelled)
         (folder / TABLE).write_text(table_text(joined), "utf-8")

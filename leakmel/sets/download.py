@@ -65,6 +65,7 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
     is_near = (there.scheme, there.netloc) == (at.scheme, at.netloc)
     if not isinstance(size, int) or size < 0 or not (there.scheme == "https" or is_near):
         raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
+    path.encode()  # a lone surrogate is an error here, and not later in the name of a file
     text = str(checksum or "").lower()
     return RemoteFile(
         checked_parts(path, Path(path)), str(url), size, text if _CHECKSUM.fullmatch(text) else ""
@@ -163,7 +164,13 @@ def published_files(
     try:
         files = _listed(s)
         wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:  # not the JSON that is known
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as e:  # not the JSON that is known
         raise DataError(
             f"the record of the set has another form than expected ({type(e).__name__}: {e})",
             code="set-changed",
@@ -347,15 +354,18 @@ def download_files(
                     path=target.parent,
                     downloader=get,
                 )
-                if target.stat().st_size != file.size:
-                    raise _differs(
-                        s, file, "the size differs from the published one", f"{target.stat().st_size:,} bytes"
-                    )
+                if (size := target.stat().st_size) != file.size:
+                    target.unlink()
+                    raise _differs(s, file, "the size differs from the published one", f"{size:,} bytes")
                 sha256 = sha256_of(target)
             except LeakmelError:
                 raise
             except ValueError as e:  # of pooch: the checksum
-                raise _differs(s, file, "the checksum differs from the published one", str(e)[-200:]) from e
+                kind = file.checksum.partition(":")[0]
+                digest = (re.findall(r"\b[0-9a-f]{32,64}\b", str(e)) or ["another"])[-1]
+                raise _differs(
+                    s, file, "the checksum differs from the published one", f"{kind}:{digest}"
+                ) from e
             except OSError as e:
                 raise write_error(e, target) from e
             done += file.size

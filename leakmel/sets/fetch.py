@@ -16,7 +16,7 @@ __all__ = [
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import json, os, re, shutil, sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from typing import Any
 from ..core.errors import DataError, OutputError, UsageError, show_path, write_error
 from ..core.locks import OwnerLock, flock, locked_error
 from ..core.run_plan import user_path
-from .archives import ARCHIVES, read_members
+from .archives import ARCHIVES, Member, read_members
 from .catalogue import LeakSet, set_named
 from .convert import RECORDINGS, TABLE, Conversion, convert
 from .download import download_files, published_files, require_checksums, require_space, sha256_of
@@ -209,7 +209,7 @@ def _work_folder(target: Path) -> Iterator[Path]:  # raises OutputError if anoth
                 raise
             shutil.rmtree(work, ignore_errors=True)
     except OSError as e:
-        raise write_error(e, e.filename or target) from e
+        raise write_error(e, target) from e
 
 
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
@@ -220,9 +220,10 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputEr
             n = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
             if n == facts["counts"]["recordings"]:
                 return FetchedSet(target, s.name, facts, was_complete=True)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+    is_empty = target.is_dir() and not target.is_symlink() and not os.listdir(target)
+    if os.path.lexists(target) and not is_empty:
         raise OutputError(
             "the folder exists and is not a complete copy of this set",
             code="output-exists",
@@ -232,16 +233,34 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputEr
     return None
 
 
-def _given_files(s: LeakSet, source: Path) -> list[dict[str, Any]]:
-    "Describe what the user downloaded: archives by their digests."
-    paths = (
-        [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.suffix.lower() in ARCHIVES)
-    )
-    return [
-        {"name": p.name, "bytes": p.stat().st_size, "sha256": sha256_of(p), "published": ""}
-        for p in paths
-        if p.is_file() and not p.is_symlink()
-    ]
+def _archive_of(source: Path, parts: Sequence[str]) -> Path | None:
+    "Return the archive of a member; None: it is a file of a folder."
+    if source.is_file():
+        return source
+    above = (source.joinpath(*parts[:k]) for k in range(1, len(parts)))
+    return next((p for p in above if p.suffix.lower() in ARCHIVES and p.is_file()), None)
+
+
+def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
+    "Describe the archives that the user downloaded, by their digests."
+    try:
+        return [
+            {"name": show_path(p.name), "bytes": p.stat().st_size, "sha256": sha256_of(p), "published": ""}
+            for p in sorted(archives)
+        ]
+    except OSError as e:
+        raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
+
+
+def _require_outside(target: Path, source: Path) -> None:  # raises OutputError
+    "Refuse a folder that would be made inside the source."
+    if source.is_dir() and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+        raise OutputError(
+            "the new folder lies inside the source",
+            code="output-in-source",
+            path=target,
+            remedy="choose a folder outside the source (--out DIR)",
+        )
 
 
 def _sync(path: Path) -> None:
@@ -267,7 +286,7 @@ def _publish(made: Path, target: Path, found: FetchedSet) -> None:
 def _make(
     s: LeakSet,
     source: Path,
-    files: list[dict[str, Any]],
+    files: list[dict[str, Any]] | None,  # None: the archives of the source that are used
     origin: str,
     work: Path,
     target: Path,
@@ -285,7 +304,17 @@ def _make(
     def is_archive(parts: tuple[str, ...]) -> bool:
         return wanted.search("/".join(parts).lower()) is not None
 
-    done = convert(s, read_members(source, is_file=is_file, is_archive=is_archive), made, progress=progress)
+    archives: set[Path] = set()
+
+    def members() -> Iterator[Member]:
+        for member in read_members(source, is_file=is_file, is_archive=is_archive, skip_with=SET_FILE):
+            if (archive := _archive_of(source, member.parts)) is not None:
+                archives.add(archive)
+            yield member
+
+    done = convert(s, members(), made, progress=progress)
+    if files is None:
+        files = _given_files(archives)
     found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
     _publish(made, target, found)
     return found
@@ -314,11 +343,15 @@ def fetch(
     require_licence(s, yes)
     if given is not None and not given.exists():
         raise DataError("the source does not exist", code="no-such-source", path=given)
+    if given is not None:
+        _require_outside(target, given)
     with _work_folder(target) as work:
+        if (existing := _existing(target, s)) is not None:  # of another process meanwhile
+            return existing
         if given is not None:
-            return _make(s, given, _given_files(s, given), show_path(given), work, target, progress)
+            return _make(s, given, None, show_path(given), work, target, progress)
         remote = published_files(s)
         require_checksums(remote, accept_unverified)
-        require_space(work, sum(f.size for f in remote))
+        require_space(target.parent, sum(f.size for f in remote))
         files = download_files(s, remote, work / "downloads", progress=progress)
         return _make(s, work / "downloads", files, s.page, work, target, progress)

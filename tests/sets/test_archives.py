@@ -1,7 +1,12 @@
 "Archives that are not trusted: names that lead out, links, bombs, encryption, and RAR with and without a program."
 
+import errno
+import lzma
 import os
+import struct
+import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import rarfile
@@ -125,3 +130,77 @@ def test_links_and_special_files_of_a_folder_are_not_followed(tmp_path: Path) ->
     assert [m.data for m in members(tmp_path / "set")] == [b"a"]
     with raises("no-such-source", UsageError):
         members(secret)
+
+
+def test_a_damaged_lzma_file_is_a_damaged_archive(tmp_path: Path) -> None:
+    data = bytearray(zip_of({"a.wav": b"x" * 1000}, method=zipfile.ZIP_LZMA))
+    data[39] = 255  # first byte of the properties
+    with raises("damaged-archive", DataError, path=tmp_path / "x.zip"):
+        members(write(tmp_path / "x.zip", bytes(data)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lzma.LZMAError("x"),
+        ValueError("x"),
+        struct.error("x"),
+        RuntimeError("x"),
+        OSError("x"),
+        OSError(errno.EINVAL, "x"),
+    ],
+)
+def test_errors_of_the_libraries_become_a_damaged_archive(tmp_path: Path, error: Exception) -> None:
+    path = write(tmp_path / "x.zip", zip_of({"a.wav": b"x"}))
+    with (
+        mock.patch("zipfile.ZipFile.infolist", side_effect=error),
+        raises("damaged-archive", DataError, path=path),
+    ):
+        members(path)
+    disk = OSError(errno.EIO, "x")
+    with mock.patch("zipfile.ZipFile.infolist", side_effect=disk), raises("cannot-be-read", DataError):
+        members(path)
+
+
+def end_record(n: int, n_bytes: int, zip64: bool) -> bytes:
+    "End of a ZIP archive that claims a directory."
+    if not zip64:
+        return struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n, n, n_bytes, 0, 0)
+    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, n, n, n_bytes, 0)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, 1000, 1)
+    return record + locator + end_record(0xFFFF, 0xFFFFFFFF, False)
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+@pytest.mark.parametrize(("n", "n_bytes"), [(20_001, 100), (5, 8_000_001)])
+def test_a_large_directory_is_refused_before_it_is_parsed(
+    tmp_path: Path, zip64: bool, n: int, n_bytes: int
+) -> None:
+    bomb = bytes(1000) + end_record(n, n_bytes, zip64)
+    outer = write(tmp_path / "outer.zip", zip_of({"a/inner.zip": bomb}))
+    path = write(tmp_path / "x.zip", bomb)
+    with raises("unsafe-archive", DataError, path=path, says=f"{n:,} files in {n_bytes:,} bytes"):
+        members(path)
+    with raises("unsafe-archive", DataError, path=outer / "a" / "inner.zip"):
+        members(outer)
+
+
+def test_a_small_zip64_archive_is_read(tmp_path: Path) -> None:
+    data = zip_of({"a.wav": b"x"})
+    at = data.find(b"PK\1\2")
+    end = data[-22:]
+    n_bytes = len(data) - 22 - at
+    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, n_bytes, at)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(data) - 22, 1)
+    marked = end[:8] + b"\xff" * 12 + end[20:]
+    path = write(tmp_path / "x.zip", data[:-22] + record + locator + marked)
+    assert [m.data for m in members(path)] == [b"x"]
+
+
+def test_hidden_folders_and_marked_ones_are_skipped(tmp_path: Path) -> None:
+    for folder in (".hidden", "made", "raw"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.wav", folder.encode())
+    write(tmp_path / "made" / "set.json", b"{}")
+    found = read_members(tmp_path, is_file=lambda parts: parts[-1].endswith(".wav"), skip_with="set.json")
+    assert [m.data for m in found] == [b"raw"]

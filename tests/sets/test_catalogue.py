@@ -41,7 +41,20 @@ CASES = [
         "hydrant_normal-NA-noise logger",
     ),
     ("dongguan", "leak/no_leak/pe-NA-NA-NA-hydrophone-0-1.wav", "NOLEAK", "pe-NA-NA-NA-hydrophone"),
-    ("dongguan", "clips/pe-NA-NA-NA-hydrophone-0-1.wav", None, None),  # no folder names the label
+    # a name that is not known gives no label, whatever is around it
+    ("dongguan", "clips/pe-NA-NA-NA-hydrophone-0-1.wav", "", "pe-NA-NA-NA-hydrophone"),
+    (
+        "dongguan",
+        "Acoustic Leak Detection Data/Normal/pe-NA-NA-NA-hydrophone-0-1.wav",
+        "",
+        "pe-NA-NA-NA-hydrophone",
+    ),
+    ("dongguan", "Non-leak/pe-NA-NA-NA-hydrophone-0-1.wav", "NOLEAK", "pe-NA-NA-NA-hydrophone"),
+    ("dongguan", "without leakage.zip/pe-NA-NA-NA-hydrophone-0-1.wav", "NOLEAK", "pe-NA-NA-NA-hydrophone"),
+    ("dongguan", "no noise/pe-NA-NA-NA-hydrophone-0-1.wav", "", "pe-NA-NA-NA-hydrophone"),
+    ("hongkong-hydrophones", "Leak/Normal/1.1.02.0345.wav", "", "1.1"),
+    ("hongkong-loggers", "Acoustic Leak Detection Data.zip/003_05593-20180927.wav", "", "05593"),
+    ("hongkong-loggers", "003_05593-20180927.wav", "", "05593"),
     ("dongguan", "leak/pe-NA-NA-NA-hydrophone-0-3.wav", None, None),
     ("dongguan", "no leak acoustic data/desktop.ini", None, None),
     ("hongkong-hydrophones", "Hydrophones/Leak/1.1.02.0345.wav", "LEAK", "1.1"),

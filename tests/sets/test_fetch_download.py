@@ -28,7 +28,11 @@ from leakmel.core.errors import (
 Publish = Callable[..., RecordServer]
 LEAKS = {f"pe-zone 2-0.3 MPa-1 ms-hydrophone-0-1_{k}.wav": wav(k) for k in range(20)}
 OTHERS = {f"pe-zone 2-NA-NA-hydrophone-0-1_{k}.wav": wav(100 + k) for k in range(10)}
-ARCHIVES = {"leak acoustic data.rar": rar_of(LEAKS), "no leak acoustic data.zip": zip_of(OTHERS, method=0)}
+ARCHIVES = {
+    "leak acoustic data.rar": rar_of(LEAKS),
+    "no leak acoustic data.zip": zip_of(OTHERS, method=0),
+    "noise.zip": zip_of({"dog_1-NA-hydrophone-0-1.wav": wav(200)}),
+}
 BLOCK = 1 << 14  # what arrives of a block is kept when the block is whole
 LEAK_RAR = "leak acoustic data.rar"
 
@@ -58,7 +62,7 @@ def test_a_record_is_downloaded_and_compared(server: RecordServer, tmp_path: Pat
         assert (found.recordings / ("LEAK" if name in LEAKS else "NOLEAK") / name).read_bytes() == data
     assert os.listdir(tmp_path) == ["set"]
     assert fetch(tmp_path, yes=False).was_complete
-    assert len(server.requests) == 2
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("has_etag", [True, False])
@@ -87,7 +91,7 @@ def test_an_interrupted_download_is_resumed_by_the_next_call(
     assert not (work / "made").exists()
     server.cut.clear()
     server.requests.clear()
-    assert fetch(tmp_path).facts["counts"]["recordings"] == 30
+    assert fetch(tmp_path).facts["counts"]["recordings"] == 31
     assert server.requests[0] == (LEAK_RAR, f"bytes={6 * BLOCK}-")
 
 
@@ -161,7 +165,7 @@ def test_a_person_at_a_terminal_is_asked(
         mock.patch("sys.stdin", io.StringIO(answer)),
     ):
         if goes_on:
-            assert fetch(tmp_path, yes=False).facts["counts"]["recordings"] == 30
+            assert fetch(tmp_path, yes=False).facts["counts"]["recordings"] == 31
         else:
             with raises("licence-not-accepted", UsageError):
                 fetch(tmp_path, yes=False)
@@ -245,7 +249,7 @@ def test_other_content_and_another_process_are_not_disturbed(server: RecordServe
     (tmp_path / "set" / "mine.txt").unlink()
     with lm.sets.fetch._work_folder(tmp_path / "set"), raises("output-locked", OutputError):
         fetch(tmp_path)
-    assert fetch(tmp_path).facts["counts"]["recordings"] == 30  # an empty folder may be there
+    assert fetch(tmp_path).facts["counts"]["recordings"] == 31  # an empty folder may be there
     next((tmp_path / "set" / "recordings" / "LEAK").iterdir()).unlink()
     with raises("output-exists", OutputError):
         fetch(tmp_path)
@@ -283,3 +287,63 @@ def test_pooch_is_silent(server: RecordServer, tmp_path: Path, capfd: pytest.Cap
     assert seen == []
     assert capfd.readouterr().out == ""
     assert pooch.get_logger().level == before
+
+
+def test_a_file_of_another_size_is_not_kept(server: RecordServer, tmp_path: Path) -> None:
+    server.claimed[LEAK_RAR] = ""
+    folder = tmp_path / ".set.fetch" / "downloads"
+    folder.mkdir(parents=True)
+    (folder / LEAK_RAR).write_bytes(b"of another day")
+    with raises("checksum-differs", DataError, path=LEAK_RAR, found="14 bytes"):
+        fetch(tmp_path, accept_unverified=True)
+    assert fetch(tmp_path, accept_unverified=True).facts["counts"]["LEAK"] == 20
+
+
+def test_a_wrong_checksum_is_named_by_both_digests(server: RecordServer, tmp_path: Path) -> None:
+    server.claimed[LEAK_RAR] = "0" * 32
+    real = hashlib.md5(ARCHIVES[LEAK_RAR]).hexdigest()
+    with raises("checksum-differs", DataError, found=f"md5:{real}", expected=f"md5:{'0' * 32}"):
+        fetch(tmp_path)
+
+
+def test_deep_json_and_names_that_are_no_text_are_a_record_of_another_form(
+    server: RecordServer, tmp_path: Path
+) -> None:
+    deep = mock.Mock(status_code=200, json=lambda: json.loads("[" * 200_000))
+    with (
+        mock.patch("requests.get", return_value=deep),
+        raises("set-changed", DataError, says="RecursionError"),
+    ):
+        fetch(tmp_path)
+    record = server._zenodo()
+    record["files"][0]["key"] = "leak\ud800.rar"
+    with mock.patch.object(server, "_zenodo", return_value=record), raises("set-changed", DataError):
+        fetch(tmp_path)
+
+
+def test_the_target_is_looked_at_again_when_it_is_locked(server: RecordServer, tmp_path: Path) -> None:
+    before = lm.sets.fetch.require_licence
+
+    def other_process(*given: object) -> None:
+        (tmp_path / "set").mkdir()
+        (tmp_path / "set" / "mine.txt").write_text("mine")
+        before(*given)
+
+    with (
+        mock.patch.object(lm.sets.fetch, "require_licence", other_process),
+        raises("output-exists", OutputError, path=tmp_path / "set"),
+    ):
+        fetch(tmp_path)
+    assert server.requests == []
+    assert os.listdir(tmp_path) == ["set"]
+
+
+def test_a_link_is_no_target_and_errors_name_the_target(server: RecordServer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "set").symlink_to(tmp_path / "elsewhere")
+    with raises("output-exists", OutputError, path=tmp_path / "set"):
+        fetch(tmp_path)
+    (tmp_path / "set").unlink()
+    denied = PermissionError(errno.EACCES, "denied", "made")
+    with mock.patch("os.rename", side_effect=denied), raises("output", OutputError, path=tmp_path / "set"):
+        fetch(tmp_path)

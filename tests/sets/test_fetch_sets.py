@@ -21,7 +21,7 @@ from tiny_training import tiny
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, OutputError
 from leakmel.learn.data.splits import group_split
 from leakmel.sets.fetch import FetchedSet
 
@@ -262,3 +262,49 @@ def test_nothing_of_it_is_loaded_by_other_commands(tmp_path: Path) -> None:
     )
     assert (tmp_path / "demo.h5").is_file()
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def sites(folder: Path, *labels: str) -> Path:
+    "Hydrophone recordings in a folder for each label."
+    for k, label in enumerate(labels):
+        (folder / label).mkdir(parents=True)
+        (folder / label / f"1.{k}.01.0001.wav").write_bytes(wav(k, 4096, 0.1))
+    return folder
+
+
+def test_a_folder_of_unknown_name_is_reported_and_a_missing_label_refused(tmp_path: Path) -> None:
+    source = sites(tmp_path / "Acoustic Leak Detection Data", "Leak", "Normal")
+    with raises("set-changed", DataError, says="NOLEAK") as caught:
+        get("hongkong-hydrophones", tmp_path, source=source)
+    assert "Normal" in str(caught.value)
+    found = get("hongkong-hydrophones", tmp_path, source=sites(source, "Non-leak"))
+    counts = found.facts["counts"]
+    assert (counts["LEAK"], counts["NOLEAK"], counts["recordings without a label"]) == (1, 1, 1)
+    assert "1 recordings have no label" in repr(found)
+    assert "'Normal'" in repr(found)
+    assert len(rows(found)) == 2
+
+
+def test_only_archives_that_are_used_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "home"
+    source.mkdir()
+    clip = "pe-zone 1-NA-NA-hydrophone-0-1.wav"
+    for k, name in enumerate(("leak", "no leak", "noise")):
+        (source / f"{name}.zip").write_bytes(zip_of({clip: wav(k)}))
+    (source / "private.zip").write_bytes(zip_of({"letter.txt": b"x"}))
+    found = get("dongguan", tmp_path, source=source)
+    assert [f["name"] for f in found.facts["files"]] == ["leak.zip", "no leak.zip", "noise.zip"]
+    assert "private" not in (found.path / "set.json").read_text()
+    with raises("output-in-source", OutputError, path=source / "set"):
+        get("dongguan", source, source=source)
+    assert len(os.listdir(source)) == 4
+
+
+def test_names_that_are_not_utf8_are_written(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for k, name in enumerate(("leak", "no leak", "noise")):
+        (source / name).mkdir(parents=True)
+        path = source / name / os.fsdecode(b"p\xff-zone \xfe-NA-NA-hydrophone-0-1.wav")
+        path.write_bytes(wav(k))
+    found = get("dongguan", tmp_path, source=source)
+    assert {r["group"] for r in rows(found)} == {"p\\xff-zone \\xfe-NA-NA-hydrophone"}
