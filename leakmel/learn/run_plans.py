@@ -138,7 +138,16 @@ def run_evaluation(
 
 
 # %% ../../nbs/learn/run_plans.ipynb #40d1e1fd
-_TRAINING_ONLY = ("testing", "evaluation", "cross_validate", "n_folds", "seeds", "labels")
+_TRAINING_ONLY = (
+    "testing",
+    "evaluation",
+    "cross_validate",
+    "n_folds",
+    "seeds",
+    "labels",
+    "pretrain",
+    "pretrain_steps",
+)
 SEARCH_DEFAULTS: dict[str, Any] = {
     **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in _TRAINING_ONLY},
     "space": None,

@@ -106,7 +106,7 @@ def make_check(
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #1d8eb475
-OPTIONAL = ("dev", "search", "cluster", "store", "onnx")  # extras that are not checked
+OPTIONAL = ("dev", "search", "cluster", "store", "onnx", "sets", "formats")  # extras that are not checked
 
 
 @cache
