@@ -22,6 +22,7 @@ __all__ = [
 
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -315,16 +316,14 @@ def classes_by_split(
     labels: Sequence[str],  # [B]
 ) -> "go.Figure":
     "Draw how many recordings of each label a split has."
-    import pandas as pd
-
     if not len(labels):
         return _figure([], "No recording to show", height=120)
-    of_split = pd.Series(splits, dtype=object).replace("", _NO_SPLIT)
-    table = pd.crosstab(of_split, pd.Series(labels, dtype=object)).loc[of_split.unique()]
-    counts = table.to_numpy()  # [splits in order of appearance, labels by name]
-    label_names = list(table.columns)
+    in_cell = Counter(zip(splits, labels))
+    split_names = list(dict.fromkeys(splits))  # in order of appearance
+    label_names = sorted(set(labels))
+    counts = np.array([[in_cell[split, label] for label in label_names] for split in split_names])
     share = 100 * counts / counts.sum(1, keepdims=True)
-    names = [_plain(name) for name in table.index]
+    names = [_plain(name or _NO_SPLIT) for name in split_names]
     traces: list[Trace] = []
     for k, label in enumerate(label_names):
         is_wide = counts[:, k] > 0.12 * counts.sum(1).max()

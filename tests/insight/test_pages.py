@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from errors import raises
 
+from leakmel.core.text_columns import text_column
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError
@@ -162,7 +163,7 @@ def test_run_notebooks_embed_the_script(name):
 
 def test_tables_and_names_are_whole(tmp_path):
     path = "LEAK/" + 30 * "long " + "\udcff.wav"
-    table = pd.DataFrame({"path": [path]})
+    table = pd.DataFrame({"path": text_column([path])})
     text = write_report(tmp_path / "r.html", "t", "v", [Section("s", [table, path])]).read_text(
         encoding="utf-8"
     )
