@@ -310,6 +310,10 @@ def _join_parts(
                     path.unlink()
         moved.n_files = job.n_copied
         bar.update(n)
+    left = np.flatnonzero(~job.kept)  # to be read as they are now
+    now = stamps_of(job.listing, left)
+    left, now = left[now["size"] >= 0], now[now["size"] >= 0]
+    job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
     if lost:
         raise DataError(
             "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",

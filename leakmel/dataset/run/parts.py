@@ -49,7 +49,7 @@ from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name
 from ..file.writer import OutputLock, output_error
 from .config import PipelineConfig
-from .existing import read_state, stamps_of, write_rejected
+from .existing import read_state, write_rejected
 from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, Parts
 from .journal import recordings_digest
@@ -445,23 +445,17 @@ class AbsentEngine(Engine):
         )
 
 
-def _with_current_stamps(listing: Listing) -> Listing:
-    "Replace the sizes and modification times of recordings that have changed since they were listed."
-    if isinstance(listing.folder, StorePath):
-        found, _ = found_below(listing.folder, listing.folder)
-        place = {path: k for k, path in enumerate(found.paths)}
-        kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
-        numbers, places = np.array(kept, np.int64).reshape(-1, 2).T
-        sizes, mtimes_ns = listing.sizes.copy(), np.full(len(listing), -1, np.int64)  # -1: is gone
-        sizes[numbers], mtimes_ns[numbers] = np.array(found.sizes)[places], np.array(found.mtimes_ns)[places]
-        return replace(listing, sizes=sizes, mtimes_ns=mtimes_ns)
-    now = stamps_of(listing, np.arange(len(listing)))
-    exists = now["size"] >= 0
-    return replace(
-        listing,
-        sizes=np.where(exists, now["size"], listing.sizes),
-        mtimes_ns=np.where(exists, now["mtime_ns"], listing.mtimes_ns),
-    )
+def _with_current_objects(listing: Listing) -> Listing:
+    "Replace the sizes and stamps of objects that have changed since they were listed; those of files are compared part by part."
+    if not isinstance(listing.folder, StorePath):
+        return listing
+    found, _ = found_below(listing.folder, listing.folder)
+    place = {path: k for k, path in enumerate(found.paths)}
+    kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
+    numbers, places = np.array(kept, np.int64).reshape(-1, 2).T
+    sizes, mtimes_ns = listing.sizes.copy(), np.full(len(listing), -1, np.int64)  # -1: is gone
+    sizes[numbers], mtimes_ns[numbers] = np.array(found.sizes)[places], np.array(found.mtimes_ns)[places]
+    return replace(listing, sizes=sizes, mtimes_ns=mtimes_ns)
 
 
 def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
@@ -560,7 +554,7 @@ class _Joining:
             (listing,) = manifest.listings
             if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
                 raise ValueError("the listing is not that of the plan")
-            listing = _with_current_stamps(listing)
+            listing = _with_current_objects(listing)
         except (KeyError, TypeError, ValueError, SpecError) as e:
             raise DataError(
                 "the plan of the parts is damaged",
