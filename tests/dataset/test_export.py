@@ -33,7 +33,7 @@ from leakmel.dataset.file.schema import (
     Metadata,
     Rejected,
     create_parts,
-    new_file,
+    open_file,
     root_attributes,
 )
 from leakmel.dataset.file.schema import metadata_digest, write_metadata
@@ -469,8 +469,8 @@ def write_many(path: Path, n: int) -> None:
     rejected = tuple(Rejected(b"x/%d.wav" % k, "not_wav", "no RIFF header") for k in range(n // 10))
     labels, digests = (numbers % 2).astype(np.int16), np.full(n, b"0" * 32)
     attributes = root_attributes(spec, "cpu@2/cpu", "0" * 12, ["LEAK", "NOLEAK"], "TRAINING", n)
-    with new_file(path) as file:
-        create_parts(file, n, spec.row_shape, None)
+    create_parts(path, n, spec.row_shape, None)
+    with open_file(path, "r+") as file:
         write_metadata(file, Metadata(spec, attributes, labels, columns, digests, rejected))
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "EXTRA",
     "LIBVER",
     "FILE_COLUMNS",
+    "ALIGNMENT",
     "MAX_COMPRESSION",
     "data_set_name",
     "byte_column",
@@ -205,6 +206,9 @@ def root_attributes(
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #6c9418da
+ALIGNMENT = 4096  # bytes, of rows and waveforms in the file
+
+
 def create_rows(
     file: h5py.File,  # new and empty
     shape: tuple[int, ...],  # B, L, S, M, T
@@ -228,18 +232,19 @@ def create_rows(
 
 
 def create_parts(
-    file: h5py.File,  # new and empty
+    path: str | os.PathLike,  # an existing file is replaced
     n_rows: int,
     row_shape: tuple[int, ...],  # L, S, M, T
     waveform_shape: tuple[int, ...] | None,  # L, S, short_window; None: no waveforms
 ) -> tuple[
     int, int
 ]:  # byte offsets of rows and waveforms; without waveforms the second is the end of the rows
-    "Create the HDF5 data sets of rows and waveforms: allocated, not written."
-    offset = create_rows(file, (n_rows, *row_shape))
-    if waveform_shape is None:
-        return offset, offset + 2 * n_rows * int(np.prod(row_shape))
-    return offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS)
+    "Create a file with the HDF5 data sets of rows and waveforms: allocated, not written."
+    with new_file(path, alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+        offset = create_rows(file, (n_rows, *row_shape))
+        if waveform_shape is None:
+            return offset, offset + 2 * n_rows * int(np.prod(row_shape))
+        return offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS)
 
 
 def open_file(
@@ -258,10 +263,13 @@ def open_file(
     return h5py.File(path, mode, locking=False, **options)
 
 
-def new_file(path: str | os.PathLike) -> h5py.File:
+def new_file(
+    path: str | os.PathLike,
+    **options: Any,  # of h5py.File
+) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
     Path(path).unlink(missing_ok=True)  # never write through a symbolic link
-    return open_file(path, "x", libver=LIBVER, track_order=False)
+    return open_file(path, "x", libver=LIBVER, track_order=False, **options)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687

@@ -32,7 +32,15 @@ import numpy as np
 from ...core.errors import OutputError, SpaceError
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
-from .schema import PARTS, Metadata, create_parts, new_file, open_file, write_metadata
+from leakmel.dataset.file.schema import (
+    LIBVER,
+    PARTS,
+    Metadata,
+    create_parts,
+    new_file,
+    open_file,
+    write_metadata,
+)
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #858593e5
@@ -264,8 +272,7 @@ def part_offsets(
     "Return the byte offsets of the rows (the same for any number of rows) and of the waveforms after them."
     probe = target.with_name(f".{target.name}.scratch")
     try:
-        with new_file(probe) as f:
-            return create_parts(f, n_rows, row_shape, waveform_shape)
+        return create_parts(probe, n_rows, row_shape, waveform_shape)
     finally:
         probe.unlink(missing_ok=True)
 
@@ -395,8 +402,8 @@ class RowFile:
                 reserve(f.fileno(), n_bytes, self.scratch)
         finally:
             self.scratch.unlink(missing_ok=True)
-        with new_file(self.scratch) as file:
-            offsets = create_parts(file, len(meta.labels), self.row_shape, self.waveform_shape)
+        offsets = create_parts(self.scratch, len(meta.labels), self.row_shape, self.waveform_shape)
+        with open_file(self.scratch, "r+", libver=LIBVER) as file:
             return write_metadata(file, meta), offsets
 
     def digest_of(self, meta: Metadata) -> str:
