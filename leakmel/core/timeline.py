@@ -179,10 +179,12 @@ def lane_pieces(
 ) -> list[LanePiece]:  # by time, without overlaps, without "wait"
     "Cut the spans of one lane so that they do not overlap: the span that started last counts."
     ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
-    times = np.unique([t for s in ordered for t in (s.start_s, s.end_s)])
-    upper = np.full(max(0, len(times) - 1), -1)  # the span that counts between two times
-    for k, s in enumerate(ordered):
-        first, last = np.searchsorted(times, (s.start_s, s.end_s))
+    starts, ends = (np.array([getattr(s, name) for s in ordered]) for name in ("start_s", "end_s"))
+    if (starts[1:] >= ends[:-1]).all():  # no span overlaps the next one
+        return [(s.start_s, s.end_s, s.stage) for s in ordered if s.stage != "wait"]
+    times = np.unique(np.concatenate([starts, ends]))
+    upper = np.full(len(times) - 1, -1)  # the span that counts between two times
+    for k, (first, last) in enumerate(zip(np.searchsorted(times, starts), np.searchsorted(times, ends))):
         upper[first:last] = k
     between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
     return [(a, b, ordered[k].stage) for a, b, k in between if k >= 0 and ordered[k].stage != "wait"]

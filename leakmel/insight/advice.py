@@ -347,9 +347,10 @@ def analyse_run(
     summaries: Sequence[
         Mapping[str, Any]
     ] = (),  # of the builds of the run, one per split, as BuildResult.summary has them
-) -> list[Analysis]:  # the run, then each split
+) -> list[Analysis]:  # the run, then each split if there are several
     "Analyse a run and its splits."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
+    splits = splits if len(splits) > 1 else []
     of = {s.get("span_name"): s for s in summaries}
     whole = analyse(timeline, summary=summaries[0] if summaries else None)
     return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]

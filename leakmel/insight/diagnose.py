@@ -68,8 +68,8 @@ def interval_s(
     "Return the start of the first and the end of the last span, without background checks."
     own = [s for s in timeline.spans if split is None or s.split == split]
     if split is not None:
-        ahead = set(background_checks(timeline))
-        own = [s for s in own if s not in ahead] or own
+        ahead = set(map(id, background_checks(timeline)))
+        own = [s for s in own if id(s) not in ahead] or own
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 
@@ -111,8 +111,9 @@ def attribute(
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    early = set(background_checks(timeline))
-    others = [s for s in timeline.spans if s not in early]
+    early = background_checks(timeline)
+    known = set(map(id, early))
+    others = [s for s in timeline.spans if id(s) not in known]
     main, ahead = (stage_pieces(_spans_within(spans, split, *within)) for spans in (others, early))
     pieces, names = main + ahead, list(dict.fromkeys((*STAGES, *(p[2] for p in main + ahead))))
     starts, ends = (np.array([p[i] for p in pieces], dtype=np.float64) for i in (0, 1))
@@ -300,8 +301,8 @@ def amdahl_bounds(
     if within is None or within[1] <= within[0]:
         return []
     wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
-    early = set(background_checks(timeline))
-    main = _spans_within([s for s in timeline.spans if s not in early], split, *within)
+    early = set(map(id, background_checks(timeline)))
+    main = _spans_within([s for s in timeline.spans if id(s) not in early], split, *within)
     groups = pieces_by_lane(main)
     pieces = [p for same in groups.values() for p in same]
     stages = [n for n in dict.fromkeys((*STAGES, *(p[2] for p in pieces))) if any(p[2] == n for p in pieces)]
@@ -336,10 +337,9 @@ def _min_duration_s(
     work = np.zeros((len(names), len(stages)))
     for stream, same in groups.items():
         n_lanes = list(kinds.values()).count(kinds[stream])
-        for start, end, stage in same:
-            work[names.index(kinds[stream]), stages.index(stage)] += (
-                max(0.0, min(end, last) - max(start, first)) / n_lanes
-            )
+        starts, ends = (np.array([p[i] for p in same], np.float64).clip(first, last) for i in (0, 1))
+        codes = np.array([stages.index(p[2]) for p in same], np.int64)
+        work[names.index(kinds[stream])] += np.bincount(codes, ends - starts, len(stages)) / n_lanes
     return np.max(work.sum(axis=1, keepdims=True) - work, axis=0, initial=0.0)
 
 
