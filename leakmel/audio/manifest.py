@@ -237,7 +237,9 @@ class Manifest:
                 expected=f"one of {', '.join(GROUP_FIELDS)}",
             )
         known = self.table[self.table[by] != ""]
-        labels = pd.crosstab(known[by], known["label"]).reindex(columns=list(self.label_names), fill_value=0)
+        labels = pd.crosstab(known[by], known["label"]).reindex(
+            columns=pd.Index(text_column(self.label_names)), fill_value=0
+        )
         splits = [x.split for x in self.listings if x.split]
         return pd.concat(
             [
@@ -252,8 +254,11 @@ class Manifest:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        counts = pd.DataFrame.from_dict(self.counts(), orient="index").fillna(0).astype(int)
-        counts.columns = [show_path(name) for name in counts.columns]
+        shown = {
+            show_path(split): {show_path(name): n for name, n in found.items()}
+            for split, found in self.counts().items()
+        }
+        counts = pd.DataFrame.from_dict(shown, orient="index").fillna(0).astype(int)
         facts = [
             *hints(self),
             "Only file names were checked; scan(..., content=True) also reads the recordings.",
