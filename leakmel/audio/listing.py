@@ -21,6 +21,8 @@ __all__ = [
     "part_range",
     "Listing",
     "make_listing",
+    "existing_folder",
+    "require_recordings",
 ]
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
@@ -40,7 +42,7 @@ from .naming import Naming
 from .problems import Problem, show_place
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
-from ..core.store import StorePath, list_objects, names_in
+from ..core.store import StorePath, absolute_folder, list_objects, names_in
 
 
 # %% ../../nbs/audio/listing.ipynb #9be0afab
@@ -465,3 +467,33 @@ def make_listing(
     mtimes_ns = np.array(files.mtimes_ns, np.int64)
     known = None if parts is None else tuple(parts)
     return Listing(split, folder, files.paths, sizes, mtimes_ns, label_ids, naming, known)
+
+
+# %% ../../nbs/audio/listing.ipynb #f0240e01
+def existing_folder(
+    folder: str | os.PathLike,  # also the URL of objects
+) -> Path:  # absolute; raises DataError
+    "Check that a folder of recordings exists."
+    root = absolute_folder(folder)
+    if isinstance(root, StorePath):
+        return root
+    if root.is_file():
+        raise DataError("this is a file, but a folder is needed", code="not-a-folder", path=root)
+    if not root.is_dir():
+        raise DataError("the folder does not exist", code="no-such-folder", path=root)
+    return root
+
+
+def require_recordings(
+    found: FoundFiles,
+    root: Path,  # that was listed
+) -> None:  # raises DataError
+    "Refuse a folder without recordings."
+    if not len(found):
+        raise DataError(
+            "the folder holds no recordings",
+            code="no-recordings",
+            path=root,
+            found="no file that ends in .wav or .wave",
+            remedy="check the folder",
+        )

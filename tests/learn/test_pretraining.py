@@ -21,7 +21,7 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.files import list_checkpoints, save_checkpoint
 from leakmel.learn.model.settings import with_length
 from leakmel.learn.reports import training_report
-from leakmel.learn.train import pretraining
+from leakmel.learn.train import folds, loop, pretraining
 from leakmel.learn.train.history import pretraining_curve
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.train.pretraining import Pretraining, open_pretraining, vicreg_terms
@@ -203,6 +203,87 @@ def test_another_pretraining_in_the_folder_is_not_continued(small_sets, tmp_path
             train(small_sets, out)
     again = train(small_sets, out, resume="never")
     assert all(map(torch.equal, weights_of(again), weights_of(trained)))
+
+
+def test_a_complete_pretraining_is_used_again(small_sets, tmp_path, trained, monkeypatch):
+    "Also where the training has no checkpoint yet; and it is said where a pre-training begins."
+    out = tmp_path / "run"
+    shutil.copytree(trained.model_path.parent, out)
+    shutil.rmtree(out / "checkpoints")
+    (out / "model.pt").unlink()
+    said = list[str]()
+    monkeypatch.setattr(pretraining, "announce", lambda text, show: said.append(text))
+    with monkeypatch.context() as unused:
+        unused.delattr(Pretraining, "_step")  # not one step
+        again = train(small_sets, out, resume="always")
+    assert all(map(torch.equal, weights_of(again), weights_of(trained)))
+    assert again.detector.record["pretraining"] == trained.detector.record["pretraining"]
+    train(small_sets, tmp_path / "new", pretrain_steps=2)
+    assert "complete in the folder; its 6 steps" in said[0]
+    assert "begins with step 1 of 2" in said[1]
+
+
+def test_nothing_is_resumed_in_a_new_folder(small_sets, tmp_path, unlabelled):
+    with raises("nothing-to-resume"):
+        train(small_sets, tmp_path / "new", pretrain=unlabelled, resume="always")
+    assert not (tmp_path / "new" / "pretraining").exists(), "an empty folder would be resumed the next time"
+
+
+def test_another_training_is_refused_before_the_pretraining(
+    small_sets, tmp_path, trained, unlabelled, monkeypatch
+):
+    "And a refused call leaves the folder as it was."
+    monkeypatch.delattr(Pretraining, "_step")  # not one step
+    plain, spectral, other = (tmp_path / name for name in ("plain", "spectral", "other"))
+    train(small_sets, plain, pretrain=None)
+    train(small_sets, spectral, pretrain=None, settings=lm.TrainSettings(detector="spectral"))
+    shutil.copytree(trained.model_path.parent, other)
+    before = {folder: sorted(folder.rglob("*")) for folder in (plain, spectral, other)}
+    with monkeypatch.context() as unused:
+        unused.delattr(pretraining, "_build_unlabelled")  # no recording is read
+        with raises("other-training"):
+            train(small_sets, plain, pretrain=unlabelled)
+        with raises("model-exists"):
+            train(small_sets, spectral, pretrain=unlabelled)
+        with raises("other-training"):
+            train(small_sets, other, pretrain=unlabelled, settings=replace(tiny(1), seed=4))
+    with raises("other-training"):  # its data set is built, because only its content tells
+        train(small_sets, other, pretrain=unlabelled)
+    assert {folder: sorted(folder.rglob("*")) for folder in before} == before
+
+
+def test_the_data_set_of_another_pretraining_is_kept(small_sets, tmp_path, unlabelled):
+    out, pool = tmp_path / "run", tmp_path / "pool"
+    train(small_sets, out, pretrain=unlabelled, pretrain_steps=2)
+    built = out / "pretraining" / "recordings.h5"
+    before = built.read_bytes()
+    shutil.rmtree(out / "checkpoints")
+    (out / "model.pt").unlink()
+    shutil.copytree(unlabelled, pool)
+    put(pool, "more.wav", noise(9, 10 * RATE))
+    with raises("other-training"):
+        train(small_sets, out, pretrain=pool, pretrain_steps=2)
+    assert built.read_bytes() == before
+    (pool / "more.wav").unlink()  # the same recordings in another place
+    assert (
+        train(small_sets, out, pretrain=pool, pretrain_steps=2).detector.record["pretraining"]["steps"] == 2
+    )
+
+
+def test_a_spectral_detector_does_not_claim_the_pretraining(small_sets, tmp_path, unlabelled, monkeypatch):
+    monkeypatch.setattr(folds, "MIN_FOR_NETWORK", 1)
+    monkeypatch.setattr(loop, "_chosen_kind", lambda *given: None)  # as where no folds are possible
+    found = train(
+        small_sets,
+        tmp_path,
+        pretrain=unlabelled,
+        pretrain_steps=2,
+        settings=replace(tiny(1), detector="auto"),
+    )
+    assert found.detector.kind == "spectral"
+    assert list_checkpoints(tmp_path / "pretraining")
+    assert "pretraining" not in found.detector.record | found.summary
+    assert not any(s.in_training for s in lm.predict(unlabelled, found.detector, **QUIET).scored)
 
 
 def test_a_checkpoint_that_lacks_weights_is_named(small_sets, tmp_path, trained, monkeypatch):

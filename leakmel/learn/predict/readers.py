@@ -17,13 +17,21 @@ import numpy as np
 
 from ...audio.conform import quality_figures
 from ...audio.file_names import NameParts, columns_of_names, parse_name, split_name
-from ...audio.listing import FoundFiles, Listing, found_below, make_listing, part_range
+from leakmel.audio.listing import (
+    FoundFiles,
+    Listing,
+    existing_folder,
+    found_below,
+    make_listing,
+    part_range,
+    require_recordings,
+)
 from ...audio.manifest import Manifest, check_manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import DelayedProgress
-from ...core.store import LocalCopies, StorePath, absolute_folder
+from ...core.store import LocalCopies
 from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
@@ -95,12 +103,7 @@ def find_recordings(
     progress: str = "auto",
 ) -> RecordingList:  # raises DataError where there is none
     "List the recordings below a folder, whatever its folders are called."
-    root = absolute_folder(folder)
-    is_remote = isinstance(root, StorePath)
-    if not is_remote and root.is_file():
-        raise DataError("this is a file, but a folder is needed", code="not-a-folder", path=root)
-    if not is_remote and not root.is_dir():
-        raise DataError("the folder does not exist", code="no-such-folder", path=root)
+    root = existing_folder(folder)
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
@@ -108,14 +111,7 @@ def find_recordings(
         names: Sequence[NameParts] = ParsedNames(finds.paths)
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)
-    if not len(finds):
-        raise DataError(
-            "the folder holds no recordings",
-            code="no-recordings",
-            path=root,
-            found="no file that ends in .wav or .wave",
-            remedy="check the folder",
-        )
+    require_recordings(finds, root)
     return RecordingList(make_listing("", root, finds, [""] * len(finds), ("",), Naming()), labels, names)
 
 

@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time
+import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,7 @@ from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
     Checkpoint,
+    CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
     remove_file,
@@ -182,9 +183,14 @@ def begin_training(
     return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
 
 
-def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
-    "Restore the state of a checkpoint of the same training."
-    state = run.state
+def _require_same_training(
+    out: Path,
+    checkpoint: Checkpoint,
+    values: dict[str, Any],  # of the checkpoint
+    now: dict[str, Any],  # of `training_identity`
+    with_pretraining: bool = False,  # a pre-training whose recordings are not open yet
+) -> None:
+    "Refuse to resume another training; raises UsageError, DataError."
     try:
         then = dict(json.loads(values["identity"]))
     except (KeyError, TypeError, ValueError) as e:
@@ -194,15 +200,23 @@ def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any
             path=checkpoint.path,
             remedy="start over with resume='never'",
         ) from e
-    if changes := differences(then, training_identity(state.data, state.settings)):
+    if with_pretraining:
+        now = now | {"pretraining": then.get("pretraining", "")}
+    if changes := differences(then, now):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
             code="other-training",
-            path=run.out,
+            path=out,
             found="; ".join(changes),
             remedy="use its settings and data to resume it, name another folder, or delete it with resume='never'",
         )
+
+
+def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
+    "Restore the state of a checkpoint of the same training."
+    state = run.state
+    _require_same_training(run.out, checkpoint, values, training_identity(state.data, state.settings))
     restore_checkpoint(state, values)
     if state.best is not None and (run.folder / "best.pt").is_file():
         run.kept_best = state.best.epoch
@@ -459,6 +473,31 @@ def _needs_network(settings: TrainSettings, n_recordings: int) -> None:
         )
 
 
+def _opened_pretraining(
+    source: Sources,
+    data: TrainingData,
+    settings: TrainSettings,
+    n_steps: int,
+    out: Path,
+    *,
+    resume: str,
+    **given: Any,
+) -> AbstractContextManager[Pretraining]:  # raises UsageError, DataError
+    "Open a pre-training that a network of this training can begin with."
+    _needs_network(settings, len(data.training.rows))
+    place = out / PRETRAINING
+    if not list_checkpoints(place):
+        _check_folder(out, resume)
+
+    def check(pre: Pretraining) -> None:
+        known = replace(data, identity=data.identity | {"pretraining": pre.identity})
+        _check_resume(out, resume, known, settings)
+        if resume != "never":
+            pre.stored()
+
+    return open_pretraining(source, data, settings, n_steps, place, resume=resume, check=check, **given)
+
+
 def _pretrain(pre: Pretraining, data: TrainingData, resume: str, show: str) -> TrainingData:
     "Run a pre-training; a signal stops it after a checkpoint."
 
@@ -547,7 +586,7 @@ def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, sho
 
 
 def _train_spectral(
-    data: TrainingData,
+    data: TrainingData,  # without the pre-training, which the detector does not use
     settings: TrainSettings,
     trainer: FoldTrainer,
     choice: Choice | None,
@@ -567,7 +606,7 @@ def _train_spectral(
     for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
         remove_file(path)
     fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
-    record = data_record(replace(data, pretrained=None), settings) | {
+    record = data_record(data, settings) | {
         "device": "cpu",
         "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
         "epochs": 0,
@@ -595,7 +634,7 @@ def _check_folder(out: Path, resume: str) -> None:
     if (
         resume == "always"
         and not has_network
-        and not any((out / name).is_dir() for name in ("cross-validation", PRETRAINING))
+        and not any(any((out / name).glob("*")) for name in ("cross-validation", PRETRAINING))
     ):
         raise DataError(
             "the folder holds no training to resume",
@@ -603,6 +642,19 @@ def _check_folder(out: Path, resume: str) -> None:
             path=out,
             remedy="leave out resume='always'",
         )
+
+
+def _check_resume(
+    out: Path, resume: str, data: TrainingData, settings: TrainSettings, with_pretraining: bool = False
+) -> None:
+    "Refuse to resume another training before anything is computed."
+    if resume == "never":
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # the training reads it again, and warns
+        found = latest_checkpoint(out / "checkpoints")
+    if found is not None:
+        _require_same_training(out, *found, training_identity(data, settings), with_pretraining)
 
 
 def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
@@ -699,26 +751,26 @@ def train(
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
         trainer = choice = pre = None
+        _check_resume(folder, resume, data, lengths, pretrain is not None)
         if pretrain is not None:
-            _needs_network(settings, len(data.training.rows))
-            place = folder / PRETRAINING
-            given = {"device": on, "progress": show}
+            given = {"device": on, "resume": resume, "progress": show}
             pre = stack.enter_context(
-                open_pretraining(pretrain, data, lengths, pretrain_steps, place, **given)
+                _opened_pretraining(pretrain, data, lengths, pretrain_steps, folder, **given)
             )
             data = replace(data, identity=data.identity | {"pretraining": pre.identity})
             settings = replace(settings, channels=lengths.channels)  # also with fewer recordings in a fold
         if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
             return done
         _check_folder(folder, resume)
-        if pre is not None:
-            data = _pretrain(pre, data, resume, show)
+        begun = data if pre is None else _pretrain(pre, data, resume, show)  # what a network begins with
         if settings.detector != "cnn":
-            trainer = _fold_trainer(data, settings, on, folder)
-            _announce_time(trainer, data, lengths, show)
+            trainer = _fold_trainer(begun, settings, on, folder)
+            _announce_time(trainer, begun, lengths, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
+                if pre is not None:
+                    announce("A spectral detector was chosen: the pre-training is not part of it", show=show)
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
-        state = TrainingState(data, lengths, on, show=show)
+        state = TrainingState(begun, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
         return _train_network(run, resume, choice, trainer, show, after_epoch)

@@ -17,7 +17,7 @@ __all__ = [
 # %% ../../../nbs/learn/train/pretraining.ipynb #84cabb37
 import json, math, os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...audio.listing import FoundFiles, found_below, make_listing
+from ...audio.listing import FoundFiles, existing_folder, found_below, make_listing, require_recordings
 from ...audio.manifest import Manifest
 from ...audio.file_names import parse_name
 from ...audio.naming import Naming
 from ...audio.wav import digest_of
-from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Progress
-from ...core.store import absolute_folder, is_url
+from ...core.errors import DataError, LeakmelError, UsageError, show_path
+from ...core.progress import DelayedProgress, Progress, announce
+from ...core.store import is_url
+from ...dataset.file.reader import open_dataset
 from ...dataset.run.pipeline import build
 from leakmel.learn.data.segments import (
     DataSource,
@@ -127,6 +128,15 @@ _N_POINTS = 60  # of the loss that the model file keeps
 _KEPT = ("mean", "deviation", "layers.", "hidden.")  # parts of a network that the training begins with
 
 
+def _other_pretraining(folder: Path) -> UsageError:
+    return UsageError(
+        "the folder holds another pre-training",
+        code="other-training",
+        path=folder,
+        remedy="use its recordings, steps and settings, name another folder, or delete it with resume='never'",
+    )
+
+
 @dataclass(eq=False)
 class Pretraining:
     "A pre-training in its folder."
@@ -214,18 +224,17 @@ class Pretraining:
         deciding = {n: v for n, v in asdict(self.settings).items() if n not in SPEED_ONLY}
         return json.dumps([self.identity, self.n_classes, deciding])
 
-    def _resume(self) -> None:
-        "Restore the newest checkpoint; raises UsageError for that of another pre-training."
+    def stored(self) -> dict[str, Any] | None:  # None: there is none
+        "Read the newest checkpoint; raises UsageError for that of another pre-training."
         if (found := latest_checkpoint(self.folder)) is None:
-            return
+            return None
         _, values = found
         if values.get("format") != FORMAT or values.get("identity") != self._settings_identity():
-            raise UsageError(
-                "the folder holds another pre-training",
-                code="other-training",
-                path=self.folder,
-                remedy="use its recordings, steps and settings, name another folder, or delete it with resume='never'",
-            )
+            raise _other_pretraining(self.folder)
+        return values
+
+    def _restore(self, values: dict[str, Any]) -> None:
+        "Continue with the values of a checkpoint."
         try:
             self.net.load_state_dict(values["net"])
             self.projector.load_state_dict(values["projector"])
@@ -246,14 +255,18 @@ class Pretraining:
         after_step: Callable[[], object] = int,  # may raise, after it has called `save`
         progress: str = "auto",
     ) -> Pretrained:  # raises DataError, UsageError, OutputError
-        "Train for all steps; an interrupted pre-training is resumed."
-        self._start()
+        "Train for all steps; an interrupted pre-training is resumed, and a complete one is used as it is."
+        values = None
         if resume == "never":
             for c in list_checkpoints(self.folder):
                 remove_file(c.path)
         else:
-            self._resume()
+            values = self.stored()
+        self._start()
+        if values is not None:
+            self._restore(values)
         n_before = len(self.losses)
+        announce(self._begin_text(), show=progress)
         with Progress(
             self.n_steps, unit="steps", label="pre-training", show=progress, n_before=n_before
         ) as bar:
@@ -265,6 +278,15 @@ class Pretraining:
                 after_step()
         kept = {n: v.detach().cpu().clone() for n, v in self.net.state_dict().items() if n.startswith(_KEPT)}
         return Pretrained(kept, self.record())
+
+    def _begin_text(self) -> str:
+        "Say where the pre-training begins."
+        n = len(self.losses)
+        if n >= self.n_steps:
+            return f"Pre-training: complete in the folder; its {self.n_steps:,} steps are not repeated"
+        if n:
+            return f"Pre-training: resumes after step {n:,} of {self.n_steps:,}"
+        return f"Pre-training: begins with step 1 of {self.n_steps:,}; the folder has no checkpoint of it"
 
     def record(self) -> dict[str, Any]:
         "Return what the model file keeps; plain values."
@@ -304,25 +326,43 @@ def _load_pool(ds: Segments, seed: int) -> SegmentPool:
 
 
 # %% ../../../nbs/learn/train/pretraining.ipynb #4f4c49c7
-def _build_unlabelled(root: Path, data: TrainingData, out: Path, progress: str) -> Path:
-    "Build a data set of all recordings below a folder; raises LeakmelError."
-    if not is_url(root) and not root.is_dir():
-        raise DataError("the folder does not exist", code="no-such-folder", path=root)
-    found: FoundFiles = found_below(root, root, lambda n: None)[0]
-    if not len(found):
-        raise DataError(
-            "the folder holds no recordings",
-            code="no-recordings",
-            path=root,
-            found="no file that ends in .wav or .wave",
-            remedy="check the folder",
-        )
+def _is_built_of(path: Path, found: FoundFiles) -> bool:
+    "Whether a data set was built of recordings with these paths; also where it is gone or damaged, because it is built again."
+    try:
+        with open_dataset(path) as ds:
+            return {bytes(p) for name in ("files", "rejected") for p in ds.file[f"{name}/path"][:]} == set(
+                found.paths
+            )
+    except (LeakmelError, OSError, KeyError):
+        return True
+
+
+def _build_unlabelled(
+    root: Path, data: TrainingData, out: Path, resume: str, progress: str
+) -> Path:  # raises LeakmelError, without a change of the data set of another pre-training
+    "Build a data set of all recordings below a folder."
+    with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
+        found = found_below(root, root, count.add)[0]
+    require_recordings(found, root)
+    if resume != "never" and list_checkpoints(out.parent) and not _is_built_of(out, found):
+        raise _other_pretraining(out.parent)
     names = ("UNLABELLED",)
     naming = Naming("table", base="root")  # of a table, labels are not compared with the names of folders
     listing = make_listing("", root, found, names * len(found), names, naming, map(parse_name, found.paths))
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(root, names, (listing,), (), naming=naming)
     return build(root, out=out, spec=data.training.sources[0].spec, manifest=manifest, progress=progress).path
+
+
+_REFUSALS = (DataError, UsageError)  # a build that was interrupted stays, because it can be resumed
+
+
+def _remove_build(path: Path) -> None:
+    "Remove a data set and the files next to it, and their folder if it is empty."
+    for file in path.parent.glob(f"*{path.name}*"):
+        remove_file(file)
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 @contextmanager
@@ -334,8 +374,10 @@ def open_pretraining(
     folder: Path,  # of checkpoints, and of the data set that is built of a folder
     *,
     device: str = "cpu",
+    resume: str = "auto",  # "never": replace the data set that was built of another folder
+    check: Callable[[Pretraining], object] = id,  # raises an error where the folder holds another training
     progress: str = "auto",
-) -> Iterator[Pretraining]:  # raises UsageError, DataError
+) -> Iterator[Pretraining]:  # raises UsageError, DataError, and removes the data set that it built
     "Open the recordings of a pre-training, and check that they fit those of the training."
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
         raise UsageError(
@@ -348,11 +390,15 @@ def open_pretraining(
             path=data.training.sources[0].path,
             remedy="build the data set of the training again",
         )
-    if isinstance(source, (str, os.PathLike)) and (is_url(source) or os.path.isdir(source)):
-        source = _build_unlabelled(absolute_folder(source), data, folder / "recordings.h5", progress)
-    given = source_list(source)
-    opened = open_sources(given, same_labels=False)
-    try:
+    with ExitStack() as refused, ExitStack() as sources:
+        if isinstance(source, (str, os.PathLike)) and (is_url(source) or os.path.isdir(source)):
+            built = folder / "recordings.h5"
+            if not os.path.lexists(built):
+                refused.push(lambda kind, e, at: _remove_build(built) if isinstance(e, _REFUSALS) else None)
+            source = _build_unlabelled(existing_folder(source), data, built, resume, progress)
+        given = source_list(source)
+        opened = open_sources(given, same_labels=False)
+        sources.callback(close_opened, opened, given)
         if wrong := spec_differences(data.training.sources[0].spec, opened[0].spec):
             raise DataError(
                 "the features differ from those of the training set",
@@ -370,6 +416,7 @@ def open_pretraining(
                 path=opened[0].path,
                 found=found,
             )
-        yield Pretraining(ds, settings, len(data.task.model_names), n_steps, folder, device)
-    finally:
-        close_opened(opened, given)
+        made = Pretraining(ds, settings, len(data.task.model_names), n_steps, folder, device)
+        check(made)
+        refused.pop_all()  # from now on an interruption keeps the data set, which the next call uses
+        yield made
