@@ -1032,10 +1032,9 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 _EMBEDDING: Options = {
     "--model": dict(metavar="FILE", help=f"{_MODEL} (default: band statistics, which need no training)"),
     "--length": dict(
-        default="spec",
         choices=["spec", "whole"],
         metavar="NAME",
-        help="recordings of a folder: spec: as much as a row of a data set holds; whole: all of them (default spec)",
+        help="recordings of a folder: spec: as much as a row of a data set holds; whole: all of them (default: as stored, else spec)",
     ),
     "--sample-rate": dict(
         type=int, metavar="HZ", help="folder without --model: sample rate (default: that of most recordings)"
@@ -1112,7 +1111,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def run_embed(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Store a vector for each recording, by which similar recordings are found."
     out = user_path(args.out)
-    given = {"length": args.length, "device": args.device, "progress": progress_mode(args)}
+    given = {"length": args.length or "spec", "device": args.device, "progress": progress_mode(args)}
     found = lm.embed(args.model, args.source, out=out, spec=_features(args), **given)
     return (
         0,

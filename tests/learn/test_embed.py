@@ -310,6 +310,29 @@ def test_wrong_input_is_named(folder, built, tmp_path):
         lm.embed(None, empty, spec=SPEC, **QUIET)
 
 
+def test_options_that_would_be_ignored_are_refused(folder, built, tmp_path, capsys):
+    "Embeddings know how recordings were read: the query is read in the same way."
+    query = folder / "LEAK/long.wav"
+    stored = lm.embed(None, folder, spec=SPEC, length="whole", out=tmp_path / "e.npz", **QUIET)
+    again = lm.load_embeddings(tmp_path / "e.npz")
+    assert stored.length == again.length == "whole"
+    assert lm.similar(query, again, **QUIET).length == "whole"
+    assert lm.similar(query, again, spec={"sample_rate": RATE}, **QUIET).neighbours[0].path == b"LEAK/long.wav"
+    with raises("other-embeddings"):
+        lm.similar(query, again, length="spec", **QUIET)
+    assert lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"  # an earlier file
+    words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--device", "cpu", "--json"]
+    assert main([*words, "--sample-rate", "8000"]) == 1
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "other-embeddings"
+    assert f"sample_rate 8000, not {RATE}" in body["error"]
+    for model, source in ((made_detector(), folder), (None, built)):
+        with raises("unused-option"):
+            lm.embed(model, source, spec={"sample_rate": 8000}, **QUIET)
+    with raises("unused-option"):
+        lm.embed(None, built, length="whole", **QUIET)
+
+
 def test_commands(folder, tmp_path, capsys):
     features = ["--duration-s", "1", "--device", "cpu"]
     words = [*features, "--json"]

@@ -12,6 +12,7 @@ __all__ = [
     "embed_recordings",
     "embed_rows",
     "opened_model",
+    "other_features",
     "is_folder",
     "embed",
 ]
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ...audio.conform import native
-from ...core.errors import DataError, OutputError, show_path
+from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...core.threads import run_threads
@@ -74,6 +75,7 @@ class Embeddings:
     spec: MelSpec
     rejections: tuple[Rejected, ...] = ()  # recordings without an embedding; not stored
     seconds: float = 0.0  # listing to the last vector; not stored
+    length: str = ""  # as for `embed`; empty: a file of an earlier version, which does not say
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -100,6 +102,7 @@ class Embeddings:
                 {"path": show_path(r.path), "code": r.code, "message": r.message} for r in self.rejections
             ],
             "spec": self.spec.to_dict(),
+            "length": self.length,
             "seconds": self.seconds,
         }
 
@@ -110,7 +113,7 @@ class Embeddings:
         "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
         about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
-        about |= {"sources": [os.fsencode(s).hex() for s in self.sources]}
+        about |= {"sources": [os.fsencode(s).hex() for s in self.sources], "length": self.length}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         arrays |= {"vectors": self.vectors, "rows": self.rows}
         texts = (self.paths, [os.fsencode(x) for x in self.labels], [x.encode() for x in self.digests])
@@ -231,6 +234,7 @@ def load_embeddings(
             kind=str(about["kind"]),
             identity=str(about["identity"]),
             spec=MelSpec(**about["spec"]),
+            length=str(about.get("length", "")),
         )
     except Exception as e:  # parsers of damaged bytes raise what they like
         raise DataError(
@@ -316,6 +320,7 @@ def embed_recordings(
         spec=spec,
         rejections=tuple(sorted(readers.rejected, key=lambda r: r.path)),
         seconds=time.perf_counter() - began,
+        length=length,
     )
 
 
@@ -383,6 +388,7 @@ def embed_rows(
         identity=embedder.identity,
         spec=embedder.spec,
         seconds=time.perf_counter() - began,
+        length="spec",
     )
 
 
@@ -390,6 +396,28 @@ def embed_rows(
 def opened_model(model: Model) -> Detector | None:  # raises DataError
     "Load the detector that a model means; None: none."
     return model if model is None or isinstance(model, Detector) else load_detector(model_file(model))
+
+
+def other_features(
+    given: SpecLike,  # features that were asked for
+    used: MelSpec,
+) -> list[str]:  # "sample_rate 8000, not 4096"; empty: the same
+    "List the features that were asked for and are not used."
+    if isinstance(given, MelSpec):
+        return spec_differences(used, given)
+    own = used.to_dict() | {"preset": used.preset_name}
+    return [f"{n} {v}, not {own.get(n)}" for n, v in (given or {}).items() if own.get(n) != v]
+
+
+def _require_unused(spec: SpecLike, used: MelSpec, whose: str) -> None:
+    "Refuse features other than those that are used."
+    if wrong := other_features(spec, used):
+        raise UsageError(
+            f"the features are those of the {whose}, so others cannot be chosen",
+            code="unused-option",
+            found=", ".join(wrong),
+            remedy="leave sample rate, length and other features out",
+        )
 
 
 def is_folder(source: Any) -> bool:
@@ -424,6 +452,7 @@ def embed(
         if detector is None:
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec, on)  # type: ignore[arg-type]
+        _require_unused(spec, embedder.spec, "detector")
         given: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
         done = embed_recordings(found, embedder, progress=progress, **given)
     else:
@@ -432,6 +461,15 @@ def embed(
         try:
             ds = Segments(opened, level="recording", with_labels=False, preload_to_ram=False, progress="none")
             embedder = open_embedder(detector, opened[0].spec, on)
+            _require_unused(spec, opened[0].spec, "data set")
+            if length != "spec":
+                raise UsageError(
+                    "a data set has no more of a recording than its rows",
+                    code="unused-option",
+                    path=opened[0].path,
+                    found=f"length {length!r}",
+                    remedy="leave the length out, or give the folder of the recordings",
+                )
             done = embed_rows(ds, embedder, rows_per_block=files_per_batch, progress=progress)
         finally:
             close_opened(opened, sources)

@@ -40,6 +40,7 @@ from leakmel.learn.embed.embed import (
     embed,
     embed_recordings,
     load_embeddings,
+    other_features,
     opened_model,
 )
 from .features import open_embedder
@@ -287,6 +288,21 @@ def _embeddings_of(among: Collection, model: Model, given: dict[str, Any]) -> Em
     return embed(model, among, **given)
 
 
+def _require_stored(found: Embeddings, spec: SpecLike, length: str | None) -> None:
+    "Refuse features and a length other than those of embeddings; raises DataError."
+    wrong = other_features(spec, found.spec)
+    if length is not None and found.length and length != found.length:
+        wrong.append(f"length {length}, not {found.length}")
+    if wrong:
+        raise DataError(
+            "the embeddings were computed with other features",
+            code="other-embeddings",
+            path=found.sources[0],
+            found=", ".join(wrong),
+            remedy="leave these options out, or compute the embeddings again",
+        )
+
+
 def similar(
     query: str | os.PathLike,  # WAV file
     among: Collection,  # data set, several with equal features, folder of recordings, embeddings, or their file (.npz)
@@ -294,7 +310,8 @@ def similar(
     model: Model = None,  # detector, its file or folder; None: band statistics, which need no training
     k: int = 10,  # recordings to find
     spec: SpecLike = None,  # folder without a model: features, as for `embed`
-    length: str = "spec",  # of the query, and of recordings of a folder: "spec", or "whole" for all of a recording
+    length: str
+    | None = None,  # of the query and of recordings of a folder: "spec", or "whole" for all of a recording; None: as stored, else "spec"
     engine: str = "auto",  # as for `predict`
     device: str = "auto",  # of a network
     progress: str = "auto",
@@ -305,8 +322,10 @@ def similar(
     path = Path(os.path.abspath(query))
     one = _one_recording(path)
     detector = opened_model(model)
-    given: dict[str, Any] = {"length": length, "engine": engine, "progress": progress}
+    given: dict[str, Any] = {"length": length or "spec", "engine": engine, "progress": progress}
     found = _embeddings_of(among, detector, given | {"device": device, "spec": spec})
+    _require_stored(found, spec, length)
+    given["length"] = length = length or found.length or "spec"
     embedder = open_embedder(detector, found.spec, pick_device(device))
     if embedder.identity != found.identity:
         raise DataError(
