@@ -42,6 +42,7 @@ from leakmel.cli_learn import (
     add_options,
     check_report,
     progress_mode,
+    refuse_unused,
     warnings_to_stderr,
 )
 from .core.errors import LeakmelError, UsageError, missing_package, show_path
@@ -197,12 +198,8 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
     }
     unused |= {"--fresh": args.fresh, "--mode": args.mode not in ("auto", "stream")}
     unused["--analysis"] = args.analysis == "full"
-    if given := [name for name, is_given in unused.items() if is_given]:
-        raise UsageError(
-            f"{given[0]} cannot be used together with --part",
-            code="unused-option",
-            remedy="build the parts of one split, and join them with leakmel join",
-        )
+    remedy = "build the parts of one split, and join them with leakmel join"
+    refuse_unused(unused, "together with --part", remedy)
     options = {name: value for name, value in common.items() if name not in ("mode", "fresh")}
     made = lm.build_part(args.root, part=args.part, split=args.split, out=args.out, **options)
     name = f"part {made.number} of {made.n_parts}"
@@ -438,7 +435,10 @@ def run_fetch(args: argparse.Namespace) -> Outcome:
     "Download a public set of leak recordings (CC BY 4.0), and convert it to WAV files with a table of labels and groups."
     from leakmel.sets.catalogue import SETS, catalogue_text
 
+    of_set = {"--out": args.out, "--from": args.source, "--yes": args.yes}
+    of_set |= {"--accept-unverified": args.accept_unverified}
     if args.name is None:
+        refuse_unused(of_set, "without the name of a set", f"name one of {', '.join(SETS)}")
         known = [
             {"name": s.name, "title": s.title, "doi": s.doi, "size": s.size, "licence": s.licence}
             for s in SETS.values()
@@ -448,6 +448,9 @@ def run_fetch(args: argparse.Namespace) -> Outcome:
             {"sets": known},
             f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
         )
+    if args.source is not None:
+        unverified = {"--accept-unverified": args.accept_unverified}
+        refuse_unused(unverified, "together with --from, because nothing is downloaded")
     given = {name: getattr(args, name) for name in ("source", "yes", "accept_unverified")}
     found = lm.fetch(args.name, args.out, progress=progress_mode(args), show=_print_error, **given)
     return 0, found.summary, repr(found)

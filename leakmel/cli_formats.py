@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .cli_learn import EXPORT, Options, progress_mode
+from .cli_learn import EXPORT, Options, progress_mode, refuse_unused
 from .cli_learn import run_export as run_onnx_export
 from .core.errors import UsageError, show_path
 from .core.run_plan import user_path
@@ -40,7 +40,6 @@ _EXPORT: Options = {
         if name not in ("model", "--out")
     },
     "--to": dict(
-        default="parquet",
         choices=["parquet", "huggingface", "webdataset", "zarr"],
         metavar="NAME",
         help="format: parquet (tables of recordings and rejected files), or with mels huggingface, webdataset (tar files) or zarr (default parquet)",
@@ -52,6 +51,12 @@ _EXPORT: Options = {
 def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Export a data set or the history of nightly runs in an open format, or a detector as ONNX; the result is compared."
     if args.onnx:
+        remedy = "leave it out; leakmel card states the licence of a detector"
+        refuse_unused({"--license": args.license, "--to": args.to}, "together with --onnx", remedy)
+        if args.recordings is None:
+            refuse_unused(
+                {"--most": args.most}, "without --recordings", "add --recordings DIR, or leave it out"
+            )
         args.model = args.file
         return run_onnx_export(args)
     from leakmel.learn.model.locate import MODEL
@@ -64,16 +69,19 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             found=show_path(given),
             remedy="add --onnx",
         )
-    if args.out is None or args.int8 or args.recordings is not None:
+    of_onnx = {f"--{name}": getattr(args, name) for name in ("recordings", "most", "int8")}
+    refuse_unused(of_onnx, "without --onnx", "leave it out, or add --onnx for a detector")
+    if args.out is None:
         raise UsageError(
-            "an export of a data set needs --out, and has no --recordings and no --int8",
+            "an export needs a folder",
             code="invalid-arguments",
-            remedy="add --out DIR, or --onnx for a detector",
+            expected="--out DIR, or --onnx for a detector",
         )
     from leakmel.learn.nightly.history_tables import export_history, is_state_folder
 
-    how = {"out": user_path(args.out), "to": args.to, "progress": progress_mode(args)}
+    how = {"out": user_path(args.out), "to": args.to or "parquet", "progress": progress_mode(args)}
     if is_state_folder(args.file):
+        refuse_unused({"--license": args.license}, "for the history of nightly runs, which has no card")
         done = export_history(args.file, **how)
     else:
         done = lm.export_dataset(args.file, license=args.license, **how)

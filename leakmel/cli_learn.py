@@ -17,6 +17,7 @@ __all__ = [
     "TO_VISIT",
     "COMMANDS",
     "progress_mode",
+    "refuse_unused",
     "add_options",
     "add_train",
     "run_train",
@@ -39,7 +40,7 @@ __all__ = [
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, signal, subprocess, sys, warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,17 @@ def progress_mode(args: argparse.Namespace) -> str:
 
 
 Options = dict[str, dict[str, Any]]  # name of an option -> arguments of `add_argument`
+
+
+def refuse_unused(
+    options: Mapping[str, Any],  # name of an option -> its value; None or False: not given
+    why: str,  # "together with --onnx"
+    remedy: str = "leave it out",
+) -> None:  # raises UsageError
+    "Refuse options that would be ignored."
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UsageError(f"The option {name} has no effect {why}", code="unused-option", remedy=remedy)
 
 
 def add_options(
@@ -791,7 +803,7 @@ PREDICT: Options = {
 
 
 def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Score the recordings of a folder with a detector and write a CSV file."
+    "Score the recordings of a folder with a detector and write the scores as CSV or Parquet."
     if args.report:
         import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
 
@@ -860,9 +872,8 @@ EXPORT: Options = {
     ),
     "--most": dict(
         type=int,
-        default=64,
         metavar="N",
-        help="recordings that are compared, evenly over the folder (default 64)",
+        help="--recordings: number that is compared, evenly over the folder (default 64)",
     ),
     "--int8": dict(
         action="store_true",
@@ -877,7 +888,7 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         user_path(args.model),
         None if args.out is None else user_path(args.out),
         recordings=args.recordings,
-        most=args.most,
+        most=64 if args.most is None else args.most,
         int8=args.int8,
         progress=progress_mode(args),
     )

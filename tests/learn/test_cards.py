@@ -18,7 +18,10 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
+from leakmel.cli_learn import run_predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
+from leakmel.dataset.export.croissant import croissant_text
+from leakmel.learn.cards import update_card
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.card import EvaluationRecord
 from leakmel.learn.model.detector import Detector, load_detector
@@ -193,6 +196,79 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path) -> None:
         lm.card(tmp_path / "missing.pt", progress="none")
 
 
+def test_licence_and_metadata_of_a_user_stay(model: Path, small_sets: Path, tmp_path: Path) -> None:
+    "Where an evaluation or `card` write them again; and the digest in the metadata is that of the new file."
+    copy = tmp_path / "model.pt"
+    copy.write_bytes(model.read_bytes())
+    detector = load_detector(copy)
+    assert update_card(detector, copy).read_text().startswith("# Leak detector")
+    assert not (tmp_path / "model_croissant.json").exists(), "nobody has asked for it"
+    lm.card(copy, out=tmp_path, license="[MIT] *x*", progress="none")
+    metadata = tmp_path / "model_croissant.json"
+    metadata.write_text(croissant_text(json.loads(metadata.read_text()) | {"citeAs": "A paper"}))
+    before = json.loads(metadata.read_text())
+    replace(detector, evaluations=()).save(copy)
+    update_card(load_detector(copy), copy)
+    found = json.loads(metadata.read_text())
+    assert found["license"] == "[MIT] *x*"
+    assert found["citeAs"] == "A paper"
+    assert found["distribution"][0]["sha256"] == hashlib.sha256(copy.read_bytes()).hexdigest()
+    assert found["distribution"] != before["distribution"]
+    text = (tmp_path / "model_card.md").read_text()
+    assert found["distribution"][0]["sha256"] in text
+    (tmp_path / "model_card.md").write_text(text.replace("Licence: \\[MIT\\] \\*x\\*", "Licence: CC0-1.0"))
+    lm.card(copy, out=tmp_path, progress="none")
+    assert "Licence: CC0-1.0" in (tmp_path / "model_card.md").read_text()
+    assert json.loads(metadata.read_text())["license"] == "CC0-1.0"
+    metadata.write_text('{\n "@context": {')  # cut short
+    lm.card(copy, out=tmp_path, progress="none")
+    assert json.loads(metadata.read_text())["license"] == "CC0-1.0"
+
+
+def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> None:
+    settings = lm.TrainSettings(detector="spectral")
+    sets = [small_sets / f"{name}_DATASET.H5" for name in ("TRAINING", "TESTING")]
+    lm.train(sets[0], out=tmp_path, settings=settings, device="cpu", progress=False)
+    assert main(["card", str(tmp_path), "--license", "MIT", "--quiet"]) == 0
+    assert main(["evaluate", str(sets[1]), "--model", str(tmp_path), "--draws", "100", "--quiet"]) == 0
+    digest = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
+    card = (tmp_path / "model_card.md").read_text()
+    metadata = json.loads((tmp_path / "model_croissant.json").read_text())
+    assert "TESTING\\_DATASET.H5" in card
+    assert "Licence: MIT" in card
+    assert (metadata["license"], metadata["distribution"][0]["sha256"]) == ("MIT", digest)
+    assert digest in card
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("export {model} --onnx --license MIT", "--license"),
+        ("export {model} --onnx --to zarr", "--to"),
+        ("export {model} --onnx --to parquet", "--to"),
+        ("export {model} --onnx --most 3", "--most"),
+        ("export {sets} --out {new} --most 3", "--most"),
+        ("export {sets} --out {new} --int8", "--int8"),
+        ("export {sets} --out {new} --recordings {sets}", "--recordings"),
+        ("export {state} --out {new} --license MIT", "--license"),
+        ("fetch --out {new}", "--out"),
+        ("fetch --yes", "--yes"),
+        ("fetch dongguan --from {sets} --accept-unverified", "--accept-unverified"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    words: str, option: str, model: Path, small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "history.sqlite").touch()
+    places = {"model": model, "sets": small_sets, "new": tmp_path / "new", "state": tmp_path / "state"}
+    assert main([word.format(**places) for word in words.split()] + ["--json"]) == 2
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "unused-option"
+    assert f"The option {option} has no effect" in body["error"]
+    assert not (tmp_path / "new").exists()
+
+
 def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [str(small_sets / "VALIDATION_DATASET.H5"), "--out", str(tmp_path / "a"), "--license", "MIT"]
     assert main(["card", *words, "--json"]) == 0
@@ -237,6 +313,7 @@ def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path
     ]
     assert [row["in_training"] for row in rows] == [None] * 4
     assert [row["gain"] for row in rows] == [8.0 if g == 8 else None for g in done.scored.gain.tolist()]
+    assert "as CSV or Parquet" in str(run_predict.__doc__)  # first line of the help
     (rejected,) = pq.read_table(tmp_path / "scores.rejected.parquet").to_pylist()
     assert rejected["path"] == "broken.wav"
     assert rejected["code"] == done.rejections[0].code
@@ -305,7 +382,14 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert len(found.fetchall()) == 5000
     with raises("no-such-file", DataError):
         lm.export_history(tmp_path / "out", out=tmp_path / "out2")
+    with raises("no-such-file", DataError):
+        lm.card(tmp_path / "state", progress="none")
     assert (
-        main(["export", str(tmp_path / "state"), "--out", str(tmp_path / "out3"), "--to", "zarr", "--quiet"])
+        main(
+            ["export", str(tmp_path / "state"), "--out", str(tmp_path / "x"), "--to", "huggingface", "--json"]
+        )
         == 2
     )
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "unknown-choice"
+    assert "load_dataset('parquet'" in body["error"], "a way to read the tables with the package datasets"

@@ -317,10 +317,14 @@ def test_options_that_would_be_ignored_are_refused(folder, built, tmp_path, caps
     again = lm.load_embeddings(tmp_path / "e.npz")
     assert stored.length == again.length == "whole"
     assert lm.similar(query, again, **QUIET).length == "whole"
-    assert lm.similar(query, again, spec={"sample_rate": RATE}, **QUIET).neighbours[0].path == b"LEAK/long.wav"
+    assert (
+        lm.similar(query, again, spec={"sample_rate": RATE}, **QUIET).neighbours[0].path == b"LEAK/long.wav"
+    )
     with raises("other-embeddings"):
         lm.similar(query, again, length="spec", **QUIET)
-    assert lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"  # an earlier file
+    assert (
+        lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"
+    )  # an earlier file
     words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--device", "cpu", "--json"]
     assert main([*words, "--sample-rate", "8000"]) == 1
     body = json.loads(capsys.readouterr().out)

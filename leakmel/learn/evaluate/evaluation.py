@@ -43,7 +43,8 @@ from leakmel.learn.metrics.significance import (
 from ..metrics.voting import UNCHOSEN, VOTES, segments_needed, vote_scores
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.detector import Detector, load_detector, score_rows
-from ..model.card import TEST_SET, evaluation_record, write_card
+from ..cards import update_card
+from ..model.card import TEST_SET, evaluation_record
 from ..model.devices import pick_device
 from ..model.locate import CHAMPION_FILE, model_file
 from ..model.provenance import Overlap, find_overlap
@@ -394,5 +395,5 @@ def record_evaluation(
     others = [e for e in detector.evaluations if (e.kind, e.method) != (TEST_SET, name)]
     detector = replace(detector, evaluations=(*others, record))
     detector.save(path)
-    write_card(detector, path)
+    update_card(detector, path)
     return detector

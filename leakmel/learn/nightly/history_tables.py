@@ -85,10 +85,12 @@ def export_history(
     "Export the history of nightly runs as Parquet: recordings, nights and visits."
     if to != "parquet":
         raise UsageError(
-            "the history of nightly runs is exported as Parquet only",
+            "this is the history of nightly runs, which is exported as Parquet tables; other formats are for data sets",
             code="unknown-choice",
+            path=state,
             found=repr(to),
             expected="parquet",
+            remedy="leave the format out; the package datasets reads the tables, too: load_dataset('parquet', data_files=...)",
         )
     require_package("pyarrow")
     if not is_state_folder(state):

@@ -40,7 +40,8 @@ from ...dataset.file.writer import OutputLock, output_error
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
-from ..model.card import evaluation_result, evaluation_text, is_card, next_steps, write_card
+from ..cards import update_card
+from ..model.card import evaluation_result, evaluation_text, is_card, next_steps
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
@@ -440,7 +441,7 @@ def _write_result(
 ) -> TrainResult:
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
-    write_card(detector, path)
+    update_card(detector, path)
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
