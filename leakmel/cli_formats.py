@@ -79,7 +79,11 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         )
     from leakmel.learn.nightly.history_tables import export_history, is_state_folder
 
-    how = {"out": user_path(args.out), "to": args.to or "parquet", "progress": progress_mode(args)}
+    how: dict[str, Any] = {
+        "out": user_path(args.out),
+        "to": args.to or "parquet",
+        "progress": progress_mode(args),
+    }
     if is_state_folder(args.file):
         refuse_unused({"--license": args.license}, "for the history of nightly runs, which has no card")
         done = export_history(args.file, **how)

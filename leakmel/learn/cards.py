@@ -253,7 +253,7 @@ def card(
     kept, metadata = _given_before(*paths)
     made = make(given, license or kept, progress)
     more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    made = Card(made.markdown, made.metadata | more, *paths)
+    made = Card(made.markdown, {**made.metadata, **more}, *paths)
     made.write(*paths)
     return made
 
