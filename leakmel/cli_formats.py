@@ -102,7 +102,17 @@ _CARD: Options = {
 
 def run_card(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
+    from leakmel.learn.nightly.history_tables import is_state_folder
+
     given = Path(args.file)
+    if is_state_folder(given):
+        raise UsageError(
+            "this is the history of nightly runs, which has no card",
+            code="invalid-arguments",
+            path=given,
+            expected="a data set, a detector, or a folder of one of them",
+            remedy="write the history as tables with leakmel export",
+        )
     folder = args.out or (given if given.is_dir() else given.parent)
     made = lm.card(given, out=user_path(folder), license=args.license, progress=progress_mode(args))
     return 0, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"

@@ -21,7 +21,7 @@ from leakmel.cli import main
 from leakmel.cli_learn import run_predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
 from leakmel.dataset.export.croissant import croissant_text
-from leakmel.learn.cards import update_card
+from leakmel.learn.model.cards import update_card
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.card import EvaluationRecord
 from leakmel.learn.model.detector import Detector, load_detector
@@ -382,8 +382,8 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert len(found.fetchall()) == 5000
     with raises("no-such-file", DataError):
         lm.export_history(tmp_path / "out", out=tmp_path / "out2")
-    with raises("no-such-file", DataError):
-        lm.card(tmp_path / "state", progress="none")
+    assert main(["card", str(tmp_path / "state"), "--json"]) == 2
+    assert "the history of nightly runs, which has no card" in json.loads(capsys.readouterr().out)["error"]
     assert (
         main(
             ["export", str(tmp_path / "state"), "--out", str(tmp_path / "x"), "--to", "huggingface", "--json"]

@@ -43,7 +43,7 @@ from leakmel.learn.metrics.significance import (
 from ..metrics.voting import UNCHOSEN, VOTES, segments_needed, vote_scores
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.detector import Detector, load_detector, score_rows
-from ..cards import update_card
+from ..model.cards import update_card
 from ..model.card import TEST_SET, evaluation_record
 from ..model.devices import pick_device
 from ..model.locate import CHAMPION_FILE, model_file

@@ -40,7 +40,7 @@ from ...dataset.file.writer import OutputLock, output_error
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
-from ..cards import update_card
+from ..model.cards import update_card
 from ..model.card import evaluation_result, evaluation_text, is_card, next_steps
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
