@@ -1084,8 +1084,8 @@ def main(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if argv is None:  # the process ends now: collecting its objects would take 40 ms
-        gc.freeze()
+    if argv is None and "triton" not in sys.modules:  # which reports what is not collected, at length
+        gc.freeze()  # the process ends now: collecting its objects would take 40 ms
     return _print(args, status, body, text)
 
 
