@@ -69,7 +69,7 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             found=show_path(given),
             remedy="add --onnx",
         )
-    of_onnx = {f"--{name}": getattr(args, name) for name in ("recordings", "most", "int8")}
+    of_onnx = {f"--{name}": getattr(args, name) for name in ("recordings", "most", "int8", "check")}
     refuse_unused(of_onnx, "without --onnx", "leave it out, or add --onnx for a detector")
     if args.out is None:
         raise UsageError(

@@ -877,7 +877,12 @@ EXPORT: Options = {
     ),
     "--int8": dict(
         action="store_true",
-        help="quantize the network to 8-bit integers, with ranges from --recordings; the loss is measured and stored",
+        help="quantize the network to 8-bit integers, with ranges from some of --recordings; the loss is measured on the others, outside "
+        "the training where possible, and stored",
+    ),
+    "--check": dict(
+        metavar="DIR",
+        help="folder of recordings on which the loss of --int8 is measured (default: some of --recordings)",
     ),
 }
 
@@ -890,6 +895,7 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         recordings=args.recordings,
         most=64 if args.most is None else args.most,
         int8=args.int8,
+        check=args.check,
         progress=progress_mode(args),
     )
     return 0, done.summary, done.text

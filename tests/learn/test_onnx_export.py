@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import soundfile
 import torch
+import xxhash
 from errors import raises
 
 import leakmel as lm
@@ -23,13 +24,23 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.decisions import HeldOutScores, fit_calibration
+from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Classifier
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.onnx_graph import SamplesToProbability, onnx_model, tree_attributes
+from leakmel.learn.model.provenance import Provenance, _short_digests
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralFeatures, SpectralSettings, fit_spectral
 from leakmel.learn.predict import onnx_export
-from leakmel.learn.predict.onnx_export import TOLERANCE, check_recordings, compare_model, tolerance_of
+from leakmel.learn.predict.onnx_export import (
+    TOLERANCE,
+    TOLERANCE_SEGMENT,
+    CheckRecordings,
+    check_recordings,
+    compare_model,
+    divide_recordings,
+    tolerance_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=2)
@@ -205,6 +216,94 @@ def test_a_model_that_differs_leaves_no_file(detectors, checked, models, tmp_pat
     assert (tmp_path / "model.onnx").read_bytes() == right.SerializeToString()
 
 
+def test_segments_that_differ_are_refused_though_their_mean_does_not(detectors, checked, models):
+    model = models(detectors["cnn"])
+    apart = np.zeros_like(checked.segment_scores)
+    apart[:, 0], apart[:, 1] = 1.5 * TOLERANCE_SEGMENT, -1.5 * TOLERANCE_SEGMENT
+    with raises("program-differs", DataError):
+        compare_model(
+            model,
+            replace(checked, segment_scores=checked.segment_scores + apart),
+            None,
+            0.5,
+            tolerance_of(detectors["cnn"]),
+        )
+    near = replace(checked, segment_scores=checked.segment_scores + apart / 2)
+    assert compare_model(model, near, None, 0.5, TOLERANCE).segment_score > TOLERANCE
+
+
+def metadata_check(path: Path, name: str = "int8") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(metadata(path)[name])
+    return found
+
+
+def trained_on(paths: list[Path], *, is_complete: bool = True) -> Provenance:
+    digests = [xxhash.xxh3_128_hexdigest(soundfile.read(p, dtype="int16")[0].tobytes()) for p in paths]
+    return Provenance(np.unique(_short_digests(digests)), is_complete)
+
+
+def test_the_loss_of_int8_is_measured_outside_the_training(detectors, recordings, tmp_path):
+    paths = sorted(recordings.rglob("*.wav"))
+    detector = replace(detectors["cnn"], provenance=trained_on(paths[::2]))
+    done = lm.export_onnx(
+        detector, tmp_path / "a.onnx", recordings=recordings, most=99, int8=True, progress="none"
+    )
+    n = len(paths[1::2])
+    assert done.int8 is not None
+    assert (done.check.recordings, done.check.in_training) == (len(paths), len(paths[::2]))
+    assert (done.check.rated, done.check.rated_in_training) == (n, 0)
+    assert (done.int8.recordings, done.int8.in_training, done.int8.ranges) == (n, 0, len(paths[::2]))
+    assert "none is part of the training" in done.int8.text
+    assert f"on the {n} that are not part of the training" in done.check.text
+    assert metadata_check(done.path)["in_training"] == 0
+    # AUC is that of the recordings outside the training
+    table = lm.predict(recordings, detector, length="spec", device="cpu", progress="none").table
+    new = table[~table["in_training"]]
+    right = leak_metrics((new["label"] == "LEAK").to_numpy(), new["score"].to_numpy(), detector.threshold)
+    assert len(new) == n
+    assert (done.check.auc_predict, done.int8.auc_predict) == (right["auc"], right["auc"])
+
+
+@pytest.mark.parametrize(
+    ("in_training", "ranges", "measured"),
+    [
+        (None, [1, 3, 5], [0, 2, 4]),
+        ([1, 1, 1, 1, 1, 1], [1, 3, 5], [0, 2, 4]),
+        ([0, 0, 0, 0, 0, 0], [1, 3, 5], [0, 2, 4]),
+        ([1, 1, 1, 1, 1, 0], [0, 1, 2, 3, 4], [5]),
+        ([1, 0, 0, 0, 0, 0], [0, 2, 4], [1, 3, 5]),
+    ],
+)
+def test_ranges_and_loss_have_different_recordings(in_training, ranges, measured):
+    marks = None if in_training is None else np.array(in_training, bool)
+    each = np.arange(6.0)
+    given = CheckRecordings("recordings", list(each), each[:, None], each, each > 2, in_training=marks)
+    left, right = divide_recordings(given)
+    assert (left, right.samples) == (ranges, measured)
+    assert list(right.score) == measured
+    assert right.n_left_out == 0
+    with raises("no-recordings", DataError):
+        divide_recordings(given.part(np.array([0])))
+
+
+def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_path):
+    detector = replace(detectors["cnn"], provenance=trained_on([], is_complete=False))
+    one, other = (
+        next(p for p in recordings.iterdir() if p.name.upper() == n) for n in ("TRAINING", "TESTING")
+    )
+    done = lm.export_onnx(
+        detector, tmp_path / "a.onnx", recordings=one, most=4, int8=True, check=other, progress="none"
+    )
+    assert done.int8 is not None
+    n_other = len(list(other.rglob("*.wav")))
+    assert (done.check.recordings, done.int8.recordings, done.int8.ranges) == (4, min(4, n_other), 4)
+    assert done.int8.in_training is None
+    assert "does not store whether" in done.int8.text
+    given = {"int8": True, "recordings": one, "most": 4}
+    refused(detector, "usage", UsageError, tmp_path, check=one, **given)
+    refused(detector, "unused-option", UsageError, tmp_path, recordings=one, check=other)
+
+
 def test_metadata(detectors, tmp_path):
     file = detectors["cnn"].save(tmp_path / "model.pt")
     done = lm.export_onnx(file, progress="none")
@@ -337,3 +436,12 @@ def test_the_example_of_the_guide_needs_no_leakmel(detectors, recordings, tmp_pa
     assert "4096 Hz" in scored(tmp_path / "other.wav").stderr
     soundfile.write(tmp_path / "short.wav", np.zeros(9), 4096)
     assert "samples" in scored(tmp_path / "short.wav").stderr
+    for value in (np.nan, np.inf):
+        broken = np.where(np.arange(SPEC.n_samples + 5) == 7, value, 0.01)
+        soundfile.write(tmp_path / "broken.wav", broken, 4096, subtype="FLOAT")
+        done = scored(tmp_path / "broken.wav")
+        assert done.returncode == 1
+        assert "NaN or infinite samples" in done.stderr
+        # what the guide says of the model itself
+        score = run_file(path, broken[None, : SPEC.n_samples].astype(np.float32))["score"]
+        assert np.isnan(score).all()

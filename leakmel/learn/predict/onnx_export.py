@@ -6,10 +6,13 @@
 __all__ = [
     "TOLERANCE",
     "TOLERANCE_SINGLE",
+    "TOLERANCE_SEGMENT",
     "TOLERANCE_INT8",
+    "TOLERANCE_SEGMENT_INT8",
     "ONNX_FORMAT",
     "CheckRecordings",
     "check_recordings",
+    "divide_recordings",
     "write_synthetic",
     "tolerance_of",
     "OnnxCheck",
@@ -61,9 +64,28 @@ class CheckRecordings:
     score: np.ndarray  # [n] float64
     truth: np.ndarray | None  # [n] bool; None: not all labels are known, or all are the same
     n_left_out: int = 0  # shorter than the model's length, or rejected
+    in_training: np.ndarray | None = None  # [n] bool; None: the detector does not store it
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def part(
+        self,
+        rows: np.ndarray,  # [k] indices
+    ) -> "CheckRecordings":  # nothing is left out of it
+        "Return some of the recordings."
+        truth, in_training = (x if x is None else x[rows] for x in (self.truth, self.in_training))
+        has_both = truth is not None and 0 < truth.sum() < len(truth)
+        samples = [self.samples[k] for k in rows.tolist()]
+        segments, score = self.segment_scores[rows], self.score[rows]
+        return CheckRecordings(
+            self.source, samples, segments, score, truth if has_both else None, in_training=in_training
+        )
+
+    @property
+    def not_in_training(self) -> np.ndarray:
+        "Indices of the recordings that the detector was not trained on; of all, where it does not store them."
+        return np.arange(len(self)) if self.in_training is None else np.flatnonzero(~self.in_training)
 
 
 def _truth(detector: Detector, labels: Sequence[str]) -> np.ndarray | None:
@@ -113,7 +135,31 @@ def check_recordings(
         )
     truth = _truth(detector, [label_in(done.scored.paths[i]) for i in rows])
     segments = np.stack([done.scored.segment_scores[i] for i in rows])
-    return CheckRecordings(source, samples, segments, done.score[rows], truth, len(chosen) - len(rows))
+    marks = done.scored.in_training
+    in_training = None if None in marks.values else marks.array().astype(bool)[rows]
+    n_left_out = len(chosen) - len(rows)
+    return CheckRecordings(source, samples, segments, done.score[rows], truth, n_left_out, in_training)
+
+
+def divide_recordings(
+    given: CheckRecordings,  # two or more; raises DataError for one
+) -> tuple[
+    list[np.ndarray], CheckRecordings
+]:  # samples for the ranges, each [N] float32; recordings for the loss
+    "Divide recordings into those from which the ranges of int8 are measured and others that measure the loss, outside the training where possible."
+    n, rows = len(given), given.not_in_training
+    if n < 2:
+        raise DataError(
+            "int8 needs one recording for the ranges and another one that measures the loss",
+            code="no-recordings",
+            found=f"{n} recording",
+            remedy="give more recordings",
+        )
+    rows = rows if len(rows) else np.arange(n)
+    if n - len(rows) < n // 2:  # too few others
+        rows = rows[::2]
+    others = np.setdiff1d(np.arange(n), rows)
+    return given.part(others).samples, given.part(rows)
 
 
 def write_synthetic(
@@ -143,9 +189,11 @@ TOLERANCE = 1e-3  # of scores and probabilities
 TOLERANCE_SINGLE = (
     1e-2  # where one segment or one tree counts: detectors with trees, and votes other than the mean
 )
+TOLERANCE_SEGMENT = 2e-2  # of the score of a segment
 TOLERANCE_INT8 = (
     0.1  # of scores: more means that the recordings are not like those that the ranges were measured on
 )
+TOLERANCE_SEGMENT_INT8 = 0.2
 _BATCH = 8  # recordings
 
 
@@ -154,18 +202,31 @@ def tolerance_of(detector: Detector) -> float:
     return TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE
 
 
+def _training_text(n: int, n_in_training: int | None) -> str:
+    "Say how many recordings are part of the training."
+    if n_in_training is None:
+        return " (the detector does not store whether they are part of its training)"
+    return {0: " (none is part of the training)", n: " (all are part of the training)"}.get(
+        n_in_training, f" ({n_in_training:,} are part of the training)"
+    )
+
+
 @dataclass(frozen=True)
 class OnnxCheck:
     "Differences between an ONNX model and `predict`."
 
     source: str  # "recordings" or "synthetic signals"
     recordings: int  # that were compared
+    in_training: int | None  # of them; None: the detector does not store its training recordings
+    ranges: int  # other recordings, from which the ranges of int8 were measured; 0: not quantized
     left_out: int  # shorter than the model's length, or rejected
     probability: float | None  # largest difference; None: the detector has no calibration
     mean_probability: float | None  # mean absolute difference
     score: float  # largest difference
     segment_score: float  # largest difference
     decisions: int  # recordings whose decision differs
+    rated: int  # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
+    rated_in_training: int | None
     auc: float | None  # of the model; None: labels are not known
     auc_predict: float | None  # of `predict`
     balanced_accuracy: float | None
@@ -176,10 +237,15 @@ class OnnxCheck:
         "The differences in a sentence."
         what = "score" if self.probability is None else "probability"
         value = self.score if self.probability is None else self.probability
-        text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}; {self.decisions:,} decisions differ"
+        text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}"
+        if self.source == "recordings":
+            text += _training_text(self.recordings, self.in_training)
+        text += f"; {self.decisions:,} decisions differ"
         if self.auc is not None:
             text += f"; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f})"
             text += f", balanced accuracy {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f})"
+            if self.rated < self.recordings:
+                text += f" on the {self.rated:,} that are not part of the training"
         return text
 
 
@@ -189,6 +255,8 @@ def compare_model(
     calibration: Calibration | None,
     threshold: float,  # of the score
     tolerance: float,  # of scores
+    segment_tolerance: float = TOLERANCE_SEGMENT,  # of scores of segments
+    ranges: int = 0,  # recordings from which the ranges of int8 were measured
 ) -> OnnxCheck:  # raises DataError where the model differs by more
     "Compare a model with `predict`."
     import onnxruntime
@@ -211,31 +279,44 @@ def compare_model(
         worst["probability"] = np.abs(outputs["probability"] - probability)
         allowed += np.maximum(high - probability, probability - low)
     is_wrong = ~(worst["score"] <= tolerance) | ~(worst.get("probability", worst["score"]) <= allowed)
+    is_wrong |= ~(worst["segment_score"] <= segment_tolerance)
     if is_wrong.any():
         raise DataError(
             "the ONNX model computes other scores than the detector, so the file was not written",
             code="program-differs",
-            found=f"scores up to {float(worst['score'].max()):.2g} apart, in {int(is_wrong.sum()):,} of {len(right):,} {right.source}",
-            expected=f"at most {tolerance:g} apart",
+            found=f"scores up to {float(worst['score'].max()):.2g} and scores of segments up to {float(worst['segment_score'].max()):.2g} apart, "
+            f"in {int(is_wrong.sum()):,} of {len(right):,} {right.source}",
+            expected=f"at most {tolerance:g} and {segment_tolerance:g} apart",
             remedy="use the detector itself (leakmel predict), and report this error"
             if tolerance < TOLERANCE_INT8
             else "leave int8 out, or give more recordings",
         )
     figures: dict[str, float | None] = dict.fromkeys(("auc", "balanced_accuracy"))
     both = (figures, figures)
-    if right.truth is not None:
-        both = tuple(leak_metrics(right.truth, x, threshold) for x in (score, right.score))  # type: ignore[assignment]
+    rows = right.not_in_training
+    if right.part(rows).truth is None:
+        rows = np.arange(len(right))
+    rated = right.part(rows)
+    if rated.truth is not None:
+        both = tuple(leak_metrics(rated.truth, x, threshold) for x in (score[rows], rated.score))  # type: ignore[assignment]
     of_file, of_predict = both
     p = worst.get("probability")
+    in_training, rated_in_training = (
+        None if x.in_training is None else int(x.in_training.sum()) for x in (right, rated)
+    )
     return OnnxCheck(
         source=right.source,
         recordings=len(right),
+        in_training=in_training,
+        ranges=ranges,
         left_out=right.n_left_out,
         probability=None if p is None else float(p.max()),
         mean_probability=None if p is None else float(p.mean()),
         score=float(worst["score"].max()),
         segment_score=float(worst["segment_score"].max()),
         decisions=int(((score >= threshold) != (right.score >= threshold)).sum()),
+        rated=len(rated) if rated.truth is not None else 0,
+        rated_in_training=None if rated.truth is None else rated_in_training,
         auc=of_file["auc"],
         auc_predict=of_predict["auc"],
         balanced_accuracy=of_file["balanced_accuracy"],
@@ -316,7 +397,7 @@ class OnnxExport:
         lines = [f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"]
         lines.append(f"  {'float32: ' if self.int8 else ''}{self.check.text}")
         if self.int8 is not None:
-            lines.append(f"  int8: {self.int8.text}")
+            lines.append(f"  int8: {self.int8.text}; ranges from {self.int8.ranges:,} others")
         if self.check.probability is None:
             lines.append(
                 "  no output probability: the detector has no held-out scores, from which it would be calibrated"
@@ -368,6 +449,24 @@ def _checked(
         return check_recordings(folder, detector, source="synthetic signals", progress="none")
 
 
+def _for_int8(
+    given: CheckRecordings, check: str | os.PathLike | None, detector: Detector, most: int, progress: str
+) -> tuple[list[np.ndarray], CheckRecordings]:
+    "Return samples for the ranges, and recordings for the loss."
+    if check is None:
+        return divide_recordings(given)
+    right = check_recordings(check, detector, most=most, progress=progress)
+    compared = {x.tobytes() for x in right.samples}
+    ranges = [x for x in given.samples if x.tobytes() not in compared]
+    if not ranges:
+        raise UsageError(
+            "the recordings for the ranges of int8 are those of check, so the loss would be measured on them",
+            code="usage",
+            remedy="give other recordings, or leave check out: the recordings are divided then",
+        )
+    return ranges, right
+
+
 def _write(path: Path, model: "onnx.ModelProto", metadata: Mapping[str, str]) -> int:
     "Write a model with its metadata as a whole; returns the number of bytes."
     from onnx import helper
@@ -391,6 +490,9 @@ def export_onnx(
     | None = None,  # folder on which the file is compared with `predict`; None: synthetic signals
     most: int = 64,  # recordings that are compared, evenly over the folder
     int8: bool = False,  # quantize the network to 8-bit integers; requires recordings
+    check: str
+    | os.PathLike
+    | None = None,  # folder on which the int8 file is compared and its loss measured; None: recordings are divided
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> OnnxExport:  # raises LeakmelError: DataError where the scores differ by more than the tolerance; the file is not written then
     "Write a detector as an ONNX file from samples to the calibrated probability of a leak."
@@ -402,17 +504,24 @@ def export_onnx(
             code="usage",
             remedy="give a folder of typical recordings (recordings=, --recordings)",
         )
+    if check is not None and not int8:
+        raise UsageError(
+            "check measures the loss of int8, and int8 was not asked for",
+            code="unused-option",
+            remedy="add int8, or give the folder as recordings",
+        )
     _import_runtime()
     detector, digest, path = _target(model, out, int8)
     require_kind(path, "ONNX file of leakmel", is_onnx_of_leakmel)
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
     made = onnx_model(detector, calibration, version=__version__)
     right = _checked(recordings, detector, most, progress)
-    compare = partial(compare_model, right=right, calibration=calibration, threshold=detector.threshold)
-    check = compare(made, tolerance=tolerance_of(detector))
-    small = None
+    compare = partial(compare_model, calibration=calibration, threshold=detector.threshold)
+    whole, small = compare(made, right, tolerance=tolerance_of(detector)), None
     if int8:
-        made = quantized_model(made, right.samples)
-        small = compare(made, tolerance=TOLERANCE_INT8)
-    metadata = metadata_of(detector, calibration, digest, check, small)
-    return OnnxExport(path, detector.kind, _write(path, made, metadata), check, small)
+        ranges, right = _for_int8(right, check, detector, most, progress)
+        made = quantized_model(made, ranges)
+        compare = partial(compare, segment_tolerance=TOLERANCE_SEGMENT_INT8, ranges=len(ranges))
+        small = compare(made, right, tolerance=TOLERANCE_INT8)
+    metadata = metadata_of(detector, calibration, digest, whole, small)
+    return OnnxExport(path, detector.kind, _write(path, made, metadata), whole, small)
