@@ -178,7 +178,7 @@ def difference_table(record: dict[str, Any] | None) -> str:
         return "not measured"
 
     def number(x: float | None) -> str:
-        return "none" if x is None else f"{x:.1e}"
+        return "none" if x is None else f"{x:.7f}"  # an exponent would be broken at its hyphen
 
     rows = []
     for cells, f, _ in _each(record):
