@@ -182,7 +182,7 @@ def difference_table(record: dict[str, Any] | None) -> str:
 
     rows = []
     for cells, f, _ in _each(record):
-        auc = "none" if f["auc"] is None else f"{f['auc']:.4f} ({f['auc_predict']:.4f})"
+        auc = "none" if f["auc"] is None else f"{f['auc']:.3f}\u00a0({f['auc_predict']:.3f})"
         differences = [number(f[name]) for name in ("score", "segment_score", "probability")]
         counts = [str(f["recordings"]), str(f["in_training"])]
         rows.append([*cells, *counts, *differences, str(f["decisions"]), auc, str(f["rated"])])
@@ -194,7 +194,8 @@ def difference_table(record: dict[str, Any] | None) -> str:
         for form, f in d["forms"].items()
         if "refused" in f
     ]
-    return "\n\n".join([_rows(head, rows), *refused])
+    notes = [f"Outside the training of {name}: {what}." for name, what in record["sets"].items()]
+    return "\n\n".join([_rows(head, rows), *notes, *refused])
 
 
 def speed_table(record: dict[str, Any] | None) -> str:
