@@ -23,7 +23,7 @@ KINDS = ("spectral", "cnn", "blend")
 FORMS = {"float": "float32", "int8": "int8"}  # and what the tables call it
 ORIGINS = {
     "synthetic": "synthetic recordings of other sensors",
-    "real": "real recordings, every second one of each label; the others can be clips of the same recording",
+    "real": "every second one of each label; clips of the same recording can be in the training",
 }  # what the recordings outside the training are
 
 
@@ -194,7 +194,7 @@ def difference_table(record: dict[str, Any] | None) -> str:
         for form, f in d["forms"].items()
         if "refused" in f
     ]
-    notes = [f"Outside the training of {name}: {what}." for name, what in record["sets"].items()]
+    notes = [f"Recordings outside the training ({name}): {what}." for name, what in record["sets"].items()]
     return "\n\n".join([_rows(head, rows), *notes, *refused])
 
 
