@@ -83,6 +83,11 @@ class CheckRecordings:
         )
 
     @property
+    def n_in_training(self) -> int | None:
+        "Number of recordings that the detector was trained on; None: it does not store them."
+        return None if self.in_training is None else int(self.in_training.sum())
+
+    @property
     def not_in_training(self) -> np.ndarray:
         "Indices of the recordings that the detector was not trained on; of all, where it does not store them."
         return np.arange(len(self)) if self.in_training is None else np.flatnonzero(~self.in_training)
@@ -249,6 +254,21 @@ class OnnxCheck:
         return text
 
 
+def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dict[str, Any]:
+    "Return AUC and balanced accuracy of a model and of `predict`, outside the training where both labels are among these recordings."
+    rows = right.not_in_training
+    if right.part(rows).truth is None:
+        rows = np.arange(len(right))
+    rated = right.part(rows)
+    names = ("auc", "balanced_accuracy")
+    if rated.truth is None:
+        none = dict.fromkeys([*names, *(f"{name}_predict" for name in names)])
+        return {"rated": 0, "rated_in_training": None, **none}
+    of_file, of_predict = (leak_metrics(rated.truth, x, threshold) for x in (score[rows], rated.score))
+    both = {name: of_file[name] for name in names} | {f"{name}_predict": of_predict[name] for name in names}
+    return {"rated": len(rated), "rated_in_training": rated.n_in_training, **both}
+
+
 def compare_model(
     model: "onnx.ModelProto | bytes",
     right: CheckRecordings,
@@ -291,23 +311,11 @@ def compare_model(
             if tolerance < TOLERANCE_INT8
             else "leave int8 out, or give more recordings",
         )
-    figures: dict[str, float | None] = dict.fromkeys(("auc", "balanced_accuracy"))
-    both = (figures, figures)
-    rows = right.not_in_training
-    if right.part(rows).truth is None:
-        rows = np.arange(len(right))
-    rated = right.part(rows)
-    if rated.truth is not None:
-        both = tuple(leak_metrics(rated.truth, x, threshold) for x in (score[rows], rated.score))  # type: ignore[assignment]
-    of_file, of_predict = both
     p = worst.get("probability")
-    in_training, rated_in_training = (
-        None if x.in_training is None else int(x.in_training.sum()) for x in (right, rated)
-    )
     return OnnxCheck(
         source=right.source,
         recordings=len(right),
-        in_training=in_training,
+        in_training=right.n_in_training,
         ranges=ranges,
         left_out=right.n_left_out,
         probability=None if p is None else float(p.max()),
@@ -315,12 +323,7 @@ def compare_model(
         score=float(worst["score"].max()),
         segment_score=float(worst["segment_score"].max()),
         decisions=int(((score >= threshold) != (right.score >= threshold)).sum()),
-        rated=len(rated) if rated.truth is not None else 0,
-        rated_in_training=None if rated.truth is None else rated_in_training,
-        auc=of_file["auc"],
-        auc_predict=of_predict["auc"],
-        balanced_accuracy=of_file["balanced_accuracy"],
-        balanced_accuracy_predict=of_predict["balanced_accuracy"],
+        **_ratings(right, score, threshold),
     )
 
 
