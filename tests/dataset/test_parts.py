@@ -739,6 +739,27 @@ def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monk
     assert max(n for n, _ in events) == made.found
 
 
+@pytest.mark.parametrize(("check", "wanted"), [(64, 16), (20, 8), (3, 3), (0, 0), (None, None)])
+def test_rows_to_recompute_are_divided_among_parts_and_recomputed_by_the_join(
+    demo, tmp_path, monkeypatch, check, wanted
+):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 50)
+    original, asked = parts_module.run_part, list[int | None]()
+
+    def noting(request: Any, *args: Any) -> Any:
+        asked.append(request.check)
+        return original(request, *args)
+
+    monkeypatch.setattr(parts_module, "run_part", noting)
+    with ThreadPoolExecutor(1) as pool:
+        made = lm.build(
+            demo, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET | {"check": check}
+        )
+    assert made.summary["parts"] == 4
+    assert asked == [wanted] * 4
+    assert made.verified.checked == (made.rows if check is None else check)
+
+
 def test_progress_of_parts_is_that_of_the_furthest_attempt(tmp_path):
     for name, text in {
         "00001-of-00003.aaaaaaaa.status": "10",

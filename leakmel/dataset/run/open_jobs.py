@@ -51,13 +51,13 @@ def may_resume(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #3983a21f
-_READ_TOGETHER = 8 << 20  # bytes of rows
+_READ_TOGETHER = 1 << 20  # bytes of rows; they stay in the processor's cache
 
 
 def consecutive_runs(
     numbers: np.ndarray,  # [k] int64, rising
     other: np.ndarray,  # [k] int64
-    item_bytes: int,  # of a row; a run has at most 8 MB
+    item_bytes: int,  # of a row; a run has at most 1 MB
 ) -> Iterator[slice]:  # of positions
     "Yield slices in which both arrays rise by one at each step."
     most = max(1, _READ_TOGETHER // item_bytes)
@@ -269,6 +269,7 @@ def _join_parts(
     file, journal = job.file, job.journal
     n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
     job.n_parts, lost = parts.n_parts, list[int]()
+    job.parse_names()  # while the first parts are built
     with (
         Progress(n, label="join", show=request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,

@@ -602,6 +602,7 @@ class _Joining:
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
 PART_SIZE = 65_536  # most recordings of a part
 _MIN_PART_SIZE = 2_000
+_MIN_CHECK = 8  # rows of a part that are recomputed; the rows to check are divided among the parts
 _PARTS_PER_PROCESS = 4  # parts are joined while others are built, so the last ones have to be small
 
 
@@ -740,6 +741,8 @@ def _build_parts(
             own = replace(quiet, stop_file=parts_folder(target) / stop)
             plan = _start_parts(whole, target, spec, request, wanted)
             left[target] = n_parts = int(plan["n_parts"])
+            if own.check is not None:  # `join` recomputes as many rows again
+                own = replace(own, check=min(own.check, max(_MIN_CHECK, -(-own.check // n_parts))))
             calls += [(own, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
             of += [target] * n_parts
