@@ -329,7 +329,7 @@ def fetch(
     yes: bool = False,  # True: the licence is accepted; False: the user is asked, where one can answer
     accept_unverified: bool = False,  # also files for which the record publishes no checksum
     progress: str = "auto",  # as for `core.progress.Progress`
-    show: Callable[[str], object] | None = None,  # how licence and size are shown; None: on stderr
+    show: Callable[[str], object] | None = None,  # how licence and size are shown; None: printed
 ) -> FetchedSet:  # raises UsageError, DataError, OutputError, MachineError, MissingPackageError
     "Fetch a public set of leak recordings under CC BY 4.0: WAV files, and a table of labels and groups."
     s = set_named(name)
@@ -337,9 +337,7 @@ def fetch(
     if (existing := _existing(target, s)) is not None:
         return existing
     given = None if source is None else user_path(source)
-    (show or (lambda text: print(text, file=sys.stderr, flush=True)))(
-        offer_text(s, "" if given is None else show_path(given))
-    )
+    (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
     if given is not None and not given.exists():
         raise DataError("the source does not exist", code="no-such-source", path=given)

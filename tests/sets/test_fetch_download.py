@@ -283,7 +283,7 @@ def test_pooch_is_silent(server: RecordServer, tmp_path: Path, capfd: pytest.Cap
 
     before, seen = pooch.get_logger().level, list[logging.LogRecord]()
     with mock.patch.object(pooch.get_logger(), "handle", side_effect=seen.append):
-        fetch(tmp_path)
+        fetch(tmp_path, show=lambda text: None)
     assert seen == []
     assert capfd.readouterr().out == ""
     assert pooch.get_logger().level == before
