@@ -26,7 +26,7 @@ __all__ = [
 # %% ../../nbs/insight/advice.ipynb #de516edd
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.errors import UsageError
@@ -350,9 +350,10 @@ def analyse_run(
 ) -> list[Analysis]:  # the run, then each split if there are several
     "Analyse a run and its splits."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
-    splits = splits if len(splits) > 1 else []
     of = {s.get("span_name"): s for s in summaries}
     whole = analyse(timeline, summary=summaries[0] if summaries else None)
+    if len(splits) == 1:
+        return [replace(whole, title=f"{whole.title}, {splits[0]}")]
     return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
 
 
