@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,7 +38,7 @@ BLOCK = 1 << 14  # what arrives of a block is kept when the block is whole
 LEAK_RAR = "leak acoustic data.rar"
 
 
-def fetch(folder: Path, **given: bool | str | Path) -> lm.FetchedSet:
+def fetch(folder: Path, **given: Any) -> lm.FetchedSet:
     return lm.fetch("dongguan", folder / "set", **({"yes": True, "progress": "none"} | given))
 
 
