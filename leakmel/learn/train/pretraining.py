@@ -375,7 +375,9 @@ def open_pretraining(
     *,
     device: str = "cpu",
     resume: str = "auto",  # "never": replace the data set that was built of another folder
-    check: Callable[[Pretraining], object] = id,  # raises an error where the folder holds another training
+    check: Callable[[Pretraining], object] = lambda made: (
+        None
+    ),  # raises an error where the folder holds another training
     progress: str = "auto",
 ) -> Iterator[Pretraining]:  # raises UsageError, DataError, and removes the data set that it built
     "Open the recordings of a pre-training, and check that they fit those of the training."
