@@ -1330,6 +1330,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.RowFile.finish': ( 'dataset/file/writer.html#rowfile.finish',
                                                                                              'leakmel/dataset/file/writer.py'),
+                                             'leakmel.dataset.file.writer.RowFile.match_digests': ( 'dataset/file/writer.html#rowfile.match_digests',
+                                                                                                    'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.RowFile.publish': ( 'dataset/file/writer.html#rowfile.publish',
                                                                                               'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.RowFile.sync': ( 'dataset/file/writer.html#rowfile.sync',

@@ -93,6 +93,8 @@ SAME_LENGTH = 0.5  # samples
 
 def _most_common(values: np.ndarray) -> tuple[float, int]:
     "Return the most frequent value (the smallest of equals) and its count."
+    if values.min() == values.max():  # as in nearly all sets
+        return values[0], len(values)
     found, counts = np.unique(values, return_counts=True)
     return found[counts.argmax()], int(counts.max())
 
@@ -158,10 +160,16 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
 
 
 # %% ../../nbs/audio/content.ipynb #a6b3f8ce
+_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 1], np.uint64)
+
+
 def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
     "Find duplicates: in the same split, in another split, under another label."
-    loud = np.concatenate([part.digest[~part.silent] for part in (*before, c)])
-    if len(np.unique(loud)) == len(loud):
+    loud = np.concatenate([part.digest[~part.silent] for part in (*before, c)]).astype("S32", copy=False)
+    sums = np.sort(
+        loud.view("<u8").reshape(-1, 4) @ _ODD
+    )  # equal digests have equal sums; faster than np.unique
+    if (sums[1:] != sums[:-1]).all():
         return  # as in nearly all sets
     # the first recording of a digest: its columns, row and split; and its first row in each split
     first: dict[bytes, tuple[Columns, int, int]] = {}
@@ -253,6 +261,8 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
     )
     tied = set()
     for name, unit, values in properties:
+        if (values == values[0]).all():  # as in nearly all sets
+            continue
         for value, label, n_both, n, share in tied_values(values, c.label_id):
             tied.add(name)
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}"

@@ -300,7 +300,7 @@ def write_timeline(
 
 def _column(spans: list[Span], name: str) -> list[Any]:
     values = list(map(attrgetter(name), spans))
-    return [round(value, 6) for value in values] if name in ("start_s", "end_s") else values
+    return np.round(values, 6).tolist() if name in ("start_s", "end_s") else values
 
 
 def _rounded(value: Any, digits: int = 6) -> Any:

@@ -16,6 +16,8 @@ from conftest import within
 import leakmel as lm
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import VerifyError
+from leakmel.dataset.check import verify
+from leakmel.dataset.file import writer
 from leakmel.dataset.run import job as waveforms
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
@@ -317,14 +319,56 @@ def flipped_bit(file, first, rows, real):
     return real(file, first, rows)
 
 
+@pytest.mark.parametrize("rejected", [True, False])
 @pytest.mark.parametrize("wrong", [shifted_by_one_row, missing_write, swapped_rows, flipped_bit])
-def test_writer_faults_prevent_publication(built, tmp_path, monkeypatch, wrong):
+def test_writer_faults_prevent_publication(data, tmp_path, monkeypatch, wrong, rejected):
     "Rows that reach the file otherwise than they left the engine, down to one bit, do not match their digest; no source is needed."
+    if not rejected:
+        (data / "LEAK" / "broken.wav").unlink()
     real = RowFile.write
     monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
     with pytest.raises(VerifyError, match="do not match their digest"):
-        lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
-    assert leftovers(tmp_path) == []
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    assert leftovers(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_each_row_is_read_back_once(data, tmp_path, monkeypatch, compiled):
+    "Rows are read back when they are written; when the file is complete, only rows that were moved since, and compressed ones."
+    if not compiled:
+        monkeypatch.setattr(writer, "native", lambda: None)
+    rows = []
+    real = verify._row_problems
+
+    def note(pool, f, name, digests, unread):
+        rows.append(N if unread is None else int(unread.sum()))
+        return real(pool, f, name, digests, unread)
+
+    monkeypatch.setattr(verify, "_row_problems", note)
+    lm.build(data, out=tmp_path / "y.h5", **QUIET)  # LEAK/broken.wav is the first file
+    (data / "LEAK" / "broken.wav").rename(data / "NOLEAK" / "z.wav")  # now the last one
+    lm.build(data, out=tmp_path / "y.h5", fresh=True, **QUIET)
+    (data / "NOLEAK" / "z.wav").unlink()
+    lm.build(data, out=tmp_path / "y.h5", fresh=True, **QUIET)
+    (data / "LEAK" / "s1~001~20240229_120000~5.wav").unlink()
+    lm.build(data, out=tmp_path / "y.h5", **QUIET)  # the other rows are copied
+    pipeline = PipelineConfig(monitor_interval_s=0.0, compression="gzip")
+    lm.build(data, out=tmp_path / "z.h5", progress="none", pipeline=pipeline)
+    lm.build(data, out=tmp_path / "w.h5", with_waveforms=True, **QUIET)
+    assert rows == [N, 0, 0, 0, N - 1, N - 1, N - 1]
+    assert lm.verify(tmp_path / "y.h5").ok
+    assert rows[-1] == N
+
+
+def test_value_that_is_not_finite_is_not_counted_as_read_back(tmp_path):
+    file = RowFile(tmp_path / "x.h5", (1, 1, 64, 4), 3)
+    rows = np.zeros((3, 1, 1, 64, 4), np.float16)
+    rows[1, 0, 0, 5, 1], rows[2, 0, 0, 0, 0] = np.inf, np.nan
+    file.write(0, rows)
+    right = np.array([digest_of(row) for row in rows], "S32")
+    assert file.match_digests(0, right).tolist() == [True, False, False]
+    assert file.match_digests(1, right[:1]).tolist() == [False]
+    file.abort()
 
 
 def test_writer_that_leaves_gaps_publishes_nothing(data, tmp_path, monkeypatch):

@@ -174,7 +174,13 @@ def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray,
     return read
 
 
-def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: str) -> Iterator[list[str]]:
+def _row_problems(
+    pool: ThreadPoolExecutor,
+    f: h5py.File,
+    name: str,
+    digests: str,
+    unread: np.ndarray | None,  # [n_rows] bool, rows to check; None: all
+) -> Iterator[list[str]]:
     "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
     n_rows = len(rows)
@@ -193,11 +199,12 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
         return problems
 
-    return pool.map(check, range(0, n_rows, step))
+    starts = range(0, n_rows, step)
+    return pool.map(check, starts if unread is None else [k for k in starts if unread[k : k + step].any()])
 
 
-def _check_integrity(f: h5py.File, report: VerifyReport, read_back: bool) -> None:
-    "Check a file without its recordings."
+def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None = None) -> None:
+    "Check a file without its recordings; compare all rows or those of `unread` with their digests."
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
@@ -208,10 +215,9 @@ def _check_integrity(f: h5py.File, report: VerifyReport, read_back: bool) -> Non
     report.n_rows = len(f[ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
-        if read_back:
-            blocks.append(_row_problems(pool, f, ROWS, "digests/rows"))
-        if read_back and WAVEFORMS in f and "digests/waveforms" in f:
-            blocks.append(_row_problems(pool, f, WAVEFORMS, "digests/waveforms"))
+        blocks.append(_row_problems(pool, f, ROWS, "digests/rows", unread))
+        if WAVEFORMS in f and "digests/waveforms" in f:
+            blocks.append(_row_problems(pool, f, WAVEFORMS, "digests/waveforms", unread))
         report.problems += _structure(f, stored_spec(f))
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
@@ -303,13 +309,15 @@ def _compare_rows(
     f: h5py.File,
     naming: Naming,
     sources: Sources,
+    every_path: np.ndarray,  # [n_rows] S
     picked: np.ndarray,
     progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
     "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
-    columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS}
+    columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS if name != "path"}
+    columns["path"] = every_path[picked]
     paths = columns["path"].tolist()
     names = {}
     if naming.source != "table":
@@ -409,11 +417,13 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = own.enter_context(closing(Sources(folder, spec)))
-    preferred = [i for i, path in enumerate(paths) if path in sources.known] if sources.known else []
+    known = np.array(list(sources.known), np.bytes_)
+    places = np.searchsorted(paths, known).clip(max=max(0, len(paths) - 1))
+    preferred = places[paths[places] == known].tolist() if len(paths) else []
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
     if len(picked):
         report.scope = "against the sources"
-    _compare_rows(f, naming, sources, picked, progress, report)
+    _compare_rows(f, naming, sources, paths, picked, progress, report)
     report.problems += consistency.rejected_problems(
         f, spec, naming, labels, folder, root, sample, report.moved, sources.copies
     )
@@ -428,7 +438,7 @@ def check_data_set(
     root: str | os.PathLike | None,
     sample: int | None,
     accounting: bool = True,
-    read_back: bool = True,  # compare all rows with their digests
+    unread: np.ndarray | None = None,  # [n_rows] bool, rows to compare with their digests; None: all
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | None = None,  # that the labels come from
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
@@ -450,7 +460,7 @@ def check_data_set(
                 remedy="give a leakmel data set",
             )
         with open_file(path) as f, ExitStack() as own:
-            _check_integrity(f, report, read_back)
+            _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(f, report, root, sample, accounting, edges, names, sources, progress, own)
     except (MachineError, MemoryError, _UnusedTable):

@@ -424,12 +424,12 @@ def _why_unsafe(item: h5py.Dataset, size: int) -> str:
         return f"{item.name} has no shape"
     if item.is_virtual or item.external:
         return f"{item.name} is stored in other files"
-    n_stored = item.id.get_storage_size()
+    n_stored, n_bytes, chunks = item.id.get_storage_size(), item.nbytes, item.chunks
     name = item.name.strip("/")
-    packed = MAX_COMPRESSION if item.chunks and item.id.get_create_plist().get_nfilters() else 1
-    if item.nbytes > n_stored * packed or item.nbytes > size * (packed if name in PARTS else 1):
-        return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
-    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
+    packed = MAX_COMPRESSION if chunks and item.id.get_create_plist().get_nfilters() else 1
+    if n_bytes > n_stored * packed or n_bytes > size * (packed if name in PARTS else 1):
+        return f"{item.name} claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
+    if chunks and int(np.prod(chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
         return f"{item.name} has chunks larger than {_MAX_CHUNK_BYTES:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
         return f"{item.name} extends beyond the end of the file"
@@ -459,9 +459,10 @@ def unsafe_parts(
         return
     longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
     if longest <= _MAX_ATTRIBUTE:  # those of fixed length; the others are as long as they are read
-        for name in file.attrs:
+        attributes = file.attrs  # each access opens the root group
+        for name in attributes:
             with suppress(OSError, TypeError, ValueError):
-                if isinstance(value := file.attrs[name], (str, bytes)):
+                if isinstance(value := attributes[name], (str, bytes)):
                     longest = max(longest, len(value))
     if longest > _MAX_ATTRIBUTE:
         yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"

@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...audio.conform import digests_of, native
 from ...core.errors import OutputError, SpaceError
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
@@ -279,6 +280,7 @@ def part_offsets(
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
 _MIN_METADATA_BYTES = 64 << 10  # bytes of headers and attributes, generously
+_FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 class RowFile:
@@ -346,8 +348,20 @@ class RowFile:
         write_at(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
         return waveforms.nbytes
 
+    def match_digests(self, first: int, digests: np.ndarray) -> np.ndarray:  # [k] bool; raises OSError
+        "Read rows of candidates first, first + 1 ... back; return which have these digests and only finite values."
+        n, at = len(digests), self.offset + first * self.row_bytes
+        if (module := native()) is not None and module.can_digest(self.row_bytes):
+            found, largest = module.digest_file_rows(self.fd, at, n, self.row_bytes)
+            return (found == digests) & (largest < _FLOAT16_INFINITY)
+        rows = np.empty((n, self.row_bytes // 2), np.float16)
+        read_at(self.fd, rows, at)
+        return (digests_of(rows) == digests) & np.isfinite(rows).all(axis=1)
+
     def compact_rows(self, good: np.ndarray) -> None:
         "Move good rows and their waveforms together, so that no gaps remain; `good` is [n_candidates] bool. Call `finish` next."
+        if good.all():
+            return
         keep = np.flatnonzero(good)
         begin = self.waveform_offset
         self._move(keep, self.row_bytes, self.offset, self.offset)

@@ -114,6 +114,7 @@ def stamps_at_build(
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
     rejected: Sequence[Rejected],
     began_ns: int,  # when listing began, by the clock of the files
+    folders: np.ndarray | None = None,  # [n] `folder_inodes` of all candidates, as they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
     "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)
@@ -128,7 +129,7 @@ def stamps_at_build(
     out["mtime_ns"] = listing.mtimes_ns[both]
     out["ctime_ns"] = np.append(ctimes_ns[rows], np.where(same, now["ctime_ns"], -1))
     out["ctime_ns"][~is_settled(out["ctime_ns"], began_ns)] = -1
-    out["folder"] = folder_inodes(listing, both)
+    out["folder"] = folder_inodes(listing, both) if folders is None else folders[both]
     out[len(rows) :][listing.sizes[lost] < 0] = -1  # named in a table, and missing
     return out
 

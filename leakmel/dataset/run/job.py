@@ -45,7 +45,7 @@ from leakmel.dataset.file.schema import (
 from ..file.writer import RowFile
 from .config import PipelineConfig, Workers
 from .inputs import SpecDecision, SpecLike
-from .journal import KNOWN, Entry, Journal
+from .journal import KNOWN, Entry, Journal, folder_inodes
 from .modes import MODES, Preloaded
 from ..source.loader import FACTS, PLAIN, BatchReader, RecordingSource, Slot
 from ...mel.engines import Engine
@@ -185,8 +185,10 @@ class Job:
         file: RowFile,
         *,
         on_bad_file: str = "reject",  # "reject" or "stop"
+        read_back: bool = False,  # compare each row with its digest when it has been written
     ):
         n = len(listing)
+        self.read_back = read_back
         self.listing = listing
         self.spec = spec
         self.file = file
@@ -211,6 +213,7 @@ class Job:
         self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding and status, where not PLAIN
         self.good = np.zeros(n, bool)  # which candidates have become rows
+        self.matched = np.zeros(n, bool)  # rows in the file that were read back and match their digest
         self.rejected: list[Rejected] = []
         self.n_done = 0  # candidates written or rejected
         self._lock = threading.Lock()
@@ -224,6 +227,7 @@ class Job:
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
         self.parsed: dict[str, np.ndarray] | None = None  # `parsed_columns` of all candidates
+        self.folders: np.ndarray | None = None  # `folder_inodes` of all candidates
         self.sources: Sources | None = None  # expected rows for verification
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
@@ -236,7 +240,8 @@ class Job:
         return self.n_done == len(self.listing)
 
     def parse_names(self) -> None:
-        "Compute columns from the names of all candidates while they are read, so that it does not follow the last row."
+        "Compute what depends on the names of all candidates while they are read, so that it does not follow the last row."
+        self.folders = folder_inodes(self.listing, range(len(self.listing)))
         if self.listing.parts is None and self.listing.naming.source == "folders":
             self.parsed = parsed_columns(self.listing.paths)
 
@@ -250,6 +255,8 @@ class Job:
         self.moments[mine] = slot.moments[: slot.n]
         self.row_digests[mine] = digests_of(slot.mels[: slot.n])
         self.good[mine] = slot.facts["good"]
+        if self.read_back:
+            self.matched[mine] = self.file.match_digests(slot.first, self.row_digests[mine])
         with self._lock:
             self.unusual |= {slot.first + i: words for i, words in slot.unusual.items()}
             self.rejected += slot.rejected

@@ -131,7 +131,10 @@ def _copy_rows(
                     block = buffer[:n]
                     read_at(raw.fileno(), block.reshape(-1), offset + start * item_bytes)
                 fine[run] &= digests_of(block) == known[name][run]
-                write(int(known["number"][run.start]), block)
+                first = int(known["number"][run.start])
+                write(first, block)
+                if part == ROWS and job.read_back:
+                    job.matched[first : first + n] = file.match_digests(first, known[name][run])
     return Entry(known[fine], existing.unusual)
 
 
@@ -151,7 +154,10 @@ def _new_job(run: BuildContext, listing: Listing, target: Path, start: str) -> J
     "Return a new job with its row file."
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target, run.spec.row_shape, len(listing), shape, start=start)
-    return Job(listing, run.spec, file, on_bad_file=run.request.config.on_bad_file)
+    config = run.request.config
+    # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
+    read_back = not run.manifest.part_of and config.compression == "none" and shape is None
+    return Job(listing, run.spec, file, on_bad_file=config.on_bad_file, read_back=read_back)
 
 
 def _finished_job(

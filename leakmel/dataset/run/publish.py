@@ -20,6 +20,7 @@ __all__ = [
 import ctypes, json, logging, os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -211,9 +212,12 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    stamps = stamps_at_build(job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns)
+    ctimes_ns = job.facts["ctime_ns"]
+    stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
     with span("publish") as moved:
         job.file.compact_rows(job.good)
+        if not job.good.all():
+            job.matched[job.good.argmin() :] = False  # these rows were moved
         meta = job_metadata(job, run)
         digest = job.file.finish(meta)
         if config.compression == "gzip":
@@ -224,12 +228,18 @@ def publish(
         if len(job.listing) >= _MANY_FILES:
             with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
                 ctypes.CDLL(None).malloc_trim(0)
-    with span("verify") as moved:
-        report = _check(run, job)
-        moved.n_files = report.checked
-    if config.fsync:
-        with span("sync"):
-            job.file.sync()
+    with ThreadPoolExecutor(1, "leakmel-sync") as pool:
+
+        def sync() -> None:
+            with run.timeline.span("sync", "sync-0", split=job.split):
+                job.file.sync()
+
+        synced = pool.submit(sync) if config.fsync else None
+        with span("verify") as moved:
+            report = _check(run, job)
+            moved.n_files = report.checked
+        if synced is not None:
+            synced.result()
     with span("publish"):
         for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
             with suppress(IsADirectoryError):  # that fails when the report is written
@@ -259,12 +269,15 @@ def _check(run: BuildContext, job: Job) -> VerifyReport:
     def note(n: int, total: int) -> None:
         job.checked = n, total
 
+    unread = ~job.matched[job.good]
+    if run.manifest.part_of:
+        unread[:] = False  # the join reads all rows of a part and compares their digests
     report = check_data_set(
         job.file.partial,
         root=run.manifest.root,
         sample=run.request.check,
         accounting=False,
-        read_back=not run.manifest.part_of,  # the join reads all rows of a part and compares their digests
+        unread=unread,
         edges=np.searchsorted(np.flatnonzero(job.good), _batch_edges(run)).tolist(),  # as rows
         table=None if run.manifest.part_of else run.manifest.table_path,  # a part lacks most of the table
         columns=run.manifest.table_columns,
