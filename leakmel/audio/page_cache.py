@@ -14,9 +14,15 @@ from typing import Any
 
 
 # %% ../../nbs/audio/page_cache.ipynb #86437b00
+@cache
+def _counts_reads() -> bool:
+    "Return whether the system counts what a thread reads from storage."
+    return sys.platform.startswith("linux") and os.path.exists("/proc/self/io")
+
+
 def thread_read_bytes() -> int | None:
     "Return the bytes that this thread has read from storage; None if the system does not count them."
-    if not sys.platform.startswith("linux") or not os.path.exists("/proc/self/io"):
+    if not _counts_reads():
         return None
     import resource
 

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import io
 import json
 import os
 import shutil
@@ -70,6 +71,19 @@ def put(folder: Path, name: str, samples: np.ndarray, rate: int = RATE) -> None:
 
 def all_scores(p: Predictions) -> dict[bytes, np.ndarray]:
     return {s.path: s.segment_scores for s in p.scored}
+
+
+def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
+    names = ("path", "label", "score", "segment_scores")
+    texts = ["a.wav", "b, c.wav", 'd "e".wav', "", "two\nlines", " f", "ä", '"', ","]
+    n = len(texts)
+    page: dict[str, Any] = {"path": texts, "label": texts[::-1], "score": np.arange(n) / 7}
+    page["segment_scores"] = [np.ones(2)] * n
+    prediction._write_csv(tmp_path / "x.csv", names, iter([page, {name: page[name][:0] for name in names}]))
+    right = io.StringIO(newline="")
+    rows = zip(texts, texts[::-1], [repr(k / 7) for k in range(n)], ["1.000 1.000"] * n)
+    csv.writer(right, lineterminator="\n").writerows([names, *rows])
+    assert (tmp_path / "x.csv").read_bytes() == right.getvalue().encode()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ __all__ = [
     "LIMITS",
     "PipelineConfig",
     "Workers",
+    "batch_files",
     "slot_bytes",
     "plan_workers",
     "TunedConfig",
@@ -138,8 +139,19 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
+_CPU_BATCH_BYTES = 5 << 19  # of samples: 32 recordings of 10 s at 4,096 Hz
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
+
+
+def batch_files(
+    device: str,  # cpu, cuda, cuda:1
+    spec: MelSpec,
+) -> int:
+    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch costs a millisecond of Python."
+    kind = device.partition(":")[0]
+    usual = BATCH_FILES.get(kind, 64)
+    return max(usual, _CPU_BATCH_BYTES // (2 * spec.n_samples)) if kind == "cpu" else usual
 
 
 def slot_bytes(spec: MelSpec) -> int:
@@ -171,8 +183,7 @@ def plan_workers(
     read = config.read_workers or (0 if on_cpu else max(1, min(16, usable_cores())))
     per_batch = config.files_per_batch
     if per_batch is None:  # work for every thread, also in a small split
-        most = BATCH_FILES.get(engine.device.split(":")[0], 64)
-        per_batch = max(1, min(most, -(-n_files // (2 * compute))))
+        per_batch = max(1, min(batch_files(engine.device, spec), -(-n_files // (2 * compute))))
     per_batch = min(per_batch, n_files, room)
     warmup = config.warmup_slots
     if not read:

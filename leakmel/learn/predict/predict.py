@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
-import base64, csv, errno, math, os, time
+import base64, errno, math, os, re, time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -204,16 +204,26 @@ def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
         return [form(x) if x == x else "" for x in values]
     if name in ("leak", "silent", "opposite_phase", "dry", "in_training"):
         return ["" if x is None else str(int(x)) for x in values]
-    return [str(x) for x in values]
+    return list(map(str, values))
+
+
+_SPECIAL = re.compile('[",\r\n]').search
+
+
+def _quoted(cells: list[str]) -> list[str]:
+    "Quote the cells of a CSV file that need it."
+    if _SPECIAL("".join(cells)) is None:  # as in nearly all columns
+        return cells
+    return ['"' + text.replace('"', '""') + '"' if _SPECIAL(text) else text for text in cells]
 
 
 def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, Any]]) -> None:
     "Write the pages of a table to a CSV file under a temporary name."
     with new.open("w", encoding="utf-8", newline="") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(names)
-        for page in pages:
-            writer.writerows(zip(*(_cells(name, page[name]) for name in names)))
+        f.write(",".join(names) + "\n")
+        for page in pages:  # twice as fast as csv.writer, with the same bytes
+            columns = [_quoted(_cells(name, page[name])) for name in names]
+            f.write("\n".join([*map(",".join, zip(*columns)), ""]))
         f.flush()
         os.fsync(f.fileno())
 

@@ -28,7 +28,7 @@ import torch
 from ...audio.conform import quality
 from ...core.errors import EngineError, LeakmelError, MachineError, UsageError
 from ...core.monitor import free_memory, size_text, usable_cores
-from ...dataset.run.config import BATCH_FILES, slot_bytes
+from ...dataset.run.config import batch_files, slot_bytes
 from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
 from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, open_engine
@@ -383,5 +383,5 @@ def block_sizes(
             remedy="lower read_workers, or train on shorter rows",
         )
     most = _MAX_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
-    usual = max(1, min(BATCH_FILES.get(kind, 64), most, _MAX_BYTES // needed))
+    usual = max(1, min(batch_files(device, spec), most, _MAX_BYTES // needed))
     return BlockSizes(max(1, min(files_per_batch or usual, n_files)), readers, n_blocks)
