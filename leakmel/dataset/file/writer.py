@@ -30,7 +30,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...core.errors import OutputError, SpaceError
+from ...core.errors import OutputError, SpaceError, VerifyError
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
 from leakmel.dataset.file.schema import (
@@ -351,12 +351,15 @@ class RowFile:
     def match_digests(self, first: int, digests: np.ndarray) -> np.ndarray:  # [k] bool; raises OSError
         "Read rows of candidates first, first + 1 ... back; return which have these digests and only finite values."
         n, at = len(digests), self.offset + first * self.row_bytes
-        if (module := native()) is not None and module.can_digest(self.row_bytes):
-            found, largest = module.digest_file_rows(self.fd, at, n, self.row_bytes)
-            return (found == digests) & (largest < _FLOAT16_INFINITY)
-        rows = np.empty((n, self.row_bytes // 2), np.float16)
-        read_at(self.fd, rows, at)
-        return (digests_of(rows) == digests) & np.isfinite(rows).all(axis=1)
+        try:
+            if (module := native()) is not None and module.can_digest(self.row_bytes):
+                found, largest = module.digest_file_rows(self.fd, at, n, self.row_bytes)
+                return (found == digests) & (largest < _FLOAT16_INFINITY)
+            rows = np.empty((n, self.row_bytes // 2), np.float16)
+            read_at(self.fd, rows, at)
+            return (digests_of(rows) == digests) & np.isfinite(rows).all(axis=1)
+        except (EOFError, VerifyError):  # the file was cut: the check of the complete file reports it
+            return np.zeros(n, bool)
 
     def compact_rows(self, good: np.ndarray) -> None:
         "Move good rows and their waveforms together, so that no gaps remain; `good` is [n_candidates] bool. Call `finish` next."
