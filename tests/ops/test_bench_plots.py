@@ -1,18 +1,14 @@
 "Figures of benchmark records: what they draw is what the record says, from every record that is tracked."
 
 import json
-import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import bench_figures
 import numpy as np
-import pictures
 import pytest
 from bench_growth import growth_figure
-from conftest import need
 from errors import raises
 
 from leakmel.core.errors import LeakmelError
@@ -115,21 +111,3 @@ def test_an_unknown_suite_is_refused_before_anything_is_measured(tmp_path):
     with raises("unknown-suite"):
         find_records("build,modes", run=True, folder=str(tmp_path / "work"), out=str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
-
-
-def test_figure_keeps_its_note():
-    png = (ROOT / "nbs" / "images" / "timeline.png").read_bytes()
-    assert pictures.note_of(png) is None
-    noted = pictures.with_note(png, "2001-02-03T04:05:06+00:00")
-    assert pictures.note_of(noted) == "2001-02-03T04:05:06+00:00"
-    assert noted.replace(noted[33 : 33 + len(noted) - len(png)], b"", 1) == png
-
-
-def test_the_chart_says_not_measured_where_there_is_no_record(tmp_path):
-    "As it is drawn by the command of the front page."
-    need(
-        find_spec("kaleido") and (shutil.which("chromium") or shutil.which("google-chrome")),
-        "kaleido with a Chromium",
-    )
-    pictures.draw_compare(tmp_path, tmp_path / "images")
-    assert pictures.note_of((tmp_path / "images" / "compare.png").read_bytes()) == "not measured"

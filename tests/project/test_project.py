@@ -10,7 +10,6 @@ from importlib.metadata import entry_points, metadata
 from pathlib import Path
 
 import nbformat
-import pictures
 import pytest
 from house import measure, places
 from readme import readme_text
@@ -523,16 +522,6 @@ def test_outputs_of_the_front_page_are_current(tmp_path):
         nbformat.read(root / "nbs" / "index.ipynb", as_version=4).cells for root in (ROOT, tmp_path)
     )
     assert [c.get("outputs") for c in printed] == [c.get("outputs") for c in stored], "run `make export`"
-
-
-def test_the_chart_of_the_front_page_is_that_of_the_newest_record():
-    from leakmel.ops.bench import newest
-
-    record = newest("compare", ROOT / "runs" / "benchmarks")
-    output = pictures.note_of((NOTEBOOKS / "images" / "compare.png").read_bytes())
-    assert output == (record["made_utc"] if record else "not measured"), (
-        "run `python nbs/_tools/pictures.py --compare`"
-    )
 
 
 def test_readme_text(tmp_path):
