@@ -12,8 +12,8 @@ __all__ = [
     "LIMITS",
     "PipelineConfig",
     "Workers",
-    "batch_files",
     "slot_bytes",
+    "batch_files",
     "plan_workers",
     "TunedConfig",
     "this_machine",
@@ -139,9 +139,14 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
-_CPU_BATCH_BYTES = 5 << 19  # of samples: 32 recordings of 10 s at 4,096 Hz
+_CPU_BATCH_BYTES = 5 << 19  # of slots: about 32 recordings of 10 s at 4,096 Hz
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
+
+
+def slot_bytes(spec: MelSpec) -> int:
+    "Return the bytes of a slot for each of its recordings; one of more than 16 bits has 4 more for each sample."
+    return 2 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 128
 
 
 def batch_files(
@@ -151,12 +156,7 @@ def batch_files(
     "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch costs a millisecond of Python."
     kind = device.partition(":")[0]
     usual = BATCH_FILES.get(kind, 64)
-    return max(usual, _CPU_BATCH_BYTES // (2 * spec.n_samples)) if kind == "cpu" else usual
-
-
-def slot_bytes(spec: MelSpec) -> int:
-    "Return the bytes of a slot for each of its recordings; one of more than 16 bits has 4 more for each sample."
-    return 2 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 128
+    return max(usual, _CPU_BATCH_BYTES // slot_bytes(spec)) if kind == "cpu" else usual
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #ccd50afc
