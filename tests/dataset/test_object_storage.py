@@ -117,9 +117,13 @@ def test_google_storage_gives_the_same_bytes(served, demo, whole, tmp_path, monk
     for name in served.environment:
         monkeypatch.delenv(name)
     url = f"gs://{BUCKET}/google"
-    made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    made = lm.build(
+        url, split="training", out=tmp_path / "x.h5", upload=f"gs://{BUCKET}/google-sets", **QUIET
+    )
     assert made.path.read_bytes() == whole
     assert lm.verify(made.path, root=url).ok
+    key = made.summary["uploaded"].removeprefix(f"gs://{BUCKET}/")
+    assert served.client.get_object(Bucket=BUCKET, Key=key)["Body"].read() == whole
     assert nothing_is_left(tmp_path)
 
 
