@@ -193,7 +193,8 @@ def test_signal_of_the_time_limit_ends_an_element(slurm, tmp_path):
         "--quiet",
     ]
     process = subprocess.Popen(command, cwd=tmp_path, env=slurm)
-    time.sleep(0.5)
+    while not (tmp_path / ".x.h5.parts").exists() and process.poll() is None:
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, 143)
 
