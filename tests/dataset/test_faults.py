@@ -58,6 +58,12 @@ def worker_layout(request, monkeypatch) -> str:
     return request.param
 
 
+# Of tests whose fault has nothing to do with threads, or happens in a process with a layout of its own.
+ANY_LAYOUT = pytest.mark.parametrize(
+    "worker_layout", ["each for itself", pytest.param("hand to hand", marks=pytest.mark.long)], indirect=True
+)
+
+
 @pytest.fixture
 def data(tmp_path, make_wav) -> Path:
     "30 recordings of 1 s with two labels."
@@ -124,6 +130,7 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
 # ---- bad input
 
 
+@ANY_LAYOUT
 def test_missing_root(tmp_path):
     e = fails(tmp_path / "nowhere", tmp_path, DataError, "no such folder")
     assert str(tmp_path / "nowhere") in str(e)
@@ -131,11 +138,13 @@ def test_missing_root(tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@ANY_LAYOUT
 def test_root_is_a_file(tmp_path):
     (tmp_path / "f").write_bytes(b"x")
     fails(tmp_path / "f", tmp_path, DataError, "is a file")
 
 
+@ANY_LAYOUT
 def test_empty_split(tmp_path, data, make_wav):
     root = tmp_path / "splits"
     make_wav(root / "TRAINING" / "LEAK" / "a.wav")
@@ -149,17 +158,20 @@ def test_empty_split(tmp_path, data, make_wav):
         lm.build(root, split="test", out=tmp_path / "out" / "x.h5", **QUIET)
 
 
+@ANY_LAYOUT
 def test_folder_without_anything(tmp_path):
     (tmp_path / "empty").mkdir()
     fails(tmp_path / "empty", tmp_path, DataError, code="no-recordings")
 
 
+@ANY_LAYOUT
 def test_recordings_without_label_folders(tmp_path, make_wav):
     make_wav(tmp_path / "flat" / "a.wav")
     e = fails(tmp_path / "flat", tmp_path, DataError, code="no-label-folders")
     assert e.expected == "one folder per label"
 
 
+@ANY_LAYOUT
 def test_label_without_recordings(tmp_path, make_wav):
     root = tmp_path / "splits"
     for split in ("TRAINING", "TESTING"):
@@ -170,6 +182,7 @@ def test_label_without_recordings(tmp_path, make_wav):
     assert lm.build(root, split="training", out=tmp_path / "y.h5", **QUIET).rows == 1
 
 
+@ANY_LAYOUT
 def test_part_of_a_root_is_not_listed_again(tmp_path, make_wav, monkeypatch):
     "A label that a part lacks, but another part has, costs the look at one recording."
     root = tmp_path / "data"
@@ -196,6 +209,7 @@ def test_part_of_a_root_is_not_listed_again(tmp_path, make_wav, monkeypatch):
     fails(root, tmp_path, DataError, "EMPTY", code="empty-label")
 
 
+@ANY_LAYOUT
 def test_all_files_rejected(tmp_path):
     root = tmp_path / "bad"
     (root / "LEAK").mkdir(parents=True)
@@ -209,6 +223,7 @@ def test_all_files_rejected(tmp_path):
     assert "leakmel scan --content" in str(e)
 
 
+@ANY_LAYOUT
 def test_output_folder_is_a_file(tmp_path, data):
     (tmp_path / "f").write_bytes(b"x")
     for target in (tmp_path / "f" / "x.h5", tmp_path / "f" / "g" / "x.h5"):
@@ -218,6 +233,7 @@ def test_output_folder_is_a_file(tmp_path, data):
     assert (tmp_path / "f").read_bytes() == b"x"
 
 
+@ANY_LAYOUT
 def test_output_is_a_folder(tmp_path, data):
     (tmp_path / "x.h5").mkdir()
     with raises("output-is-folder", OutputError, path=tmp_path / "x.h5"):
@@ -225,17 +241,20 @@ def test_output_is_a_folder(tmp_path, data):
     assert leftovers(tmp_path, "data") == ["x.h5"]
 
 
+@ANY_LAYOUT
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_output_folder_without_permission(tmp_path, data):
     (tmp_path / "out").mkdir(mode=0o500)
     fails(data, tmp_path, OutputError, code="output-not-writable")
 
 
+@ANY_LAYOUT
 def test_output_folder_that_refuses_writes(tmp_path, data, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     fails(data, tmp_path, OutputError, code="output-not-writable")
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize("where", ["x.h5", "LEAK/x.h5", "new/x.h5", "../data/x.h5", "../link/x.h5"])
 def test_output_inside_the_input(tmp_path, data, where):
     (tmp_path / "link").symlink_to(data)
@@ -245,10 +264,12 @@ def test_output_inside_the_input(tmp_path, data, where):
     assert (walk(data), sorted(os.listdir(data))) == before
 
 
+@ANY_LAYOUT
 def test_input_inside_the_output_is_fine(tmp_path, data):
     assert lm.build(data, out=tmp_path / "x.h5", **QUIET).rows == 30
 
 
+@ANY_LAYOUT
 def test_insufficient_space_is_reported_before_work(tmp_path, data, old, monkeypatch):
     from types import SimpleNamespace
 
@@ -260,6 +281,7 @@ def test_insufficient_space_is_reported_before_work(tmp_path, data, old, monkeyp
     assert str(tmp_path / "out") in str(e)
 
 
+@ANY_LAYOUT
 def test_empty_mel_band(tmp_path, data):
     e = fails(data, tmp_path, SpecError, "contains no frequency bin", spec={"n_fft": 128, "n_mels": 64})
     assert "Use n_mels=60 or fewer" in str(e)
@@ -303,6 +325,7 @@ def test_open_faults_of_the_machine(tmp_path, data, old, monkeypatch):
     assert "17.wav" in str(e)
 
 
+@ANY_LAYOUT
 def test_machine_fault_while_the_spec_looks_at_the_data(tmp_path, data, old, monkeypatch):
     def broken(fd, n, at):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -386,6 +409,7 @@ def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
     assert str(tmp_path / "out") in str(e)
 
 
+@ANY_LAYOUT
 def test_renaming_fails(tmp_path, data, old, monkeypatch):
     def broken(a, b):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), a)
@@ -394,6 +418,7 @@ def test_renaming_fails(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, OutputError, "EACCES")
 
 
+@ANY_LAYOUT
 def test_metadata_writing_fails(tmp_path, data, old, monkeypatch):
     def broken(file, meta):
         raise OSError(errno.ENOSPC, "Can't write data (No space left on device)")
@@ -431,7 +456,9 @@ def test_slots_that_cannot_be_allocated(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, MachineError, "out of memory")
 
 
-@pytest.mark.parametrize("allowed", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    "allowed", [0, pytest.param(1, marks=pytest.mark.long), 3, pytest.param(5, marks=pytest.mark.long)]
+)
 def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed, worker_layout):
     allowed = min(
         allowed, 5 if worker_layout == "hand to hand" else 2
@@ -497,12 +524,14 @@ def test_interrupt_in_the_main_thread_ends_all_threads(tmp_path, data, old, monk
     assert leftovers(target.parent, *BESIDE) == []
 
 
+@ANY_LAYOUT
 def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
     (tmp_path / "out" / "x.h5.report.json").mkdir(parents=True)
     with raises("report-not-written", OutputError, says="x.h5.report.json"):
         lm.build(data, out=tmp_path / "out" / "x.h5", **QUIET)
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize("lost", ["timeline", "report"])
 def test_full_disk_at_the_report_leaves_no_outdated_report(tmp_path, data, old, monkeypatch, lost):
     "What was published stands and is said to; what lies beside it is about it, or is not there."
@@ -526,6 +555,7 @@ def test_full_disk_at_the_report_leaves_no_outdated_report(tmp_path, data, old, 
     assert leftovers(target.parent) == ["x.h5"] + ["x.h5.timeline.json"] * (lost == "report")
 
 
+@ANY_LAYOUT
 def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, monkeypatch):
     reports = {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE}
     monkeypatch.setattr(publish, "check_data_set", lambda *a, **k: 1 / 0)
@@ -542,6 +572,7 @@ def test_second_build_does_not_disturb_the_first(tmp_path, data, old):
     assert target.read_bytes() == old
 
 
+@ANY_LAYOUT
 def test_failure_of_one_split_keeps_data_sets_and_reports_consistent(tmp_path, data, make_wav):
     "The first split may stand, then with its own report; of the other one nothing."
     root, out = tmp_path / "splits", tmp_path / "out"
@@ -634,6 +665,7 @@ def test_unreadable_file_is_rejected_and_others_are_not(tmp_path, data, monkeypa
     assert [(x.path, x.code) for x in r.rejections] == [(b"LEAK/17.wav", "unreadable")]
 
 
+@ANY_LAYOUT
 def test_fifo_in_the_folder_does_not_hang_a_build(tmp_path, data):
     os.mkfifo(data / "LEAK" / "pipe.wav")
     (data / "LEAK" / "loop").symlink_to(data)
@@ -712,6 +744,7 @@ def test_wrong_rows_are_not_published(tmp_path, data, old, monkeypatch, wrong):
     assert "differs from the reference" in str(e)
 
 
+@ANY_LAYOUT
 def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
     def symmetric(engine, samples, out):
         for x, row in zip(samples, out):
@@ -730,6 +763,7 @@ def test_sample_of_64_finds_a_shared_buffer(tmp_path, make_wav, monkeypatch):
     fails(root, tmp_path, VerifyError, "differs from the reference")
 
 
+@ANY_LAYOUT
 def test_engine_that_fails_its_self_check_is_not_used(tmp_path, data, old, monkeypatch):
     real = ReferenceEngine.run
 
@@ -795,6 +829,7 @@ def build_with_signal(number: int, data: Path, target: Path) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@ANY_LAYOUT
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_a_build(tmp_path, data, old, number):
@@ -863,6 +898,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@ANY_LAYOUT
 @pytest.mark.slow
 def test_signal_from_outside_ends_within_five_seconds(tmp_path):
     write_demo(tmp_path / "data", n_files=1200)
@@ -918,6 +954,7 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
         assert len(complete) < 3, "the signal came too late to show anything"
 
 
+@ANY_LAYOUT
 @pytest.mark.slow
 def test_killed_build_leaves_the_old_data_set_and_does_not_block(tmp_path, data, old):
     done = build_with_signal(signal.SIGKILL, data, tmp_path / "out" / "x.h5")

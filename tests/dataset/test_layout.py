@@ -652,7 +652,8 @@ def test_a_row_never_depends_on_its_batch(tmp_path, engine):
         "the same",
     ):
         path = neighbours(tmp_path / which, which, victim)
-        for per_batch in (1, 3, 64):
+        every = (1, 3, 64) if which in ("in the middle", "loud", "broken") else (3,)
+        for per_batch in every:
             r = lm.build(
                 tmp_path / which,
                 out=tmp_path / "x.h5",

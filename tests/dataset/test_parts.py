@@ -77,7 +77,7 @@ def build_parts(root: Path, target: Path, n: int, split: str | None = "training"
 # ---------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.long), 7])
 def test_joined_parts_are_equal_to_one_build(demo, whole, tmp_path, n):
     build_parts(demo, tmp_path / "x.h5", n)
     made = join(tmp_path / "x.h5", progress="none")
@@ -409,12 +409,18 @@ def large(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def whole_large(large, tmp_path_factory) -> bytes:
+    "Bytes of its training set, built in one."
+    return built(large, tmp_path_factory.mktemp("large") / "x.h5")
+
+
 def partials(folder: Path) -> list[Path]:
     return list(folder.glob(".*.partial")) if folder.exists() else []
 
 
 @pytest.mark.slow
-def test_a_process_that_was_taken_for_dead_does_not_touch_the_joined_file(large, tmp_path):
+def test_a_process_that_was_taken_for_dead_does_not_touch_the_joined_file(large, whole_large, tmp_path):
     target = tmp_path / "x.h5"
     folder = parts_folder(target)
     zombie = in_a_process(large, target, "1/2")
@@ -429,13 +435,13 @@ def test_a_process_that_was_taken_for_dead_does_not_touch_the_joined_file(large,
         assert zombie.wait(60) == 0
     finally:
         zombie.kill()
-    assert made.path.read_bytes() == before == built(large, tmp_path / "y.h5")
+    assert made.path.read_bytes() == before == whole_large
     assert len(list(folder.glob("00001-of-00002.*.h5"))) == 2  # both attempts are complete, one was joined
     assert join(target, progress="none").summary["nothing_to_do"]
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_nothing_that_is_joined(large, tmp_path):
+def test_a_process_that_is_killed_leaves_nothing_that_is_joined(large, whole_large, tmp_path):
     target = tmp_path / "x.h5"
     process = in_a_process(large, target, "2/2")
     wait_for(lambda: partials(parts_folder(target)))
@@ -445,7 +451,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_is_joined(large, tmp_path)
     with raises("parts-missing", DataError):
         join(target, progress="none")
     build_part(large, part=(2, 2), split="training", out=target, **QUIET)
-    assert join(target, progress="none").path.read_bytes() == built(large, tmp_path / "y.h5")
+    assert join(target, progress="none").path.read_bytes() == whole_large
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +498,7 @@ def test_profiler_of_dask_cannot_block_a_part(dask):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_replaced(large, dask, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_replaced(large, whole_large, dask, tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 1000)
     monkeypatch.setattr(parts_module, "_MIN_PART_SIZE", 100)
     target = tmp_path / "x.h5"
@@ -511,11 +517,13 @@ def test_a_worker_that_is_killed_is_replaced(large, dask, tmp_path, monkeypatch)
     thread.join()
     assert killed.is_set()
     assert made.summary["parts"] >= 5
-    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+    assert made.path.read_bytes() == whole_large
 
 
 @pytest.mark.slow
-def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(large, tmp_path, monkeypatch):
+def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
+    large, whole_large, tmp_path, monkeypatch
+):
     monkeypatch.setattr(parts_module, "PART_SIZE", 1000)
     target = tmp_path / "x.h5"
     folder = parts_folder(target)
@@ -547,7 +555,7 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(large, tmp_p
     with ThreadPoolExecutor(2) as threads:
         made = lm.build(large, split="training", out=target, cluster=threads, **QUIET)
     assert before.items() <= kept.items()
-    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+    assert made.path.read_bytes() == whole_large
 
 
 _HEAD = """
@@ -561,8 +569,8 @@ with ThreadPoolExecutor(1) as pool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_head_that_ends_can_be_started_again(large, tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_the_head_that_ends_can_be_started_again(large, whole_large, tmp_path, number):
     target = tmp_path / "x.h5"
     folder = parts_folder(target)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -593,14 +601,16 @@ def test_the_head_that_ends_can_be_started_again(large, tmp_path, number):
         patch.setattr(parts_module, "finished_parts", note)
         made = lm.build(large, split="training", out=target, cluster=pool, **QUIET)
     assert kept <= found[0]
-    assert made.path.read_bytes() == built(large, tmp_path / "y.h5")
+    assert made.path.read_bytes() == whole_large
 
 
 def suffixes(target: Path, n: int) -> list[str]:
     return [path.suffix for _, path in sorted(finished_parts(parts_folder(target), n).items())]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, EngineError])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, MemoryError, pytest.param(EngineError, marks=pytest.mark.long)]
+)
 def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_path, monkeypatch, error):
     target, copied = tmp_path / "x.h5", open_jobs_module._copy_rows
     build_parts(demo, target, 4)

@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import numpy as np
+import papermill.cli as papermill_command
 import pytest
+import run_build
 
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, run_here, titles_of
 
@@ -28,10 +32,21 @@ def tiny(tmp_path_factory) -> Path:
     return root
 
 
+@dataclass(frozen=True)
+class Made(Run):
+    "What `make build DATA=... OUT=...` made."
+
+    said: str
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, tiny) -> Run:
-    "All splits, data by LEAKMEL_DATA."
-    return papermill(copy_project(tmp_path_factory.mktemp("whole")), data=tiny)
+def whole(tmp_path_factory, tiny) -> Made:
+    "All splits by `make build`, from a folder with an odd name."
+    place = tmp_path_factory.mktemp("whole")
+    data, out = place / "my data $HOME", place / "my results"
+    shutil.copytree(tiny, data)
+    done = make_build(data, out)
+    return Made(done.returncode, done.stdout + done.stderr, out / "build.ipynb", out, done.stdout)
 
 
 def assert_looks_right(run: Run) -> None:
@@ -69,12 +84,16 @@ def test_all_splits(whole, tiny):
         assert re.search(rf"{name}: (\d+) of \1 files", whole.text)
 
 
-def test_leakmel_data_is_used_and_reported(whole, tiny):
-    assert str(tiny) in whole.text
-    assert "from the environment variable LEAKMEL_DATA" in whole.text
-    (folder,) = {p.parent for p in whole.data_sets}
+def test_leakmel_data_is_used_and_reported(tmp_path, tiny, monkeypatch):
+    monkeypatch.chdir(copy_project(tmp_path) / "nbs")
+    monkeypatch.setenv("LEAKMEL_DATA", str(tiny))
+    run = run_here("build.ipynb")
+    assert run.error == ""
+    assert str(tiny) in run.text
+    assert "from the environment variable LEAKMEL_DATA" in run.text
+    (folder,) = {p.parent for p in tmp_path.rglob("*.H5")}
     assert re.fullmatch(r"\d{8}-\d{6}-all-[0-9a-f]+", folder.name)
-    assert folder.parent == whole.project / "runs"
+    assert folder.parent == tmp_path / "runs"
 
 
 def test_figures_have_titles_and_units(whole):
@@ -167,34 +186,28 @@ def test_invalid_value_stops_the_run(tmp_path, tiny, monkeypatch, given, message
 
 
 def test_a_failed_build_is_a_failed_notebook(tmp_path):
+    "`make build` ends with the status of papermill, and names the notebook up to the error."
     for label in ("LEAK", "NOLEAK"):
         (tmp_path / "bad" / label).mkdir(parents=True)
         for i in range(3):
             (tmp_path / "bad" / label / f"{i}.wav").write_bytes(b"no recording")
-    run = papermill(
-        copy_project(tmp_path / "p"),
-        "-p",
-        "sample_rate",
-        "4096",
-        "-p",
-        "duration_s",
-        "10",
-        data=tmp_path / "bad",
-    )
-    assert run.status != 0
+    out = tmp_path / "out"
+    done = make_build(tmp_path / "bad", out, SETTINGS="sample_rate=4096 duration_s=10")
+    assert done.returncode == 1
+    run = Run(done.returncode, done.stderr, out / "build.ipynb", out)
     (error,) = run.errors
     assert "bad" in error
     assert run.data_sets == []
-    assert not list(run.project.rglob("*.partial"))
+    assert not list(out.rglob("*.partial"))
+    assert f"the notebook up to the error: {run.notebook}" in done.stderr
+    assert "verified" not in done.stdout
 
 
 def test_a_killed_kernel_is_a_failure(tmp_path, tiny):
     project = copy_project(tmp_path)
     notebook = nbformat.read(project / "nbs" / "build.ipynb", as_version=4)
-    at = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("results = execute"))
-    notebook.cells.insert(
-        at, nbformat.v4.new_code_cell("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    )
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    notebook.cells = [nbformat.v4.new_code_cell(kill)]
     nbformat.write(notebook, project / "nbs" / "build.ipynb")
     run = papermill(project, data=tiny)
     assert run.status != 0
@@ -216,46 +229,51 @@ def make_build(data: Path | str, out: Path, **env: str) -> subprocess.CompletedP
     )
 
 
-def test_make_build_prints_the_output_paths(tmp_path, tiny):
-    data = tmp_path / "my data $HOME"
-    shutil.copytree(tiny, data)
-    out = tmp_path / "my results"
-    done = make_build(data, out)
-    assert done.returncode == 0, done.stderr
+def test_make_build_prints_the_output_paths(whole):
+    assert whole.status == 0, whole.log
+    out = whole.project
     for name in ("TRAINING_DATASET.H5", "VALIDATION_DATASET.H5", "TESTING_DATASET.H5"):
         assert (out / name).is_file()
-        assert str(out / name) in done.stdout
-    assert f"executed notebook: {out / 'build.ipynb'}" in done.stdout
-    assert f"report: {out / 'report.html'}" in done.stdout
+        assert str(out / name) in whole.said
+    assert f"executed notebook: {out / 'build.ipynb'}" in whole.said
+    assert f"report: {out / 'report.html'}" in whole.said
     assert (out / "report.html").read_text(encoding="utf-8").count('class="plotly-figure"') == 5
-    assert "verdict: all data sets verified" in done.stdout
+    assert "verdict: all data sets verified" in whole.said
 
 
-def test_failed_make_build_prints_the_notebook_path(tmp_path):
-    (tmp_path / "empty").mkdir()
-    done = make_build(tmp_path / "empty", tmp_path / "out")
-    assert done.returncode == 1
-    assert f"the notebook up to the error: {tmp_path / 'out' / 'build.ipynb'}" in done.stderr
-    assert (tmp_path / "out" / "build.ipynb").is_file()
-    assert "verified" not in done.stdout
-
-
-def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
-    "Also for mixed data. A table is found from where make was called."
+def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny, monkeypatch):
+    "Also for mixed data. A table is found from where make was called. papermill reads its words, and the cells run in this process."
     mixed = tmp_path / "mixed"
     shutil.copytree(tiny, mixed)
     wavs = sorted(p.relative_to(mixed) for p in mixed.rglob("*.wav"))
     (mixed / wavs[0]).write_bytes(wav_bytes(np.arange(9000, dtype=np.int16), 8000))
     table = tmp_path / "my list.csv"
     table.write_text("path,label,split\n" + "".join(f"{p},{p.parts[1]},{p.parts[0]}\n" for p in wavs))
-    named = os.path.relpath(table, ROOT)
+    monkeypatch.chdir(ROOT)
     out = tmp_path / "results"
-    done = make_build(
-        mixed,
-        out,
-        SETTINGS=f"sample_rate=4096 duration_s=10 preset=overlap table='{named}' check=3 split=validation fsync=False",
+    settings = (
+        f"sample_rate=4096 duration_s=10 preset=overlap table='{os.path.relpath(table)}' check=3 "
+        "split=validation fsync=False"
     )
-    assert done.returncode == 0, done.stderr
+    for name, value in {"DATA": str(mixed), "OUT": str(out), "SETTINGS": settings}.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, object] = {}
+
+    def run_papermill(words: list[Any], cwd: Path) -> subprocess.CompletedProcess[bytes]:
+        command, notebook, executed, *options = (str(word) for word in words)
+        assert (Path(command).name, notebook, cwd) == ("papermill", f"{ROOT}/nbs/build.ipynb", ROOT / "nbs")
+        assert executed == str(out / "build.ipynb")
+        with monkeypatch.context() as m:
+            m.setattr(
+                papermill_command, "execute_notebook", lambda **named: given.update(named["parameters"])
+            )
+            papermill_command.papermill.main([notebook, executed, *options], standalone_mode=False)
+        run = run_here("build.ipynb", **given)
+        assert run.error == ""
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(run_build.subprocess, "run", run_papermill)
+    assert run_build.main() == 0
     (made,) = out.glob("*.H5")
     with lm.open_dataset(made) as ds:
         assert (made.name, ds.spec) == (
@@ -301,6 +319,7 @@ def test_make_build_does_not_change_the_data_folder(tmp_path, tiny):
 # ---- benchmark.ipynb -----------------------------------------------------------------------------------------------
 
 TINY = ("-p", "n_files", "12", "-p", "rounds", "1")
+MEASURED = {"disjoint, fsync", "disjoint, all splits"}  # the others have the same options, or fewer
 
 
 def benchmark(project: Path, *args: str) -> Run:
@@ -309,8 +328,14 @@ def benchmark(project: Path, *args: str) -> Run:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Run:
-    "The suite build, tiny."
-    return benchmark(copy_project(tmp_path_factory.mktemp("measured")), *TINY)
+    "The suite build, tiny, with two of its settings."
+    project = copy_project(tmp_path_factory.mktemp("measured"))
+    path = project / "nbs" / "benchmark.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    keep = f"from leakmel.ops import bench\nfor name in {{*bench.SETTINGS}} - {MEASURED!r}:\n    del bench.SETTINGS[name]"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(keep))
+    nbformat.write(notebook, path)
+    return benchmark(project, *TINY)
 
 
 def test_benchmark_measures_stores_and_draws(measured):
@@ -356,12 +381,12 @@ def test_benchmark_with_wrong_rows_fails_and_draws(measured, tmp_path, monkeypat
     assert "the benchmark found wrong results, so its figures are not valid; found build" in run.error
 
 
-def test_comparison_notebook_measures_stores_and_draws(tmp_path):
+def test_comparison_notebook_measures_stores_and_draws(tmp_path, monkeypatch):
     project = copy_project(tmp_path)
-    few = ("-p", "n_files", "8", "-p", "rounds", "1")
-    run = papermill(project, *few, notebook="benchmarks/growth.ipynb")
-    assert run.status == 0, run.log
-    assert "8 files at" in titles_of(run)[0]
+    monkeypatch.chdir(project / "nbs" / "benchmarks")
+    run = run_here("benchmarks/growth.ipynb", n_files=8, rounds=1)
+    assert run.error == ""
+    assert "8 files at" in run.titles[0]
     assert "verified and measured: growth" in run.text
     (folder,) = (project / "runs").iterdir()
     assert [p.name.split("-")[0] for p in folder.iterdir()] == ["growth"]

@@ -1,12 +1,19 @@
-"Run notebooks for evaluate, retrain, search, tune and doctor: each runs once by papermill on tiny data; a wrong parameter stops it."
+"""Run notebooks for evaluate, retrain, search, tune and doctor: each runs once on tiny data; a wrong parameter stops it.
+
+Two run by papermill, the others in this process, which has imported what they need.
+"""
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import nbformat
+import plotly.graph_objects as go
 import pytest
-from notebook_runs import ROOT, Run, copy_project, error_of, papermill, titles_of
+from notebook_runs import ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
 from leakmel.learn.run_plans import (
@@ -54,35 +61,57 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
-def run(project: Path, name: str, **given: object) -> tuple[Run, dict]:
-    "Run a notebook with parameters; gives also its summary.json."
+def by_papermill(project: Path, name: str, **given: object) -> Run:
+    "Run a notebook with parameters by papermill."
     words = [str(w) for key, value in given.items() for w in ("-p", key, value)]
     done = papermill(project, *words, notebook=f"{name}.ipynb", out=f"out-{name}.ipynb")
     assert done.status == 0, done.log
     assert done.errors == []
+    return done
+
+
+def run(made: Path, name: str, **given: object) -> tuple[RunHere, dict]:
+    "Run a notebook with parameters, as papermill gives them, in this process; gives also its summary.json."
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    with redirect_figures() as shown:
+        done = run_here(f"{name}.ipynb", **plain)
+    assert done.error == ""
     assert '"ok": true' in done.text
-    folder = project / name
-    if name == "retrain":
-        folder = folder / "round-0001"
-    return done, json.loads((folder / "summary.json").read_text())
+    done.figures.extend(shown)
+    return done, summary_in(made / name / ("round-0001" if name == "retrain" else ""))
+
+
+def summary_in(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@contextmanager
+def redirect_figures() -> Iterator[list[go.Figure]]:
+    "Collect the figures that a notebook shows by their own method."
+    shown: list[go.Figure] = []
+    with mock.patch.object(go.Figure, "show", lambda figure, *_, **__: shown.append(figure)):
+        yield shown
 
 
 @pytest.mark.slow
 def test_parts_and_join_by_papermill(made):
+    "One part by papermill, the rest in this process."
     given = {"data_root": made / "demo", "split": "training", "out": made / "parts" / "x.h5", "engine": "cpu"}
-    for part in ("2/2", "1/2", "join"):
-        words = [str(w) for key, value in (given | {"part": part}).items() for w in ("-p", key, value)]
-        done = papermill(made, *words, notebook="build_part.ipynb", out=f"out-{part[0]}.ipynb")
-        assert done.status == 0, done.log
+    by_papermill(made, "build_part", **given, part="2/2")
+    plain = {key: str(value) for key, value in given.items()}
+    for part in ("1/2", "join"):
+        assert run_here("build_part.ipynb", **plain, part=part).error == ""
     right = lm.build(made / "demo", split="training", out=made / "whole.h5", engine="cpu", progress="none")
     assert (made / "parts" / "x.h5").read_bytes() == right.path.read_bytes()
 
 
 @pytest.mark.slow
 def test_evaluate(made: Path) -> None:
+    "By papermill."
     given = {"data": made / "sets", "model": made / "model", "out": made / "evaluate", "n_draws": 100}
-    done, summary = run(made, "evaluate", **given, device="cpu")
-    assert summary["recordings"] == 5
+    done = by_papermill(made, "evaluate", **given, device="cpu")
+    assert '"ok": true' in done.text
+    assert summary_in(made / "evaluate")["recordings"] == 5
     assert len(titles_of(done)) == 5
     assert {"report.txt", "recordings.csv", "evaluation.html"} <= {
         p.name for p in (made / "evaluate").iterdir()
@@ -96,7 +125,7 @@ def test_nightly(made: Path) -> None:
     assert (summary["ok"], summary["rejected"]) == (True, 0)
     assert summary["found"] == summary["new"] > 10
     assert {"sensors.csv", "sensors.json", "visits.html"} <= {p.name for p in (made / "nightly").iterdir()}
-    assert titles_of(done)[0].endswith("sensors to visit")
+    assert done.titles[0].endswith("sensors to visit")
 
 
 @pytest.mark.slow
@@ -105,7 +134,7 @@ def test_retrain(made: Path) -> None:
     done, summary = run(made, "retrain", **given, **TINY, out=made / "retrain", n_draws=100)
     assert summary["ok"] is True
     assert summary["rules"]["n_draws"] == 100
-    assert titles_of(done)[0] in ("The champion stays", "The challenger is the new champion")
+    assert done.titles[0] in ("The champion stays", "The challenger is the new champion")
 
 
 @pytest.mark.slow
@@ -115,7 +144,7 @@ def test_search(made: Path) -> None:
     space = {"space": '{"learning_rate": [0.001, 0.01]}'}
     done, summary = run(made, "search", **given, **space, **TINY)
     assert summary["trials_wanted"] == 2
-    assert len(titles_of(done)) >= 1
+    assert len(done.titles) >= 1
 
 
 @pytest.mark.slow
@@ -124,18 +153,18 @@ def test_tune_and_doctor(made: Path) -> None:
     done, summary = run(made, "tune", **given)
     assert summary["builds"]["warm"]
     measured = ("files/s with", "No setting was measured")  # the latter on a machine that is very busy
-    assert titles_of(done)
-    assert all(any(words in title for words in measured) for title in titles_of(done))
+    assert done.titles
+    assert all(any(words in title for words in measured) for title in done.titles)
     done, summary = run(made, "doctor", data_root=made / "demo", out=made / "doctor")
     assert summary["ready"] is True
-    assert titles_of(done)[0].startswith("Engines differ from the reference by at most")
+    assert done.titles[0].startswith("Engines differ from the reference by at most")
 
 
 def test_correlate(made: Path) -> None:
     done, summary = run(made, "correlate", distance_m=100.0, out=made / "correlate")
     assert summary["verdict"] == "leak"
     assert abs(summary["position_m"] - 30) < 0.5
-    assert titles_of(done)[0].startswith("Leak: leak noise 30.0 m from a")
+    assert done.titles[0].startswith("Leak: leak noise 30.0 m from a")
     assert (made / "correlate" / "report.html").is_file()
 
 
