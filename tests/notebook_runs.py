@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import plotly.graph_objects as go
@@ -125,7 +126,8 @@ def run_here(notebook: str, **given: object) -> RunHere:
     log = logging.getLogger("leakmel")
     level, path = log.level, list(sys.path)
     try:
-        with redirect_stdout(printed):
+        shown = mock.patch.object(go.Figure, "show", lambda figure, *_, **__: figures.append(figure))
+        with redirect_stdout(printed), shown:
             for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
                 if cell.cell_type != "code":
                     continue

@@ -80,8 +80,15 @@ def whole(demo, tmp_path_factory) -> bytes:
     return lm.build(demo, split="training", out=out, **QUIET).path.read_bytes()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(served, demo) -> str:
+    "Objects that no test changes."
+    return served.put_folder(demo, f"demo{next(N)}")
+
+
+@pytest.fixture
+def own_url(served, demo) -> str:
+    "Objects of one test, which changes some."
     return served.put_folder(demo, f"demo{next(N)}")
 
 
@@ -234,24 +241,24 @@ def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
 # ---------------------------------------------------------------- update and resume
 
 
-def test_only_changed_objects_are_downloaded(url, demo, served, tmp_path):
+def test_only_changed_objects_are_downloaded(own_url, demo, served, tmp_path):
     out = tmp_path / "x.h5"
-    lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    lm.build(own_url, split="training", out=out, spec=SPEC, check=0, **QUIET)
     before = out.read_bytes()
     served.gets.clear()
-    again = lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    again = lm.build(own_url, split="training", out=out, spec=SPEC, check=0, **QUIET)
     lost = {os.fsdecode(r.path) for r in again.rejections if r.code not in ("no_label", "dry")}
     assert again.summary["nothing_to_do"]
     assert all(key.partition("TRAINING/")[2] in lost for key in served.gets)
-    paths = keys_of(url, out)
+    paths = keys_of(own_url, out)
     first, other = sorted(paths)[0], sorted(paths)[5]
     served.put(paths[first], (demo / "TRAINING" / os.fsdecode(other)).read_bytes())  # same size, other ETag
     served.delete(paths[other])
     served.gets.clear()
-    made = lm.build(url, split="training", out=out, spec=SPEC, check=0, **QUIET)
+    made = lm.build(own_url, split="training", out=out, spec=SPEC, check=0, **QUIET)
     assert made.summary["changes"] == {"added": 0, "changed": 1, "removed": 1}
     assert served.gets == [paths[first]]
-    fresh = lm.build(url, split="training", out=tmp_path / "y.h5", spec=SPEC, **QUIET)
+    fresh = lm.build(own_url, split="training", out=tmp_path / "y.h5", spec=SPEC, **QUIET)
     assert out.read_bytes() == fresh.path.read_bytes() != before
 
 
@@ -276,7 +283,7 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
     assert len(set(served.gets)) <= made.found - made.summary["resumed_rows"]
 
 
-def test_a_resumed_build_reads_replaced_objects_again(url, demo, served, tmp_path, monkeypatch):
+def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp_path, monkeypatch):
     out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
     done = threading.Event()
     monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
@@ -284,28 +291,30 @@ def test_a_resumed_build_reads_replaced_objects_again(url, demo, served, tmp_pat
         served, "denied", lambda method, key: len(served.gets) >= 50 and bool(key) and not done.is_set()
     )
     with raises("store-denied", MachineError):
-        lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+        lm.build(own_url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
     done.set()
     first = sorted({key for key in served.gets if "TRAINING/LEAK" in key and "~F" not in key})
     bodies = {key: (demo / key.partition("/")[2]).read_bytes() for key in first}
     same = [key for key in first if len(bodies[key]) == len(bodies[first[0]])]
     for key, other in zip(same[:4], same[4:8]):
         served.put(key, bodies[other])
-    made = lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
+    made = lm.build(own_url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
     assert made.summary["resumed_rows"] > 0
-    fresh = lm.build(url, split="training", out=tmp_path / "y.h5", spec=SPEC, check=0, **QUIET)
+    fresh = lm.build(own_url, split="training", out=tmp_path / "y.h5", spec=SPEC, check=0, **QUIET)
     assert out.read_bytes() == fresh.path.read_bytes()
 
 
 # ---------------------------------------------------------------- objects that vanish or change
 
 
-def test_objects_that_vanish_or_change_in_mid_build_are_rejected(url, demo, served, tmp_path, monkeypatch):
-    right = lm.build(url, split="training", out=tmp_path / "right.h5", spec=SPEC, **QUIET)
-    keys = keys_of(url, right.path)
+def test_objects_that_vanish_or_change_in_mid_build_are_rejected(
+    own_url, demo, served, tmp_path, monkeypatch
+):
+    right = lm.build(own_url, split="training", out=tmp_path / "right.h5", spec=SPEC, **QUIET)
+    keys = keys_of(own_url, right.path)
     gone, changed = sorted(keys)[3], sorted(keys)[10]
     data = (demo / "TRAINING" / os.fsdecode(sorted(keys)[11])).read_bytes()
-    manifest = lm.scan(url, progress="none")
+    manifest = lm.scan(own_url, progress="none")
     once, lock = iter([True]), threading.Lock()
 
     def strike(key: str) -> None:
@@ -315,29 +324,29 @@ def test_objects_that_vanish_or_change_in_mid_build_are_rejected(url, demo, serv
                 served.put(keys[changed], data)
 
     monkeypatch.setattr(served, "on_get", strike)
-    made = lm.build(url, split="training", out=tmp_path / "x.h5", spec=SPEC, manifest=manifest, **QUIET)
+    made = lm.build(own_url, split="training", out=tmp_path / "x.h5", spec=SPEC, manifest=manifest, **QUIET)
     codes = {r.path: r.code for r in made.rejections}
     assert (codes[gone], codes[changed]) == ("changed", "changed")
     assert made.rows == right.rows - 2
     assert made.rows + len(made.rejections) == made.found
     again = lm.build(
-        url, split="training", out=tmp_path / "x.h5", spec=SPEC, **QUIET
+        own_url, split="training", out=tmp_path / "x.h5", spec=SPEC, **QUIET
     )  # the new version is a row
     assert again.rows == right.rows - 1
-    assert changed in keys_of(url, again.path)
+    assert changed in keys_of(own_url, again.path)
 
 
-def test_a_join_reads_changed_objects_again(url, demo, served, tmp_path):
+def test_a_join_reads_changed_objects_again(own_url, demo, served, tmp_path):
     for k in (1, 2):
-        build_part(url, part=(k, 2), split="training", out=tmp_path / "p.h5", **QUIET)
-    right = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
-    keys = keys_of(url, right.path)
+        build_part(own_url, part=(k, 2), split="training", out=tmp_path / "p.h5", **QUIET)
+    right = lm.build(own_url, split="training", out=tmp_path / "x.h5", **QUIET)
+    keys = keys_of(own_url, right.path)
     served.put(keys[min(keys)], (demo / "TRAINING" / os.fsdecode(max(keys))).read_bytes())
     made = join(tmp_path / "p.h5", progress="none")
     assert made.summary["changes"]["changed"] == 1
     assert (
         made.path.read_bytes()
-        == lm.build(url, split="training", out=tmp_path / "y.h5", **QUIET).path.read_bytes()
+        == lm.build(own_url, split="training", out=tmp_path / "y.h5", **QUIET).path.read_bytes()
     )
 
 
@@ -358,18 +367,18 @@ def test_on_bad_file_stop_names_the_object(url, tmp_path):
 # ---------------------------------------------------------------- verify
 
 
-def test_verify_reads_the_objects_again(url, demo, served, tmp_path):
-    made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+def test_verify_reads_the_objects_again(own_url, demo, served, tmp_path):
+    made = lm.build(own_url, split="training", out=tmp_path / "x.h5", **QUIET)
     for sample in (None, 8):
-        report = lm.verify(made.path, root=url, sample=sample)
+        report = lm.verify(made.path, root=own_url, sample=sample)
         assert report.ok
         assert report.checked == (made.rows if sample is None else 8)
     assert lm.verify(made.path, root=demo, sample=None).ok
-    keys = keys_of(url, made.path)
+    keys = keys_of(own_url, made.path)
     served.put(keys[min(keys)], (demo / "TRAINING" / os.fsdecode(max(keys))).read_bytes())
     served.put(f"{keys[min(keys)]}.wav", b"new")
     served.delete(keys[max(keys)])
-    report = lm.verify(made.path, root=url, sample=None)
+    report = lm.verify(made.path, root=own_url, sample=None)
     text = "\n".join(report.problems)
     assert not report.ok
     assert "has changed since" in text

@@ -84,6 +84,7 @@ def dashboard(project, browser) -> str:
     return with_parameters(project, "dashboard.ipynb", run=f"{project}/kept")
 
 
+@pytest.mark.long  # by default test_docs.py draws its figures in a browser, and test_dashboard.py reads its texts
 def test_dashboard_in_jupyterlab(lab, watched, dashboard):
     "The card, the runs, the advice and seven figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def sources(docs: Path, executed: tuple[str, ...]) -> Iterator[Path]:
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
         m.setattr(prepare, "execute", executed_or_not)
+        for name in ("errors_text", "public_page"):  # seconds each, and a site needs them twice
+            m.setattr(prepare, name, cache(getattr(prepare, name)))
         write_pages()
         yield docs
 

@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import bench_notebook
 import nbformat
 import numpy as np
 import papermill.cli as papermill_command
@@ -384,7 +386,10 @@ def test_benchmark_with_wrong_rows_fails_and_draws(measured, tmp_path, monkeypat
 def test_comparison_notebook_measures_stores_and_draws(tmp_path, monkeypatch):
     project = copy_project(tmp_path)
     monkeypatch.chdir(project / "nbs" / "benchmarks")
+    progress = mock.Mock()
+    monkeypatch.setattr(bench_notebook, "display", lambda *_, display_id: progress)
     run = run_here("benchmarks/growth.ipynb", n_files=8, rounds=1)
+    assert progress.update.called
     assert run.error == ""
     assert "8 files at" in run.titles[0]
     assert "verified and measured: growth" in run.text

@@ -1,19 +1,15 @@
 """Run notebooks for evaluate, retrain, search, tune and doctor: each runs once on tiny data; a wrong parameter stops it.
 
-Two run by papermill, the others in this process, which has imported what they need.
+A part is built by papermill; the others run in this process, which has imported what they need.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import nbformat
-import plotly.graph_objects as go
 import pytest
-from notebook_runs import ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
+from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
 
 import leakmel as lm
 from leakmel.learn.run_plans import (
@@ -61,43 +57,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
-def by_papermill(project: Path, name: str, **given: object) -> Run:
-    "Run a notebook with parameters by papermill."
-    words = [str(w) for key, value in given.items() for w in ("-p", key, value)]
-    done = papermill(project, *words, notebook=f"{name}.ipynb", out=f"out-{name}.ipynb")
-    assert done.status == 0, done.log
-    assert done.errors == []
-    return done
-
-
 def run(made: Path, name: str, **given: object) -> tuple[RunHere, dict]:
     "Run a notebook with parameters, as papermill gives them, in this process; gives also its summary.json."
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    with redirect_figures() as shown:
-        done = run_here(f"{name}.ipynb", **plain)
+    done = run_here(f"{name}.ipynb", **plain)
     assert done.error == ""
     assert '"ok": true' in done.text
-    done.figures.extend(shown)
-    return done, summary_in(made / name / ("round-0001" if name == "retrain" else ""))
-
-
-def summary_in(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
-@contextmanager
-def redirect_figures() -> Iterator[list[go.Figure]]:
-    "Collect the figures that a notebook shows by their own method."
-    shown: list[go.Figure] = []
-    with mock.patch.object(go.Figure, "show", lambda figure, *_, **__: shown.append(figure)):
-        yield shown
+    folder = made / name / ("round-0001" if name == "retrain" else "")
+    return done, json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.slow
 def test_parts_and_join_by_papermill(made):
     "One part by papermill, the rest in this process."
     given = {"data_root": made / "demo", "split": "training", "out": made / "parts" / "x.h5", "engine": "cpu"}
-    by_papermill(made, "build_part", **given, part="2/2")
+    words = [str(w) for key, value in (given | {"part": "2/2"}).items() for w in ("-p", key, value)]
+    done = papermill(made, *words, notebook="build_part.ipynb", out="out-2.ipynb")
+    assert (done.status, done.errors) == (0, []), done.log
     plain = {key: str(value) for key, value in given.items()}
     for part in ("1/2", "join"):
         assert run_here("build_part.ipynb", **plain, part=part).error == ""
@@ -107,12 +83,10 @@ def test_parts_and_join_by_papermill(made):
 
 @pytest.mark.slow
 def test_evaluate(made: Path) -> None:
-    "By papermill."
     given = {"data": made / "sets", "model": made / "model", "out": made / "evaluate", "n_draws": 100}
-    done = by_papermill(made, "evaluate", **given, device="cpu")
-    assert '"ok": true' in done.text
-    assert summary_in(made / "evaluate")["recordings"] == 5
-    assert len(titles_of(done)) == 5
+    done, summary = run(made, "evaluate", **given, device="cpu")
+    assert summary["recordings"] == 5
+    assert len(done.titles) == 5
     assert {"report.txt", "recordings.csv", "evaluation.html"} <= {
         p.name for p in (made / "evaluate").iterdir()
     }

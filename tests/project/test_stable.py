@@ -328,7 +328,7 @@ OF_JSON = {
     "verify": "verify {one} --root {bad} --sample 2",
     "doctor": "doctor {made}",
     "train": " ".join(["train {sets} --out {run} --report", *tiny_words(1)]),
-    "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --device cpu",
+    "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --folds 2 --seeds 1 --device cpu",
     "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --device cpu",
     "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {evaluation} --device cpu",

@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from lab import FIGURES, OVER, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all
 
+from notebook_runs import run_here
+
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.ops.working_folder import NOTEBOOKS
@@ -59,6 +61,27 @@ def test_installed_notebooks_need_nothing_but_the_package():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
+def test_start_in_this_process(tmp_path, monkeypatch):
+    "All steps with small recordings: figures, sound, no error, results below runs/."
+    lm.write_demo(tmp_path / "tiny", n_files=60)
+    assert main(["init", str(tmp_path / "work")]) == 0
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("LEAKMEL_DATA", str(tmp_path / "tiny"))
+    run = run_here("start.ipynb", detector="spectral", device="cpu")
+    assert run.error == ""
+    assert '"ok": true' in run.text
+    assert len(run.figures) >= 10
+    assert all(run.titles)
+    assert run.text.count("Audio object") >= 2
+    assert {p.name.split("-")[2] for p in (tmp_path / "work" / "runs").iterdir()} == {
+        "all",
+        "train",
+        "predict",
+    }
+
+
+@pytest.mark.long  # by default test_start_in_this_process runs the notebook, and test_browser.py another one in JupyterLab
 def test_start_in_jupyterlab(browser, watched, tmp_path):
     "All steps with small recordings: figures, sound, no error, results below runs/, which the file browser shows."
     lm.write_demo(tmp_path / "tiny", n_files=60)
