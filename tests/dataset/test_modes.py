@@ -264,7 +264,10 @@ def test_damaged_cache_file_is_replaced(tmp_path, mixed, own_cache, damage):
     assert "loaded" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 
 
-@pytest.mark.parametrize("at", [0, 12_345, 100_000, 230_000])
+@pytest.mark.parametrize(
+    "at",
+    [0, pytest.param(12_345, marks=pytest.mark.long), pytest.param(100_000, marks=pytest.mark.long), 230_000],
+)
 def test_flipped_bit_in_cached_rows_is_detected_and_read_again(tmp_path, mixed, own_cache, caplog, at):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     build(mixed, tmp_path / "x.h5", "memmap")

@@ -110,7 +110,9 @@ def assert_titles_are_not_cut(site: Path, font: str, n_figures_of: dict[str, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("font", FONTS[1:])
+@pytest.mark.parametrize(
+    "font", [FONTS[1], *(pytest.param(font, marks=pytest.mark.long) for font in FONTS[2:])]
+)
 def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
     "In the first one: see test_pages_in_a_browser."
     assert_titles_are_not_cut(site, font, {"build": 5, "dashboard": 7})
