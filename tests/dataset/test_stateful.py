@@ -35,7 +35,7 @@ CONFIG = PipelineConfig(
 )
 NAMES = st.tuples(st.sampled_from(["A", "B"]), st.integers(0, 7))
 GOOD, CUT = "good", "cut"
-N_DAYS = 10
+N_DAYS = 14
 REFUSED, FAILED = 3, 4  # how a child ended
 POLICIES = st.sampled_from(
     [{}, {}, {"max_rejected": 0.2}, {"on_bad_file": "stop"}]
