@@ -156,7 +156,7 @@ bench.measure("train", sys.argv[1], sys.argv[2], n_files=6, rounds=1, rehearse=T
 """
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 5)), 3])
 def test_record_of_a_run_that_is_killed_while_it_writes(folder, tmp_path, k):
     "The state before is there, whole."
     words = [sys.executable, "-c", KILLED, str(folder), str(tmp_path), str(k)]
