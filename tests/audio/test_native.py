@@ -6,6 +6,7 @@ import importlib.abc
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.dataset.check import verify
 from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.mel import cpu_engine
 from messy import write_messy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -541,20 +543,24 @@ def test_rows_are_the_same_where_compiled_code_cannot_be_stored(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("n_bytes", [0, 40, 1 << 14])
+@pytest.mark.parametrize(
+    "n_bytes", [pytest.param(0, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.long), 1 << 14]
+)
 def test_damaged_object_files_are_made_again(tmp_path: Path, six: tuple[Path, bytes], n_bytes: int) -> None:
     "A full disk leaves files that are empty or end too early; a bit may flip: the same rows, and whole files again."
-    cache = tmp_path / "cache"
-    got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
-    assert got == six[1]
-    assert "cannot be kept" not in output
-    files = sorted(cache.glob("*.o"))
+    (cache := tmp_path / "cache").mkdir()
+    files = [
+        Path(shutil.copy(code.path, cache))
+        for code in (native.CODE, cpu_engine.CODE)
+        if code.path is not None
+    ]
     assert [p.name.split("-")[0] for p in files] == ["leakmel.audio.native_code", "leakmel.mel.cpu_kernel"]
     whole = [p.read_bytes() for p in files]
     files[0].write_bytes(whole[0][:n_bytes])
     files[1].write_bytes(whole[1][:-1] + bytes([whole[1][-1] ^ 1]))
     got, output = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
+    assert "cannot be kept" not in output
     assert sorted(cache.glob("*")) == files, "no other file is left"
     for path in files:
         machine_code._read(path)  # the digest is that of the content
@@ -594,9 +600,18 @@ def test_object_files_of_another_system_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the object lacks hash_rows"):
         machine_code._read(stored(tmp_path, functions=about))
     path = stored(tmp_path)
-    path.write_bytes(path.read_bytes().replace(b'"symbol": "', b'"symbol": "x', 1))
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"symbol": "', b'"symbol": "x', 1))
     with pytest.raises(ValueError, match="digest"):
         machine_code._read(path)
+    for cut, message in (
+        (0, "Expecting value"),
+        (40, "Unterminated|Expecting|delimiter"),
+        (1 << 14, "digest"),
+    ):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=message):
+            machine_code._read(path)
 
 
 @pytest.mark.parametrize("user", ["audio/native", "mel/cpu_engine"])

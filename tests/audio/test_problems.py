@@ -566,7 +566,7 @@ def test_padding_does_not_lower_the_clipped_share(tmp_path: Path) -> None:
     assert set(built.problems["kind"]) == {"other_length", "missing_split", "clipped", "dc_offset"}
 
 
-@pytest.mark.parametrize("n_files", [300, 1200])
+@pytest.mark.parametrize("n_files", [300, pytest.param(1200, marks=pytest.mark.long)])
 def test_the_demo_set_is_healthy(tmp_path: Path, n_files: int) -> None:
     write_demo(tmp_path / "set", n_files=n_files)
     assert len(scan(tmp_path / "set", content=True, progress="none").problems) == 0

@@ -179,7 +179,7 @@ def band_levels(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 4])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 4))])
 def test_simple_classifiers_are_neither_blind_nor_perfect_on_new_sensors(seed: int) -> None:
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score

@@ -576,11 +576,11 @@ def test_advice_fits_the_machine():
                         *periodic_spans(
                             stage,
                             lane if meta is GPU else "worker-0",
-                            1000,
-                            0.004,
-                            0.004,
-                            n_files=8,
-                            n_bytes=80_000,
+                            250,
+                            0.016,
+                            0.016,
+                            n_files=32,
+                            n_bytes=320_000,
                         ),
                         **workers,
                     )
@@ -752,15 +752,25 @@ ON_DEVICE = [
 ]
 
 
+# Each stage once, each kind of workers at least once.
+OFTEN = ("read-workers", "compute-workers", "write-lanes", "read-device", "compute-device")
+
+
 @pytest.mark.parametrize(
     ("stage", "owner", "name", "engine", "shape"),
     [
-        *((*case, shape) for case in CASES for shape in ({}, LANES)),
-        *((*case, {"device": "fake"}) for case in ON_DEVICE),
-    ],
-    ids=[
-        *(f"{case[0]}-{shape}" for case in CASES for shape in ("workers", "lanes")),
-        *(f"{case[0]}-device" for case in ON_DEVICE),
+        pytest.param(
+            *case,
+            shape,
+            id=f"{case[0]}-{kind}",
+            marks=[] if f"{case[0]}-{kind}" in OFTEN else pytest.mark.long,
+        )
+        for cases, kinds in (
+            (CASES, {"workers": {}, "lanes": LANES}),
+            (ON_DEVICE, {"device": {"device": "fake"}}),
+        )
+        for case in cases
+        for kind, shape in kinds.items()
     ],
 )
 def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage, owner, name, engine, shape):
