@@ -17,7 +17,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.core.errors import EngineError
 from leakmel.dataset.run.probe import engine_probe
 from leakmel.mel.cpu_engine import CpuEngine
-from leakmel.mel.engines import load_class
+from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import TorchEngine
 from independent import leftovers
@@ -54,11 +54,11 @@ def run(tmp_path_factory: pytest.TempPathFactory):
 
 PROBE = """
 from leakmel.dataset.run.probe import engine_probe
-from leakmel.mel.engines import load_class
+from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 import sys
 for name in sys.argv[1:]:
-    with load_class(name)(MelSpec(), device="cpu") as engine: print(engine.identity, engine_probe(engine))
+    with open_engine(name, MelSpec(), device="cpu") as engine: print(engine.identity, engine_probe(engine))
 """
 
 
@@ -67,7 +67,7 @@ def probes(run) -> list[dict[str, list[str]]]:
     "Identity and probe of each engine: here, in another process by AVX2, and in one without FMA in which MKL takes its plainest code."
     here = dict[str, list[str]]()
     for name in ("cpu", "torch", "torchaudio"):
-        with load_class(name)(MelSpec(), device="cpu") as engine:
+        with open_engine(name, MelSpec(), device="cpu") as engine:
             here[name] = [engine.identity, engine_probe(engine)]
 
     def in_a_child(processor: dict[str, str], *names: str) -> dict[str, list[str]]:
