@@ -217,6 +217,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n)
 
 
+@pytest.fixture(scope="module")
+def few_trees() -> Iterator[None]:
+    "Let the forests that this process fits have a tenth of their trees: fitting them takes most of a cross-validation of a small set."
+    from tiny_training import FEW_TREES
+
+    from leakmel.learn.model import spectral
+
+    with mock.patch.object(spectral, "N_TREES", FEW_TREES):
+        yield
+
+
 @pytest.fixture
 def make_wav():
     "Write a canonical recording of seeded noise; returns its samples."

@@ -5,6 +5,9 @@ from pathlib import Path
 from leakmel.learn.model.settings import TrainSettings
 
 
+FEW_TREES = 20  # of each forest; a tenth of the usual ones
+
+
 def tiny(epochs: int) -> TrainSettings:
     "Settings of a training of seconds on `small_sets`: six steps in an epoch."
     return TrainSettings(
@@ -42,6 +45,13 @@ def tiny_words(epochs: int) -> list[str]:
         "cpu",
         "--quiet",
     ]
+
+
+def use_few_trees() -> None:
+    "Let the forests that this process fits have a tenth of their trees, as the fixture `few_trees` does: for workers of a cluster."
+    from leakmel.learn.model import spectral
+
+    spectral.N_TREES = FEW_TREES
 
 
 def files(sets: Path) -> tuple[Path, Path]:

@@ -29,7 +29,7 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.nightly.history import History, HistoryEntry
 from leakmel.learn.predict.predict import COLUMNS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 RATE = 4096
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 EVALUATION = EvaluationRecord(

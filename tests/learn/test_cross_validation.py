@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from tiny_training import use_few_trees
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
@@ -26,16 +27,18 @@ from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
 from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
 from leakmel.learn.reports import training_report
+from leakmel.learn.model import spectral
 from leakmel.learn.train import folds
 from leakmel.learn.train.folds import FoldTrainer
 from leakmel.cli import main
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # of splits of a few sensors
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "few_trees"),
 ]
 SPECTRAL = lm.TrainSettings(detector="spectral")
 FIT = FoldTrainer.fit
+N_TREES = spectral.N_TREES
 TINY: dict[str, Any] = {"epochs": 1, "epoch_share": 0.1, "batch_size": 64, "channels": (2, 4)}
 
 
@@ -128,16 +131,16 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     small_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WORKER_IDLE_S", 1)
-    settings = lm.TrainSettings(detector="blend", **TINY)
-    one = cross_validated(small_sets, settings, n_folds=2)
-    two = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    monkeypatch.setattr(spectral, "N_TREES", N_TREES)  # as in those processes
+    one = cross_validated(small_sets, n_folds=2)
+    two = cross_validated(small_sets, n_folds=2, jobs=2, out=tmp_path)
     assert two.table.equals(one.table)
-    assert two.n_done == sum(f.n_fits for f in two.folds), "fits of other processes are counted"
+    assert two.n_done == sum(f.n_fits for f in two.folds) == 2, "fits of other processes are counted"
     until = time.monotonic() + 60
     while left := processes_of_joblib():
         assert time.monotonic() < until, f"idle processes hold their memory: {left}"
         time.sleep(0.2)
-    again = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    again = cross_validated(small_sets, n_folds=2, out=tmp_path)
     assert again.n_done == 0
     assert again.table.equals(one.table)
 
@@ -145,7 +148,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
 INTERRUPTED = """
 import sys
 import leakmel as lm
-settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
+settings = lm.TrainSettings(detector="cnn", epochs=4, channels=(4, 8))
 lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
 """
 
@@ -167,8 +170,8 @@ def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_pat
     left = [p for p in psutil.process_iter() if group_of(p.pid) == run.pid]
     psutil.wait_procs(left, 20)
     assert [p.pid for p in left if p.is_running()] == []
-    settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
-    resumed = cross_validated(small_sets, settings, out=out, jobs=2)
+    settings = lm.TrainSettings(detector="cnn", epochs=4, channels=(4, 8))
+    resumed = cross_validated(small_sets, settings, out=out)
     assert resumed.n_done <= len(resumed.folds) - kept
 
 
@@ -266,13 +269,14 @@ def test_network_and_choice_inside_each_fold(
 def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossValidation, kind: str) -> None:
     with ExitStack() as stack:
         if kind == "executor":
-            cluster: Any = stack.enter_context(ProcessPoolExecutor(2, mp_context=get_context("spawn")))
+            cluster: Any = stack.enter_context(ProcessPoolExecutor(2, get_context("spawn"), use_few_trees))
         else:
             distributed = pytest.importorskip("distributed")
             options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
             cluster = stack.enter_context(
                 distributed.LocalCluster(n_workers=2, threads_per_worker=1, **options)
             )
+            stack.enter_context(distributed.Client(cluster)).run(use_few_trees)
             cluster = cluster.scheduler_address
         again = cross_validated(small_sets, seeds=2, cluster=cluster)
     pd.testing.assert_frame_equal(again.table, found.table)

@@ -127,7 +127,7 @@ def test_calibration_brings_scores_near_the_share_of_leaks(n_each: int, method: 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, few_trees: None) -> Path:
     folder = tmp_path_factory.mktemp("decisions")
     lm.write_demo(folder / "demo", n_files=80)
     for split in ("training", "testing"):

@@ -28,7 +28,7 @@ from leakmel.learn.model.spectral import (
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SMALL = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 KINDS = ("spectral", "cnn", "blend")

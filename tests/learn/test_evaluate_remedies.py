@@ -13,7 +13,10 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.learn.model.detector import load_detector
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of splits of a few sensors
+    pytest.mark.usefixtures("one_thread", "few_trees"),
+]
 Run = Callable[..., dict[str, Any]]
 
 

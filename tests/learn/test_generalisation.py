@@ -20,7 +20,7 @@ from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # of splits of a few sensors
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "few_trees"),
 ]
 SPECTRAL = lm.TrainSettings(detector="spectral")
 QUIET: dict[str, Any] = {"settings": SPECTRAL, "n_draws": 200, "progress": "none", "device": "cpu", "jobs": 1}

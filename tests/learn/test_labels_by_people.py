@@ -24,6 +24,8 @@ from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
+
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):

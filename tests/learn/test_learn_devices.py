@@ -1,8 +1,6 @@
 "Devices by name; float32 precision; out of memory at any operation while recordings are scored."
 
 import logging
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import Server, server
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, Faults
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,9 +140,9 @@ def test_float32_precision_is_enforced_and_restored(own_switches, turn):
 
 
 ALLOWED = """
-import sys, warnings
+import warnings
 import torch
-exec(sys.argv[1])
+ALLOW
 from leakmel.learn.data.segments import Batch
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -166,6 +165,13 @@ assert float32_precisions() == before
 """
 
 
+@pytest.fixture(scope="module")
+def children() -> Iterator[Server]:
+    "Processes that have imported torch, and nothing of leakmel that uses it."
+    with server("import torch\ntorch.set_num_threads(1)\n") as s:
+        yield s
+
+
 @pytest.mark.parametrize(
     "allow",
     [
@@ -175,10 +181,10 @@ assert float32_precisions() == before
         "torch.backends.fp32_precision = 'tf32'",
     ],
 )
-def test_a_process_that_allows_tf32_can_train_and_compute(allow: str) -> None:
+def test_a_process_that_allows_tf32_can_train_and_compute(children: Server, allow: str) -> None:
     "By the older or the newer switches: torch raises an error where older ones are read after newer ones were set."
-    done = subprocess.run([sys.executable, "-c", ALLOWED, allow], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = children.run(code=ALLOWED.replace("ALLOW", allow))
+    assert done.status == 0, done.err[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def coverage_of(n_sensors: int, n_sets: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_sensors", [6, 20])
+@pytest.mark.parametrize("n_sensors", [6, pytest.param(20, marks=pytest.mark.long)])
 def test_intervals_have_nominal_coverage(n_sensors):
     "200 sets of a network whose figures are known: 95 % of the intervals, as far as 200 sets can tell."
     shares = coverage_of(n_sensors, 200)
@@ -386,7 +386,7 @@ def permute_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: int
     ("n_sensors", "labels", "most"),
     [
         (12, "one each", None),
-        (12, "one each", 24),
+        pytest.param(12, "one each", 24, marks=pytest.mark.long),
         (20, "mixed", 24),
         pytest.param(12, "one each", 60, marks=pytest.mark.long),
         pytest.param(20, "mixed", 60, marks=pytest.mark.long),

@@ -42,12 +42,14 @@ def test_train_on_files_of_the_earlier_system(earlier, small_sets, tmp_path, cap
         lm.predict(small_sets.parent / "demo", detector, out=tmp_path / "s.csv", progress="none")
 
 
-def test_cross_validation_of_files_of_the_earlier_system(earlier):
+def test_cross_validation_of_files_of_the_earlier_system(earlier, few_trees, one_thread):
     found = lm.cross_validate(
         sorted(earlier.glob("*.H5")),
         settings=lm.TrainSettings(detector="spectral"),
         legacy=True,
         n_draws=100,
+        n_folds=3,
+        jobs=1,
         progress="none",
     )
     assert found.groups.by == "recording"

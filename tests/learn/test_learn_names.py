@@ -63,9 +63,9 @@ def test_every_table_holds_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8(tmp_path: Path, few_trees: None) -> None:
     pytest.importorskip("pyarrow")
-    lm.write_demo(tmp_path / "demo", n_files=120)
+    lm.write_demo(tmp_path / "demo", n_files=60)
     for path in sorted((tmp_path / "demo").rglob("*.wav")):
         name = os.fsencode(path.name).replace(b"~", b"\xfe~", 1)  # in the sensor, which is the group
         os.rename(path, os.path.join(os.fsencode(path.parent), name))

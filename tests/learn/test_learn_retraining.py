@@ -59,6 +59,7 @@ from leakmel.learn.data.task import LEFT_OUT, make_task
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.loop import CheckpointSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TASK = make_task(["LEAK", "NOLEAK"])
 THREE = make_task(["HUM", "LEAK", "QUIET"])
 SMALL = TrainSettings(detector="cnn", epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
@@ -76,7 +77,7 @@ def build_network(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory) -> list[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("networks")
-    return [build_network(folder, 0, 60), build_network(folder, 1, 150)]
+    return [build_network(folder, 0, 60), build_network(folder, 1, 100)]
 
 
 def fresh(seed: int = 0, task: Any = TASK, spec: Any = None, **settings: Any) -> Detector:
@@ -963,11 +964,11 @@ class Killed(BaseException):
     "where",
     [
         "class_scores",
-        "train_epochs",
+        pytest.param("train_epochs", marks=pytest.mark.long),
         "finish_training",
-        "compare_models",
+        pytest.param("compare_models", marks=pytest.mark.long),
         "selection_csv",
-        "write_whole",
+        pytest.param("write_whole", marks=pytest.mark.long),
         "write_lineage",
     ],
 )

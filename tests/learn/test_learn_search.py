@@ -617,7 +617,8 @@ def at_call(number: int, at: int) -> str:
 def children() -> Iterator[Server]:
     with server(
         loaded(
-            "search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn.search import search"
+            *("search", "--trials", "2", "--again", "1", "--space", json.dumps({"dropout": [0.1, 0.5]})),
+            more="import optuna, pandas\nfrom leakmel.learn.search import search",
         )
     ) as s:
         yield s

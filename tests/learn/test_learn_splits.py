@@ -615,7 +615,7 @@ def test_proposals_of_split_errors_work(tmp_path):
 
 
 @pytest.mark.filterwarnings("default::leakmel.learn.data.splits.LeakySplitWarning")
-def test_the_remedies_of_the_command_line_work(tmp_path, capsys):
+def test_the_remedies_of_the_command_line_work(tmp_path, capsys, few_trees):
     path = six_pipes(tmp_path / "x.h5")
     words = [
         "train",

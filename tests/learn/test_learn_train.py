@@ -151,7 +151,7 @@ def test_training_killed_at_any_moment_gives_the_same_weights(
 @pytest.mark.parametrize(
     ("number", "share"),
     [
-        (signal.SIGINT, 0.3),
+        pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long),
         (signal.SIGTERM, 0.6),
         (signal.SIGINT, 0.95),
         *(

@@ -4,22 +4,24 @@ import csv
 import errno
 import json
 import os
+import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from children import server
 from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
+from leakmel.learn.nightly import history
 from leakmel.learn.nightly import run as module
 from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.run import SENSORS_CSV, SENSORS_JSON, VISITS_HTML, RunCounts, nightly
@@ -242,12 +244,16 @@ def test_the_state_folder_lies_outside_the_recordings(tmp_path, model):
     refused("write-failed", lambda: nightly(folder, model, tmp_path / "file" / "state", **QUIET))
 
 
-_KILLED = """
-import os, signal, sys
-import leakmel as lm
+_LOADED = """
+import torch
+torch.set_num_threads(1)
 from leakmel.learn.nightly import run
 from leakmel.learn.nightly.history import History
-owner, name, after = {"History": History, "run": run, "os": os}[sys.argv[4]], sys.argv[5], sys.argv[6] == "after"
+"""
+_KILLED = """
+import os, signal
+folder, model, state, owner, name, when = {given}
+owner, after = {{"History": History, "run": run, "os": os}}[owner], when == "after"
 real = getattr(owner, name)
 def killing(*args, **given):
     if after: real(*args, **given)
@@ -256,7 +262,7 @@ def arm(*args, **given):
     setattr(owner, name, killing)
     return armed(*args, **given)
 armed, run._read_new = run._read_new, arm  # the model is loaded
-run.nightly(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu", progress="none")
+run.nightly(folder, model, state, device="cpu", progress="none")
 """
 KILLS = [
     ("run", "record_run", "before"),
@@ -273,14 +279,20 @@ KILLS = [
 
 def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 7))
-    for state in ("right", *map(str, range(len(KILLS)))):
-        nightly(folder, model, tmp_path / state, **QUIET)
+    nightly(folder, model, tmp_path / "right", **QUIET)
+    for k in range(len(KILLS)):
+        shutil.copytree(tmp_path / "right", tmp_path / str(k))
     write_nights(folder, range(7, 9))
     nightly(folder, model, tmp_path / "right", **QUIET)
-    for k, words in enumerate(KILLS):
-        command = [sys.executable, "-c", _KILLED, folder, model, tmp_path / str(k), *words]
-        done = subprocess.run(command, timeout=120, capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+    with server(_LOADED) as children:
+        ends = [
+            children.run(
+                code=_KILLED.format(given=(str(folder), str(model), str(tmp_path / str(k)), *words))
+            )
+            for k, words in enumerate(KILLS)
+        ]
+    for k, (words, done) in enumerate(zip(KILLS, ends)):
+        assert (done.status, done.hung) == (-signal.SIGKILL, False), done.err
         nightly(folder, model, tmp_path / str(k), **QUIET)
         assert tables(tmp_path / str(k)) == tables(tmp_path / "right"), words
         assert dump(tmp_path / str(k)) == dump(tmp_path / "right"), words
@@ -387,13 +399,15 @@ def test_a_file_without_a_plausible_time(tmp_path, model, written):
     assert (done.last_night, done.counts.times_from_file) == ("2025-01-02", 1)
 
 
-def test_another_program_uses_the_history(tmp_path, model):
+def test_another_program_uses_the_history(tmp_path, model, monkeypatch):
     folder = write_nights(tmp_path / "r", range(1, 3))
     nightly(folder, model, tmp_path / "s", **QUIET)
     write_nights(tmp_path / "r", range(3, 4))
     with sqlite3.connect(tmp_path / "s" / HISTORY_FILE, isolation_level=None) as db:
         db.execute("BEGIN IMMEDIATE")
-        refused("output-locked", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
+        with monkeypatch.context() as patched:  # SQLite would wait for five seconds
+            patched.setattr(history.sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))
+            refused("output-locked", lambda: nightly(folder, model, tmp_path / "s", **QUIET))
     db.close()
     assert nightly(folder, model, tmp_path / "s", **QUIET).counts.new == 2
 

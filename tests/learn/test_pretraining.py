@@ -230,7 +230,7 @@ def test_nothing_is_resumed_in_a_new_folder(small_sets, tmp_path, unlabelled):
 
 
 def test_another_training_is_refused_before_the_pretraining(
-    small_sets, tmp_path, trained, unlabelled, monkeypatch
+    small_sets, tmp_path, trained, unlabelled, monkeypatch, few_trees
 ):
     "And a refused call leaves the folder as it was."
     monkeypatch.delattr(Pretraining, "_step")  # not one step

@@ -170,7 +170,7 @@ def test_a_path_that_several_recordings_end_with_is_not_used(tmp_path):
     ]
 
 
-def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread):
+def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few_trees):
     settings = TrainSettings(detector="blend", epochs=1, epoch_share=0.1, channels=(4,), batch_size=64)
     lm.train(small_sets / "TRAINING_DATASET.H5", out=tmp_path / "model", settings=settings, **QUIET)
     found = review_recordings(folder, tmp_path / "model", **QUIET)
