@@ -103,6 +103,7 @@ def test_train_in_jupyterlab(lab, watched, project):
     watched.picture("train.png")
 
 
+@pytest.mark.long  # test_learn_predict_notebook.py::test_notebook runs it, and the training above draws in a browser
 def test_predict_in_jupyterlab(lab, watched, project):
     page = open_notebook(watched, f"{lab}/lab/tree/predict.ipynb?reset")
     run_all(page)

@@ -62,7 +62,15 @@ from leakmel.learn.train.loop import CheckpointSettings
 pytestmark = pytest.mark.usefixtures("one_thread")
 TASK = make_task(["LEAK", "NOLEAK"])
 THREE = make_task(["HUM", "LEAK", "QUIET"])
-SMALL = TrainSettings(detector="cnn", epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
+SMALL = TrainSettings(
+    detector="cnn",
+    epochs=2,
+    epoch_share=0.1,  # about 15 steps
+    batch_size=128,
+    channels=(4, 8),
+    seed=1,
+    learning_rate=1e-3,
+)
 
 
 def build_network(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
@@ -77,7 +85,7 @@ def build_network(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory) -> list[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("networks")
-    return [build_network(folder, 0, 60), build_network(folder, 1, 100)]
+    return [build_network(folder, 0, 60), build_network(folder, 1, 150)]
 
 
 def fresh(seed: int = 0, task: Any = TASK, spec: Any = None, **settings: Any) -> Detector:
@@ -1016,7 +1024,7 @@ def dying(self):
 training.TrainingRun.save = dying
 model, new, old, testing, out = sys.argv[1:]
 retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_draws=200), device="cpu", progress=False,
-        settings=settings_from({"epochs": 2, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
+        settings=settings_from({"epochs": 2, "epoch_share": 0.1, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
         checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3))
 """
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -445,22 +445,29 @@ def kill(*args: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
+class DyingPool(ThreadPoolExecutor):
+    "As a pool of one process that was killed when it began a trial."
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(break_pool if args[0].number == 2 else function, *args)
+
+
+@pytest.mark.parametrize(
+    "lost", ["simulated", pytest.param("killed", marks=(pytest.mark.slow, pytest.mark.long))]
+)
 def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
-    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with (
-        DeadlyPool(1, mp_context=get_context("spawn")) as pool,
-        raises("worker-died", MachineError),
-    ):
+    pool: Executor = DeadlyPool(1, get_context("spawn")) if lost == "killed" else DyingPool(1)
+    with pool, raises("worker-died", MachineError):
         searched(sets, tmp_path / "run", cluster=pool)
     memory = read_state(tmp_path / "run")
     assert memory is not None
     assert [t.state for t in memory.trials] == ["complete", "complete", "failed"]
     assert "leakmel-trial-2" in memory.trials[2].error
-    with ThreadPoolExecutor(1) as pool:
-        result = searched(sets, tmp_path / "run", cluster=pool)
+    with ThreadPoolExecutor(1) as other:
+        result = searched(sets, tmp_path / "run", cluster=other)
     assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
     assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
 
@@ -618,6 +625,7 @@ def children() -> Iterator[Server]:
     with server(
         loaded(
             *("search", "--trials", "2", "--again", "1", "--space", json.dumps({"dropout": [0.1, 0.5]})),
+            *("--epoch-share", "0.2", "--batch-size", "200"),
             more="import optuna, pandas\nfrom leakmel.learn.search import search",
         )
     ) as s:

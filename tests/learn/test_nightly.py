@@ -286,9 +286,7 @@ def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
     nightly(folder, model, tmp_path / "right", **QUIET)
     with server(_LOADED) as children:
         ends = [
-            children.run(
-                code=_KILLED.format(given=(str(folder), str(model), str(tmp_path / str(k)), *words))
-            )
+            children.run(code=_KILLED.format(given=(str(folder), str(model), str(tmp_path / str(k)), *words)))
             for k, words in enumerate(KILLS)
         ]
     for k, (words, done) in enumerate(zip(KILLS, ends)):

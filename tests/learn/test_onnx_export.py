@@ -42,7 +42,7 @@ from leakmel.learn.predict.onnx_export import (
     tolerance_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=2)
 TASK = make_task(["LEAK", "NOLEAK"])
 ROOT = Path(__file__).resolve().parents[2]
