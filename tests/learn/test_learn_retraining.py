@@ -65,7 +65,7 @@ THREE = make_task(["HUM", "LEAK", "QUIET"])
 SMALL = TrainSettings(
     detector="cnn",
     epochs=2,
-    epoch_share=0.1,  # about 15 steps
+    epoch_share=0.5,  # about 15 steps
     batch_size=128,
     channels=(4, 8),
     seed=1,
@@ -1024,7 +1024,7 @@ def dying(self):
 training.TrainingRun.save = dying
 model, new, old, testing, out = sys.argv[1:]
 retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_draws=200), device="cpu", progress=False,
-        settings=settings_from({"epochs": 2, "epoch_share": 0.1, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
+        settings=settings_from({"epochs": 2, "epoch_share": 0.5, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
         checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3))
 """
 
