@@ -48,7 +48,7 @@ from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import spectral_features
 
-pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def groups_of(code: Any, by: str = "sensor") -> Groups:

@@ -30,7 +30,7 @@ WORDS = ["--detector", "cnn", "--epochs", "1", "--channels", "4,8", "--quiet"]
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
