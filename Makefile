@@ -68,8 +68,7 @@ static:
 notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel'
-	@[ -n '$(UNMET)' ] || $(BIN)/nbdev_test --path nbs/mel/triton_kernel.ipynb
-	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
+	@printf '%s\n' $(NAMESAKES) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
 
 # The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.
 check: export OMP_NUM_THREADS := 1
