@@ -139,7 +139,7 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
-_CPU_BATCH_BYTES = 5 << 19  # of slots: about 32 recordings of 10 s at 4,096 Hz
+_CPU_BATCH_BYTES = 5 << 19  # of slots: 28 recordings of 10 s at 4,096 Hz in the preset disjoint
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
 
@@ -153,7 +153,7 @@ def batch_files(
     device: str,  # cpu, cuda, cuda:1
     spec: MelSpec,
 ) -> int:
-    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch costs a millisecond of Python."
+    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch has a fixed cost in Python."
     kind = device.partition(":")[0]
     usual = BATCH_FILES.get(kind, 64)
     return max(usual, _CPU_BATCH_BYTES // slot_bytes(spec)) if kind == "cpu" else usual

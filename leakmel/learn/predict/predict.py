@@ -221,7 +221,7 @@ def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, A
     "Write the pages of a table to a CSV file under a temporary name."
     with new.open("w", encoding="utf-8", newline="") as f:
         f.write(",".join(names) + "\n")
-        for page in pages:  # twice as fast as csv.writer, with the same bytes
+        for page in pages:  # faster than csv.writer, with the same bytes
             columns = [_quoted(_cells(name, page[name])) for name in names]
             f.write("\n".join([*map(",".join, zip(*columns)), ""]))
         f.flush()
