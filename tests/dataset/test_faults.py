@@ -300,15 +300,34 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
         def broken(fd, views, at, *flags, code=code, calls=calls):
             if flags:
                 return real(fd, views, at, *flags)  # a look at the page cache, which fails in silence
-            calls.append(fd)
-            if len(calls) == 12:
-                raise OSError(code, os.strerror(code))
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(str(data)):  # not rows that are read back
+                calls.append(fd)
+                if len(calls) == 12:
+                    raise OSError(code, os.strerror(code))
             return real(fd, views, at)
 
         monkeypatch.setattr(os, "preadv", broken)
-        e = fails(data, tmp_path, MachineError, errno.errorcode[code])
+        e = fails(data, tmp_path, MachineError, errno.errorcode[code], fresh=True)
         assert str(data) in str(e)
         assert "no recording was rejected" in str(e)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_rows_that_cannot_be_read_back(tmp_path, data, old, monkeypatch, nth):
+    "A fault of the disk while a worker reads its rows back is an error of the output, not of recordings."
+    real, calls = os.preadv, []
+
+    def broken(fd, views, at, *flags):
+        if not flags and os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "out")):
+            calls.append(fd)
+            if len(calls) == nth:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, views, at, *flags)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    e = fails(data, tmp_path, OutputError, "EIO")
+    assert str(tmp_path / "out") in str(e)
+    assert len(calls) >= nth
 
 
 def test_open_faults_of_the_machine(tmp_path, data, old, monkeypatch):
