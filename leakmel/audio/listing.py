@@ -229,6 +229,7 @@ class FoundFiles:
 
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
 _MAX_BATCH = 8 * _MIN_BATCH  # an entry takes several times the memory of its result
+_MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
 _NO_PATH = "the key is too long for the path of a file, and the object was left out"
@@ -241,14 +242,16 @@ def _stat_batch(
     entries: list[os.DirEntry], cut: int, found: FoundFiles, on_found: Callable[[int], None]
 ) -> list[os.DirEntry]:
     "Add the regular recordings among many entries to `found`; return the other entries."
-    if len(entries) < _MIN_BATCH or sys.modules.get("leakmel.audio.native") is None:
+    is_loaded = sys.modules.get("leakmel.audio.native") is not None
+    if len(entries) < _MIN_BATCH or not (is_loaded or len(found) >= _MANY):
         return entries
-    try:
-        from leakmel.audio.native import stat_files
-    except Exception:
-        return entries  # compiled code is optional
+    from leakmel.audio.conform import native
+
+    code = native()
+    if code is None:
+        return entries
     plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
-    status = stat_files([e.path for e in compress(entries, plain)])
+    status = code.stat_files([e.path for e in compress(entries, plain)])
     regular = np.array(plain, bool)
     regular[regular] = status[:, 0] == stat.S_IFREG
     status = status[status[:, 0] == stat.S_IFREG]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from leakmel.audio.synth import plan_set, render_planned, wav_bytes
+from leakmel.audio.wav import HEADER_BYTES
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.ops.bench import record_head, rounds_text, spread
 
 MOST_BYTES, MOST_S = 2e9, 30.0  # of a step around a build, for a million recordings
-ORIGINALS = 2000  # recordings of half a second that stand under many names
-N_SAMPLES, RATE = 4000, 8000
+N_SHORT, RATE = 4000, 8000  # samples and Hz of the recordings of half a second
 N_NEW = 1000  # recordings of an update
 N_SENSORS = 300
 COLUMNS, UPDATE = "columns of a data set", f"update with {N_NEW:,} new"
@@ -94,51 +94,44 @@ def _name(i: int) -> str:
     return f"{label}/S-{k % N_SENSORS:03d}~{k // N_SENSORS:06d}{i % 2}~{when:%Y%m%d_%H%M%S}~{gain}.wav"
 
 
-def million_set(
+def _bodies(short: bool) -> dict[str, list[bytearray]]:
+    "Make some hundred WAV files of each label."
+    made: dict[str, list[bytearray]] = {"LEAK": [], "NOLEAK": []}
+    for planned in plan_set(200 if short else 600):
+        samples = render_planned(planned)[1]
+        files = [wav_bytes(samples)]
+        if short:
+            files = [
+                wav_bytes(samples[k * N_SHORT :][:N_SHORT], RATE) for k in range(len(samples) // N_SHORT)
+            ]
+        made[planned.label] += map(bytearray, files)
+    return made
+
+
+def _own(bodies: list[bytearray], i: int) -> bytearray:
+    "Return a WAV file whose samples no other recording has: its last four bytes are the number."
+    body = bodies[i // 2 % len(bodies)]
+    body[-4:] = i.to_bytes(4, "little")
+    return body
+
+
+def distinct_set(
     folder: Path,  # work folder; a set that is there is used again
     n_files: int,
+    short: bool,  # recordings of half a second, some of them files that are no recordings; else of 10 s
 ) -> Path:  # a folder of label folders
-    "Make recordings by hard links of a few thousand, some of them files that are no recordings."
-    root, new = folder / f"million-{n_files}", folder / ".million.new"
+    "Make recordings, each with samples of its own."
+    root, new = folder / f"{'short' if short else 'long'}-{n_files}", folder / ".distinct.new"
     if root.exists():
         return root
     shutil.rmtree(new, ignore_errors=True)
     for label in ("LEAK", "NOLEAK"):
         (new / label).mkdir(parents=True)
-    (new / ".originals").mkdir()
-    originals: dict[str, list[Path]] = {"LEAK": [], "NOLEAK": []}
-    for planned in plan_set(ORIGINALS // 10):
-        samples = render_planned(planned)[1]
-        for k in range(10):
-            path = new / ".originals" / f"{planned.index}-{k}"
-            path.write_bytes(wav_bytes(samples[k * N_SAMPLES :][:N_SAMPLES], RATE))
-            originals[planned.label].append(path)
-    bad = new / ".originals" / "bad"
-    bad.write_bytes(b"")
+    made = _bodies(short)
     for i in range(n_files):
         name = _name(i)
-        own = originals[name.partition("/")[0]]
-        os.link(bad if i % BAD_EVERY == 13 else own[i // 2 % len(own)], new / name)
-    new.rename(root)
-    return root
-
-
-def distinct_set(folder: Path, n_files: int) -> Path:
-    "Make recordings of 10 s, each with samples of its own."
-    root, new = folder / f"distinct-{n_files}", folder / ".distinct.new"
-    if root.exists():
-        return root
-    shutil.rmtree(new, ignore_errors=True)
-    for label in ("LEAK", "NOLEAK"):
-        (new / label).mkdir(parents=True)
-    made: dict[str, list[bytearray]] = {"LEAK": [], "NOLEAK": []}
-    for planned in plan_set(600):
-        made[planned.label].append(bytearray(wav_bytes(render_planned(planned)[1])))
-    for i in range(n_files):
-        own = made[_name(i).partition("/")[0]]
-        body = own[i // 2 % len(own)]
-        body[-4:] = i.to_bytes(4, "little")
-        (new / _name(i)).write_bytes(body)
+        is_bad = short and i % BAD_EVERY == 13
+        (new / name).write_bytes(b"" if is_bad else _own(made[name.partition("/")[0]], i))
     new.rename(root)
     return root
 
@@ -173,12 +166,12 @@ def run_step(
     return whole | {f"part: {name}": seconds for name, seconds in parts.items()}
 
 
-def _add_new(root: Path) -> list[Path]:
+def _add_new(root: Path, n_files: int) -> list[Path]:
     "Add recordings for an update; return their paths."
-    rest = sorted((root / ".originals").glob("*-*"))
+    bodies = _bodies(True)["LEAK"]
     paths = [root / "LEAK" / f"S-new~{k:06d}~20250101_000000~20.wav" for k in range(N_NEW)]
-    for k, path in enumerate(paths):  # copies: another link would change the time stamp of its original
-        shutil.copyfile(rest[k % len(rest)], path)
+    for k, path in enumerate(paths):
+        path.write_bytes(_own(bodies, n_files + k))
     return paths
 
 
@@ -199,14 +192,14 @@ def bench_million(
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    log(f"linking {n_files:,} recordings")
-    root, out = million_set(folder, n_files), folder / "MILLION.H5"
+    log(f"writing {n_files:,} recordings")
+    root, out = distinct_set(folder, n_files, True), folder / "MILLION.H5"
     n_bad = len(range(13, n_files, BAD_EVERY))  # files that are no row
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in STEPS}
     for _ in range(rounds):
         _remove(out)
         for name, code in STEPS.items():
-            added = _add_new(root) if name == UPDATE else []
+            added = _add_new(root, n_files) if name == UPDATE else []
             try:
                 n_found = n_files - (name == COLUMNS) * n_bad + len(added)
                 runs[name].append(run_step(code, root, out, n_found))
@@ -216,7 +209,7 @@ def bench_million(
             log(f"{name}: {runs[name][-1]['process_s']:.1f} s")
     _remove(out)
     log(f"writing {tail_files:,} recordings")
-    small, target = distinct_set(folder, tail_files), folder / "TAIL.H5"
+    small, target = distinct_set(folder, tail_files, False), folder / "TAIL.H5"
     code = BUILD.replace("spec=spec", "pipeline=lm.PipelineConfig(fsync=False)")
     tails = []
     for _ in range(2 * rounds + 3):
@@ -227,12 +220,12 @@ def bench_million(
         **record_head("million"),
         "ok": True,  # a step that loses a recording raises
         "n_files": n_files,
-        "originals": ORIGINALS,
+        "bytes_each": HEADER_BYTES + 2 * N_SHORT,
         "tail_files": tail_files,
         "rounds": rounds,
         "cache": "warm",
         "interval": "each step in a process of its own, imports and interpreter included; scores of the predictions take no "
-        "time; recordings of half a second are hard links, so that nearly all are copies and the report lists each of them",
+        "time; recordings of half a second, each a file with samples of its own",
         "steps": {name: _spreads(kept) for name, kept in runs.items()},
         "tail": _spreads(tails)
         | {"share": spread([t["part: after the last row"] / t["part: seconds"] for t in tails])},
@@ -272,7 +265,7 @@ def million_table(
     )
     m = record["machine"]
     lines.append(
-        f"{record['n_files']:,} names of {record['originals']:,} recordings, {rounds_text(record)}, {record['cache']} cache, "
+        f"{record['n_files']:,} recordings of half a second, {rounds_text(record)}, {record['cache']} cache, "
         f"{m['n_cores']} cores ({m['cpu']})"
     )
     return "\n".join(lines)

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.audio import native
+from leakmel.audio import conform, native
 from leakmel.audio.listing import Listing
 from leakmel.audio import listing as listing_module
 from leakmel.audio.manifest import Manifest, scan
@@ -657,6 +658,20 @@ def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     assert seen(scan(tree)) == right
+
+
+def test_compiled_code_is_loaded_for_many_recordings(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = seen(scan(tree))
+    calls: list[int] = []
+    code = SimpleNamespace(stat_files=lambda paths: calls.append(len(paths)) or native.stat_files(paths))
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
+    monkeypatch.setattr(conform, "native", lambda: code)
+    monkeypatch.delitem(sys.modules, "leakmel.audio.native")  # as before anything was built
+    assert seen(scan(tree)) == right
+    assert not calls
+    monkeypatch.setattr(listing_module, "_MANY", 1)
+    assert seen(scan(tree)) == right
+    assert calls
 
 
 def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,15 @@ def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
     assert (tmp_path / "x.csv").read_bytes() == right.getvalue().encode()
 
 
+def test_scores_of_segments_are_rounded_as_texts():
+    "Also halves of a thousandth, of which each is rounded to the even neighbour."
+    scores = np.concatenate([np.random.default_rng(0).random(5000), np.arange(2**12 + 1) / 2**12])
+    scores = np.append(scores, np.arange(1000) / 1000 + 0.0005).astype(np.float32)
+    each = [scores[k : k + 7] for k in range(0, len(scores), 7)]
+    expected = [" ".join([f"{x:.3f}" for x in own.tolist()]) for own in each]
+    assert prediction._cells("segment_scores", each) == expected
+
+
 @pytest.fixture(scope="module")
 def detector() -> Detector:
     return made_detector()

@@ -26,7 +26,7 @@ def _short_digests(values: Iterable[str]) -> np.ndarray:
         blake2b(v.encode("utf-8", "surrogateescape"), digest_size=8).digest() if v else bytes(8)
         for v in values
     ]
-    return np.array([int.from_bytes(d, "little", signed=True) for d in digests], np.int64)
+    return np.frombuffer(b"".join(digests), "<i8")
 
 
 @dataclass(frozen=True, eq=False)

@@ -179,9 +179,14 @@ REJECTED_COLUMNS = ("path", "code", "message", "path_base64")
 FLAGS = ("silent", "opposite_phase", "dry")
 
 
-def _path_base64(path: bytes, shown: str) -> str:
-    "Path in base64, if it is shown in another way; else empty."
-    return "" if shown.encode() == path else base64.b64encode(path).decode()
+def _shown_paths(paths: Sequence[bytes]) -> tuple[list[str], list[str]]:
+    "Return paths for display, and each in base64 if it is shown in another way, else empty."
+    together = b"".join(paths)
+    if together.isascii() and together.decode().isprintable():  # as in nearly all sets
+        return list(map(bytes.decode, paths)), [""] * len(paths)
+    shown = list(map(show_path, paths))
+    same = [text.encode() == path for text, path in zip(shown, paths)]
+    return shown, ["" if ok else base64.b64encode(path).decode() for ok, path in zip(same, paths)]
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cc8f38bf
@@ -191,7 +196,12 @@ _PAGE = 8192  # recordings whose columns are text at a time
 def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
     "Return a column as the CSV file has it."
     if name == "segment_scores":
-        return [" ".join([f"{x:.3f}" for x in scores.tolist()]) for scores in column]
+        # a float32 times 1,000 is exact in float64, so this rounds as f"{x:.3f}" does
+        scores = np.concatenate([*column, np.empty(0, np.float32)]).astype(np.float64)
+        thousandths, places = np.unique(np.rint(1000 * scores), return_inverse=True)
+        texts = np.array([f"{x / 1000:.3f}" for x in thousandths.tolist()], object)[places].tolist()
+        ends = np.cumsum([len(x) for x in column], dtype=np.int64).tolist()
+        return [" ".join(texts[a:b]) for a, b in zip([0, *ends], ends)]
     if isinstance(column, np.ndarray) and column.dtype.kind in "fib":  # most columns have few values
         distinct, places = np.unique(column, return_inverse=True)
         if 8 * len(distinct) < len(column):
@@ -204,17 +214,21 @@ def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
         return [form(x) if x == x else "" for x in values]
     if name in ("leak", "silent", "opposite_phase", "dry", "in_training"):
         return ["" if x is None else str(int(x)) for x in values]
-    return list(map(str, values))
+    return (
+        list(map(str, values)) if isinstance(column, np.ndarray) and column.dtype != object else list(values)
+    )
 
 
-_SPECIAL = re.compile('[",\r\n]').search
+_SPECIAL = '",\r\n'
 
 
 def _quoted(cells: list[str]) -> list[str]:
     "Quote the cells of a CSV file that need it."
-    if _SPECIAL("".join(cells)) is None:  # as in nearly all columns
+    together = "".join(cells)
+    if not any(letter in together for letter in _SPECIAL):  # as in nearly all columns
         return cells
-    return ['"' + text.replace('"', '""') + '"' if _SPECIAL(text) else text for text in cells]
+    needed = re.compile(f"[{_SPECIAL}]").search
+    return ['"' + text.replace('"', '""') + '"' if needed(text) else text for text in cells]
 
 
 def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, Any]]) -> None:
@@ -336,7 +350,7 @@ class Predictions:
         in_training = s.in_training.array(part)
         known = not any(value is None for value in s.in_training.values)
         paths = s.paths[part]
-        shown = list(map(show_path, paths))
+        shown, in_base64 = _shown_paths(paths)
         return {
             "path": shown,
             "label": s.label.array(part, show_path),
@@ -361,9 +375,9 @@ class Predictions:
             "in_training": in_training.astype(bool) if known else in_training,
             "sensor": s.sensor.array(part, show_path),
             "gain": s.gain[part],
-            "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
+            "segment_scores": s.segment_scores.each_array(part),
             "evaluation": [evaluation_result(self.evaluations)] * n,
-            "path_base64": list(map(_path_base64, paths, shown)),
+            "path_base64": in_base64,
         }
 
     @cached_property
@@ -402,11 +416,12 @@ class Predictions:
         return pd.DataFrame(columns | {"segment_scores": scores})
 
     def _rejected_columns(self) -> dict[str, list[str]]:
+        shown, in_base64 = _shown_paths([r.path for r in self.rejections])
         return {
-            "path": [show_path(r.path) for r in self.rejections],
+            "path": shown,
             "code": [r.code for r in self.rejections],
             "message": [r.message for r in self.rejections],
-            "path_base64": [_path_base64(r.path, show_path(r.path)) for r in self.rejections],
+            "path_base64": in_base64,
         }
 
     @cached_property

@@ -9,6 +9,7 @@ __all__ = ["label_in", "RecordingList", "ParsedNames", "find_recordings", "RowBl
 import os, sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -40,18 +41,30 @@ from ..data.segments import cut_into_rows, conform_recording
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
+@lru_cache(4096)
+def _is_split(folder: bytes) -> bool:
+    return split_name(os.fsdecode(folder)) is not None
+
+
 def _below_split(path: bytes) -> bytes:
     "A path without the folder of its split."
     first, slash, rest = path.partition(b"/")
-    return rest if slash and split_name(os.fsdecode(first)) is not None else path
+    return rest if slash and _is_split(first) else path
+
+
+@lru_cache(4096)  # recordings are sorted by their paths
+def _label_of_folder(
+    folder: bytes,  # ends in a slash, or empty
+) -> str:
+    label, slash, _ = os.fsdecode(_below_split(folder)).partition("/")
+    return sys.intern(label) if slash and not label.startswith(".") else ""  # hidden folders are no labels
 
 
 def label_in(
     path: bytes,  # of a recording, relative to the folder that is scored
 ) -> str:  # empty where it lies in no folder, or only in that of a split
     "Guess the label from a path."
-    folder, slash, _ = os.fsdecode(_below_split(path)).partition("/")
-    return folder if slash and not folder.startswith(".") else ""  # hidden folders are no labels
+    return _label_of_folder(path[: path.rfind(b"/") + 1])
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #f062c18e
@@ -107,7 +120,7 @@ def find_recordings(
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
-        labels = [sys.intern(label_in(path)) for path in finds.paths]
+        labels = list(map(label_in, finds.paths))
         names: Sequence[NameParts] = ParsedNames(finds.paths)
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)

@@ -43,10 +43,13 @@ class Categories:
         convert: Callable[[Any], Any] = lambda value: value,  # called once for each value that occurs
     ) -> np.ndarray:  # [n] object
         "Return the values of some recordings."
-        used, places = np.unique(self.codes[part], return_inverse=True)
-        known = np.empty(len(used), object)
-        known[:] = [convert(self.values[k]) for k in used]
-        return known[places]
+        codes = self.codes[part]
+        is_used = np.zeros(len(self.values), bool)
+        is_used[codes] = True
+        known = np.empty(len(self.values), object)
+        for k in np.flatnonzero(is_used).tolist():
+            known[k] = convert(self.values[k])
+        return known[codes]
 
 
 def to_categories(
@@ -74,6 +77,15 @@ class SegmentScores:
 
     def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
         return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    def each_array(
+        self,
+        part: slice = slice(None),  # of the recordings
+    ) -> list[np.ndarray]:  # [L] of each
+        "Return the scores of some recordings one by one."
+        numbers = np.arange(*part.indices(len(self)))
+        starts = np.where(numbers > 0, self.ends[numbers - 1], 0).tolist()
+        return [self.values[a:b] for a, b in zip(starts, self.ends[numbers].tolist())]
 
     @property
     def n_segments(self) -> np.ndarray:  # [n] int64
