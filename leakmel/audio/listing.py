@@ -405,9 +405,27 @@ class Listing:
     @property
     def is_dry(self) -> np.ndarray:  # [n] bool
         "Whether the name has gain 1: the hydrophone was not in the water."
-        if self.parts is None and self.naming.source == "folders":
-            return columns_of_names(self.paths)["gain"] == 1
-        return np.array([parts.gain == 1 for parts in self.names], bool)
+        return self.name_columns("gain")["gain"] == 1
+
+    def name_columns(
+        self,
+        *wanted: str,  # fields of `NameParts`
+    ) -> dict[str, np.ndarray]:  # [n] gain: float64; others: text as objects
+        "Return parts of the names as columns."
+        if self.parts is not None or self.naming.source != "folders":
+            rows = self.names
+            found = {name: [getattr(parts, name) for parts in rows] for name in wanted}
+            return {name: np.array(v, float if name == "gain" else object) for name, v in found.items()}
+        columns = columns_of_names(self.paths, [name for name in wanted if name != "session"])
+        none = np.full(len(self), "", object)
+        return {
+            name: columns[name]
+            if name == "gain"
+            else none
+            if name == "session"
+            else np.fromiter(map(os.fsdecode, columns[name].tolist()), object, len(self))
+            for name in wanted
+        }
 
     def part(
         self,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .content import content_columns, content_problems, read_content
-from .file_names import SPLITS, split_name
+from .file_names import SPLITS, NameParts, split_name
 from leakmel.audio.listing import (
     FileEntry,
     FoundFiles,
@@ -176,10 +176,8 @@ class Manifest:
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
-            parts = x.names
-            columns = ("sensor", "recording", "start_time", "gain", "session", "folder")
+            known: dict[str, Any] = x.name_columns(*NameParts._fields)
             more = {f"extra/{name}": text_column(texts) for name, texts in x.extra.items()}
-            known: dict[str, Any] = {name: [getattr(p, name) for p in parts] for name in columns}
             known |= {name: text_column(values) for name, values in known.items() if name != "gain"}
             frames.append(pd.DataFrame(files | known | more))
         table = pd.concat(frames, ignore_index=True)
@@ -197,7 +195,7 @@ class Manifest:
         misfits = {p.path for p in self.notes if p.kind == "no_match" and by_name}
         found = list(self.notes)
         for x in self.listings:
-            seen = name_problems(x.show, x.label_ids, np.array([part.gain for part in x.names]))
+            seen = name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"])
             if self.naming.source == "table":
                 seen = (replace(p, message=NO_LABEL_IN_TABLE) if p.kind == "no_label" else p for p in seen)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]

@@ -14,7 +14,7 @@ from typing import Any
 from leakmel.audio.synth import plan_set, render_planned, wav_bytes
 from leakmel.audio.wav import HEADER_BYTES
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.ops.bench import record_head, rounds_text, spread
+from leakmel.ops.bench import read_into_cache, record_head, rounds_text, spread
 
 MOST_BYTES, MOST_S = 2e9, 30.0  # of a step around a build, for a million recordings
 N_SHORT, RATE = 4000, 8000  # samples and Hz of the recordings of half a second
@@ -199,6 +199,8 @@ def bench_million(
     for _ in range(rounds):
         _remove(out)
         for name, code in STEPS.items():
+            for label in ("LEAK", "NOLEAK"):  # pages that nobody has used for a minute may be gone
+                read_into_cache(os.scandir(root / label))
             added = _add_new(root, n_files) if name == UPDATE else []
             try:
                 n_found = n_files - (name == COLUMNS) * n_bad + len(added)

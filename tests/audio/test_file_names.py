@@ -23,7 +23,7 @@ def check(paths: list[bytes]) -> None:
         assert len(values) == len(paths)
         right = [getattr(parse_name(path), field) for path in paths]
         if field == "gain":
-            assert np.array_equal(values, np.array(right, np.float32), equal_nan=True)
+            assert np.array_equal(values, np.array(right, float), equal_nan=True)
         else:
             texts = [os.fsencode(text) for text in right]
             assert values.tolist() == texts, field

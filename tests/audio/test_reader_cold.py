@@ -663,9 +663,14 @@ def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.Mon
 def test_compiled_code_is_loaded_for_many_recordings(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = seen(scan(tree))
     calls: list[int] = []
-    code = SimpleNamespace(stat_files=lambda paths: calls.append(len(paths)) or native.stat_files(paths))
+    real = native.stat_files
+
+    def stat_files(paths: list[bytes]) -> np.ndarray:
+        calls.append(len(paths))
+        return real(paths)
+
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
-    monkeypatch.setattr(conform, "native", lambda: code)
+    monkeypatch.setattr(conform, "native", lambda: SimpleNamespace(stat_files=stat_files))
     monkeypatch.delitem(sys.modules, "leakmel.audio.native")  # as before anything was built
     assert seen(scan(tree)) == right
     assert not calls

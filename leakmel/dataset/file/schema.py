@@ -118,7 +118,8 @@ def parsed_columns(
 ) -> dict[str, np.ndarray]:
     "Return the columns that are parsed from the file names, without the paths."
     if names is None:
-        return columns_of_names(paths) | {"session": np.zeros(len(paths), "S1")}
+        columns = columns_of_names(paths)
+        return columns | {"gain": columns["gain"].astype(np.float32), "session": np.zeros(len(paths), "S1")}
     columns = {"gain": np.array([n.gain for n in names], np.float32)}
     for field in ("sensor", "recording", "start_time", "session", "folder"):
         columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])

@@ -563,11 +563,10 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     facts = readers.facts[good]
     known = provenance.contains(d.decode() for d in facts["digest"].tolist()).tolist()
     if isinstance(found.names, ParsedNames):
-        columns = found.names.columns(good.tolist())
+        columns = found.names.columns(good.tolist(), ("sensor", "gain"))
         names = to_categories(columns["sensor"].tolist())
         sensor = replace(names, values=[os.fsdecode(name) for name in names.values])
-        gains, places = np.unique(columns["gain"], return_inverse=True)  # float32
-        gain = np.array([float(str(x)) for x in gains])[places]
+        gain = columns["gain"]
     else:
         sensor = to_categories(found.names[k].sensor for k in good.tolist())
         gain = np.array([found.names[k].gain for k in good.tolist()])

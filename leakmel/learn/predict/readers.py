@@ -7,7 +7,7 @@ __all__ = ["label_in", "RecordingList", "ParsedNames", "find_recordings", "RowBl
 
 # %% ../../../nbs/learn/predict/readers.ipynb #82f81016
 import os, sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -103,9 +103,10 @@ class ParsedNames(Sequence[NameParts]):
     def columns(
         self,
         numbers: Sequence[int],  # of paths
+        wanted: Collection[str],
     ) -> dict[str, np.ndarray]:  # of `columns_of_names`
         "Return the parts of the names of some paths as columns."
-        return columns_of_names([_below_split(self._paths[i]) for i in numbers])
+        return columns_of_names([_below_split(self._paths[i]) for i in numbers], wanted)
 
 
 def find_recordings(
