@@ -166,6 +166,12 @@ def run_step(
     return whole | {f"part: {name}": seconds for name, seconds in parts.items()}
 
 
+def _read_all(root: Path) -> None:
+    "Read the recordings into the page cache, which may lose pages that nobody has used for a minute."
+    for label in ("LEAK", "NOLEAK"):
+        read_into_cache(os.scandir(root / label))
+
+
 def _add_new(root: Path, n_files: int) -> list[Path]:
     "Add recordings for an update; return their paths."
     bodies = _bodies(True)["LEAK"]
@@ -199,8 +205,7 @@ def bench_million(
     for _ in range(rounds):
         _remove(out)
         for name, code in STEPS.items():
-            for label in ("LEAK", "NOLEAK"):  # pages that nobody has used for a minute may be gone
-                read_into_cache(os.scandir(root / label))
+            _read_all(root)
             added = _add_new(root, n_files) if name == UPDATE else []
             try:
                 n_found = n_files - (name == COLUMNS) * n_bad + len(added)
@@ -215,6 +220,7 @@ def bench_million(
     code = BUILD.replace("spec=spec", "pipeline=lm.PipelineConfig(fsync=False)")
     tails = []
     for _ in range(2 * rounds + 3):
+        _read_all(small)
         tails.append(run_step(code, small, target, tail_files))
         _remove(target)
         log(f"build of {tail_files:,}: {tails[-1]['process_s']:.1f} s")
