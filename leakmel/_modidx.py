@@ -4020,8 +4020,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers._below_split': ( 'learn/predict/readers.html#_below_split',
                                                                                                'leakmel/learn/predict/readers.py'),
-                                               'leakmel.learn.predict.readers._is_split': ( 'learn/predict/readers.html#_is_split',
-                                                                                            'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers._label_of_folder': ( 'learn/predict/readers.html#_label_of_folder',
                                                                                                    'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers._manifest_recordings': ( 'learn/predict/readers.html#_manifest_recordings',

@@ -416,16 +416,12 @@ class Listing:
             rows = self.names
             found = {name: [getattr(parts, name) for parts in rows] for name in wanted}
             return {name: np.array(v, float if name == "gain" else object) for name, v in found.items()}
-        columns = columns_of_names(self.paths, [name for name in wanted if name != "session"])
-        none = np.full(len(self), "", object)
-        return {
-            name: columns[name]
-            if name == "gain"
-            else none
-            if name == "session"
-            else np.fromiter(map(os.fsdecode, columns[name].tolist()), object, len(self))
-            for name in wanted
-        }
+        found = columns_of_names(self.paths, [name for name in wanted if name != "session"])
+        for name, column in found.items():
+            if name != "gain":
+                found[name] = np.fromiter(map(os.fsdecode, column.tolist()), object, len(self))
+        found["session"] = np.full(len(self), "", object)
+        return {name: found[name] for name in wanted}
 
     def part(
         self,

@@ -41,15 +41,10 @@ from ..data.segments import cut_into_rows, conform_recording
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
-@lru_cache(4096)
-def _is_split(folder: bytes) -> bool:
-    return split_name(os.fsdecode(folder)) is not None
-
-
 def _below_split(path: bytes) -> bytes:
     "A path without the folder of its split."
     first, slash, rest = path.partition(b"/")
-    return rest if slash and _is_split(first) else path
+    return rest if slash and split_name(os.fsdecode(first)) is not None else path
 
 
 @lru_cache(4096)  # recordings are sorted by their paths
