@@ -221,8 +221,8 @@ class FoundFiles:
 
     def sort(self) -> None:
         "Sort by the bytes of the paths."
-        order = np.array(sorted(range(len(self)), key=self.paths.__getitem__), np.int64)
-        self.paths = [self.paths[i] for i in order]
+        numbers = sorted(range(len(self)), key=self.paths.__getitem__)
+        self.paths, order = [self.paths[i] for i in numbers], np.array(numbers, np.int64)
         self.sizes = array("q", np.array(self.sizes, np.int64)[order].tobytes())
         self.mtimes_ns = array("q", np.array(self.mtimes_ns, np.int64)[order].tobytes())
 

@@ -86,6 +86,12 @@ def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
     assert (tmp_path / "x.csv").read_bytes() == right.getvalue().encode()
 
 
+def test_scores_are_made_without_pandas():
+    "Loading it takes half a second, and only tables need it."
+    code = "import sys; from leakmel.learn.predict import predict; assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_scores_of_segments_are_rounded_as_texts():
     "Also halves of a thousandth, of which each is rounded to the even neighbour."
     scores = np.concatenate([np.random.default_rng(0).random(5000), np.arange(2**12 + 1) / 2**12])

@@ -21,14 +21,16 @@ __all__ = [
 import os, re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...core.errors import UsageError
 from ..data.groups import Group, group_name, group_values
 from .metrics import FIGURES, check_scores, figures_of_counts
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #45683b22
 _WORDS = {"sensor": "sensor", "night": "night", "source": "source recording", "recording": "recording"}
@@ -71,7 +73,7 @@ def source_names(
 
 
 def recording_groups(
-    table: pd.DataFrame,  # a row for each recording, as `MelDataset.files` gives it
+    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
     group: Group = "sensor",  # as in `group_values`
 ) -> (
     Groups
@@ -89,6 +91,8 @@ def recording_groups(
     if known("sensor"):
         return _encode_groups("sensor", table["sensor"].to_numpy(object))
     if known("start_time"):
+        import pandas as pd
+
         nights = pd.to_datetime(table["start_time"].str.slice(0, 19)) - pd.Timedelta(hours=12)
         return _encode_groups(
             "night",

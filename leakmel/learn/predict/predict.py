@@ -561,7 +561,7 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
             remedy="train the model again: its weights are damaged",
         )
     facts = readers.facts[good]
-    known = provenance.contains(d.decode() for d in facts["digest"].tolist()).tolist()
+    known = provenance.contains(facts["digest"].astype("U").tolist()).tolist()
     if isinstance(found.names, ParsedNames):
         columns = found.names.columns(good.tolist(), ("sensor", "gain"))
         names = to_categories(columns["sensor"].tolist())

@@ -246,7 +246,7 @@ class RecordingReaders:
         self.filled = SimpleQueue[RowBlock | None]()  # blocks to score; None: there are no more
         part = replace(
             listing,
-            paths=[listing.paths[k] for k in quick],
+            paths=[listing.paths[k] for k in quick.tolist()],
             sizes=listing.sizes[quick],
             mtimes_ns=listing.mtimes_ns[quick],
             label_ids=listing.label_ids[quick],

@@ -56,8 +56,9 @@ def to_categories(
     values: Iterable[Any],  # one for each recording
 ) -> Categories:
     "Number the values in the order in which they appear."
-    numbers: dict[Any, int] = {}
-    codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in values), np.int32)
+    values = list(values)
+    numbers = {value: k for k, value in enumerate(dict.fromkeys(values))}
+    codes = np.fromiter(map(numbers.__getitem__, values), np.int32, len(values))
     return Categories(list(numbers), codes)
 
 
