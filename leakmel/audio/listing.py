@@ -405,7 +405,7 @@ class Listing:
     @property
     def is_dry(self) -> np.ndarray:  # [n] bool
         "Whether the name has gain 1: the hydrophone was not in the water."
-        return self.name_columns("gain")["gain"] == 1
+        return self.name_columns("gain")["gain"].astype(np.float32) == 1  # as data sets store it
 
     def name_columns(
         self,
@@ -414,12 +414,12 @@ class Listing:
         "Return parts of the names as columns."
         if self.parts is not None or self.naming.source != "folders":
             rows = self.names
-            found = {name: [getattr(parts, name) for parts in rows] for name in wanted}
-            return {name: np.array(v, float if name == "gain" else object) for name, v in found.items()}
+            kinds = {name: float if name == "gain" else object for name in wanted}
+            return {name: np.array([getattr(x, name) for x in rows], kind) for name, kind in kinds.items()}
         found = columns_of_names(self.paths, [name for name in wanted if name != "session"])
         for name, column in found.items():
             if name != "gain":
-                found[name] = np.fromiter(map(os.fsdecode, column.tolist()), object, len(self))
+                found[name] = np.array(list(map(os.fsdecode, column.tolist())), object)
         found["session"] = np.full(len(self), "", object)
         return {name: found[name] for name in wanted}
 

@@ -48,7 +48,7 @@ STAGE_MEANING = {
     "copy_in": "copy samples from host memory to a device",
     "compute": "compute mels from samples; includes the copies if the engine has no device",
     "copy_out": "copy mels from a device to host memory",
-    "write": "write rows into the file, and their properties and digests into columns",
+    "write": "write rows into the file, read them back, and store their properties and digests",
     "publish": "write columns and attributes of the data set, compress, rename",
     "sync": "wait until the disk has stored the file, and its new name after the rename",
     "verify": "check before publishing: the file, and a recomputed sample of its rows; a publisher's lane may do it before the rows are written",

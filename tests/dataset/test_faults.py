@@ -325,9 +325,13 @@ def test_rows_that_cannot_be_read_back(tmp_path, data, old, monkeypatch, nth):
         return real(fd, views, at, *flags)
 
     monkeypatch.setattr(os, "preadv", broken)
-    e = fails(data, tmp_path, OutputError, "EIO")
+    e = fails(data, tmp_path, OutputError, "EIO", fresh=True)
     assert str(tmp_path / "out") in str(e)
     assert len(calls) >= nth
+    (data / "LEAK" / "29.wav").unlink()
+    calls.clear()
+    e = fails(data, tmp_path, OutputError, "EIO")  # an update, which copies rows
+    assert str(tmp_path / "out") in str(e)
 
 
 def test_open_faults_of_the_machine(tmp_path, data, old, monkeypatch):

@@ -19,6 +19,8 @@ from leakmel.core.errors import VerifyError
 from leakmel.dataset.check import verify
 from leakmel.dataset.file import writer
 from leakmel.dataset.run import job as waveforms
+from leakmel.dataset.run import publish
+from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.dataset.check.verify import VerifyReport, pick_rows
@@ -315,7 +317,7 @@ def swapped_rows(file, first, rows, real):
 
 def flipped_bit(file, first, rows, real):
     rows = rows.copy()
-    rows.view(np.uint16)[0, 0, 0, 0, 0] ^= 1
+    rows.view(np.uint16).reshape(-1)[0] ^= 1
     return real(file, first, rows)
 
 
@@ -361,9 +363,73 @@ def test_each_row_is_read_back_once(data, tmp_path, monkeypatch, compiled):
     pipeline = PipelineConfig(monitor_interval_s=0.0, compression="gzip")
     lm.build(data, out=tmp_path / "z.h5", progress="none", pipeline=pipeline)
     lm.build(data, out=tmp_path / "w.h5", with_waveforms=True, **QUIET)
-    assert rows == [N, 0, 0, 0, N - 1, N - 1, N - 1]
+    twice = len(np.unique(np.linspace(0, N - 1, publish._READ_TWICE).astype(int)))
+    without_last = len(np.unique(np.linspace(0, N - 2, publish._READ_TWICE).astype(int)))
+    assert rows[1:4] == [twice, twice, without_last]
+    assert [rows[0], *rows[4:]] == [N, N - 1, N - 1, N - 1]
     assert lm.verify(tmp_path / "y.h5").ok
     assert rows[-1] == N
+    lm.build(data, out=tmp_path / "v.h5", check=None, **QUIET)
+    assert rows[-1] == N - 1  # all rows are to be checked
+
+
+def test_rows_that_lie_elsewhere_in_the_complete_file_prevent_publication(data, tmp_path, monkeypatch):
+    "Some rows are read once more when the file is complete, the first and the last of them."
+    real = RowFile.finish
+
+    def moves_rows(self, meta):
+        digest = real(self, meta)
+        with open(self.partial, "r+b") as f:
+            f.seek(self.offset)
+            rows = f.read(len(meta.labels) * self.row_bytes)
+            f.seek(self.offset)
+            f.write(rows[2:] + rows[:2])
+        return digest
+
+    monkeypatch.setattr(RowFile, "finish", moves_rows)
+    with pytest.raises(VerifyError, match="do not match their digest"):
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_batch_that_replaces_rows_of_another_one(data, tmp_path, monkeypatch):
+    "Rows that were read back are not written again: such a batch belongs elsewhere."
+    real = Job.take
+    monkeypatch.setattr(Job, "take", lambda self, slot: (real(self, slot), real(self, slot))[1])
+    with pytest.raises(VerifyError, match="replace rows of another"):
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+
+
+@pytest.mark.parametrize("wrong", [swapped_rows, flipped_bit])
+def test_writer_faults_of_an_update_prevent_publication(data, tmp_path, monkeypatch, wrong):
+    "Rows that are copied from the existing data set are read back too."
+    lm.build(data, out=tmp_path / "out" / "y.h5", **QUIET)
+    before = (tmp_path / "out" / "y.h5").read_bytes()
+    (data / "LEAK" / "s1~001~20240229_120000~5.wav").unlink()
+    real = RowFile.write
+    monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
+    with pytest.raises(VerifyError, match="do not match their digest"):
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    assert (tmp_path / "out" / "y.h5").read_bytes() == before
+
+
+def test_long_path_of_a_rejected_file_does_not_widen_all_paths(data, tmp_path, monkeypatch):
+    widths = []
+    real = np.searchsorted
+    deep = data / "NOLEAK" / ("d" * 200) / ("e" * 200)
+    deep.mkdir(parents=True)
+    (deep / "zz.wav").write_bytes((data / "LEAK" / "s1~001~20240229_120000~5.wav").read_bytes()[:-2000])
+
+    def note(a, v, *more, **named):
+        widths.append(np.result_type(a, v).itemsize if np.asarray(a).dtype.kind == "S" else 0)
+        return real(a, v, *more, **named)
+
+    monkeypatch.setattr(verify.np, "searchsorted", note)
+    result = lm.build(
+        data, out=tmp_path / "y.h5", spec={"sample_rate": 4096, "duration_s": 1.0, "short": "reject"}, **QUIET
+    )
+    assert any(len(r.path) > 400 for r in result.rejections)
+    assert 0 < max(widths) < 100
 
 
 def test_value_that_is_not_finite_is_not_counted_as_read_back(tmp_path):

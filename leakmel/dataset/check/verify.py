@@ -417,7 +417,8 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = own.enter_context(closing(Sources(folder, spec)))
-    known = np.array(list(sources.known), np.bytes_)
+    longest = paths.dtype.itemsize  # a longer path, of a rejected recording, would widen a copy of all paths
+    known = np.array([path for path in sources.known if len(path) <= longest], paths.dtype)
     places = np.searchsorted(paths, known).clip(max=max(0, len(paths) - 1))
     preferred = places[paths[places] == known].tolist() if len(paths) else []
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)

@@ -6,6 +6,7 @@
 __all__ = [
     "SPARE_BYTES",
     "output_error",
+    "write_errors",
     "OutputLock",
     "delayed_signals",
     "require_space",
@@ -64,6 +65,17 @@ def output_error(
         path=path,
         remedy="check the permissions and the file system, or write to another folder",
     )
+
+
+@contextmanager
+def write_errors(
+    target: Path,  # named where the error names no file
+) -> Iterator[None]:
+    "Convert an OSError in the body into an OutputError."
+    try:
+        yield
+    except OSError as e:
+        raise output_error(e, e.filename or target) from e
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #16590536

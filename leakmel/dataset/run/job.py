@@ -30,7 +30,7 @@ from ...audio.conform import quality
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import digest_of
-from ...core.errors import LeakmelError, UsageError
+from ...core.errors import LeakmelError, UsageError, VerifyError
 from ...core.store import LocalCopies
 from ...core.timeline import Timeline
 from ..check.expected import Sources
@@ -246,11 +246,15 @@ class Job:
             self.parsed = parsed_columns(self.listing.paths)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
-        "Write the rows of a computed slot and store its facts; return the bytes written and whether the job is complete."
+        "Write the rows of a computed slot, read them back and store its facts; return the bytes written and whether the job is complete."
+        mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
+        if self.matched[mine].any():  # rows that were read back must not change any more
+            raise VerifyError(
+                "a batch would replace rows of another one", code="wrong-rows", path=self.file.target
+            )
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
-        mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
         self.facts[mine] = slot.facts
         self.moments[mine] = slot.moments[: slot.n]
         self.row_digests[mine] = digests_of(slot.mels[: slot.n])

@@ -29,6 +29,7 @@ from leakmel.dataset.file.writer import (
     part_bytes,
     read_at,
     require_space,
+    write_errors,
     delayed_signals,
 )
 from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
@@ -132,9 +133,10 @@ def _copy_rows(
                     read_at(raw.fileno(), block.reshape(-1), offset + start * item_bytes)
                 fine[run] &= digests_of(block) == known[name][run]
                 first = int(known["number"][run.start])
-                write(first, block)
-                if part == ROWS and job.read_back:
-                    job.matched[first : first + n] = file.match_digests(first, known[name][run])
+                with write_errors(file.target):
+                    write(first, block)
+                    if part == ROWS and job.read_back:
+                        job.matched[first : first + n] = file.match_digests(first, known[name][run])
     return Entry(known[fine], existing.unusual)
 
 

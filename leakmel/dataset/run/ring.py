@@ -22,7 +22,7 @@ from ...core.errors import EngineError, LeakmelError
 from ...core.monitor import usable_cores
 from ...core.threads import ThreadGroup, machine_error
 from ...core.timeline import SpanCounts
-from ..file.writer import output_error
+from ..file.writer import write_errors
 from .job import BuildContext, Job
 from .publish import publish, read_ahead_for_check
 from ..source.loader import Slot
@@ -31,15 +31,6 @@ from ...mel.engines import Engine, EngineLane
 
 
 # %% ../../../nbs/dataset/run/ring.ipynb #fbcee70f
-@contextmanager
-def _write_errors(job: Job) -> Iterator[None]:
-    "Convert an OSError in the body into an OutputError with the target."
-    try:
-        yield
-    except OSError as e:
-        raise output_error(e, e.filename or job.file.target) from e
-
-
 @contextmanager
 def _engine_errors(engine: Engine, slot: Slot) -> Iterator[None]:
     "Convert an error in the body into an EngineError with engine and batch."
@@ -179,7 +170,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
     "Write the rows of a computed slot; pass a completed job to the publisher."
     job = slot.job
     with (
-        _write_errors(job),
+        write_errors(job.file.target),
         ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved,
     ):
         moved.n_files = slot.n
@@ -287,7 +278,7 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
 def _write_journal(ring: Ring, lane: str) -> None:
     "Write journal entries when they are due."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
-        with _write_errors(job), ring.run.timeline.span("sync", lane, split=job.split):
+        with write_errors(job.file.target), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
 
 
@@ -298,7 +289,7 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
         if k == 0:
             read_ahead_for_check(ring.run, ring.jobs, lane, lambda: stopping() or not ring.complete.empty())
         while (job := ring.complete.get()) is not None and not stopping():
-            with _write_errors(job):
+            with write_errors(job.file.target):
                 publish(ring.run, job, lane, stopping)
     finally:
         if ring.leave("publisher") or stopping():

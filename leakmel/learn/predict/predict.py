@@ -190,7 +190,7 @@ def _shown_paths(paths: Sequence[bytes]) -> tuple[list[str], list[str]]:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cc8f38bf
-_PAGE = 8192  # recordings whose columns are text at a time
+_PAGE, _PAGE_SEGMENTS = 8192, 1 << 18  # recordings and their segments that are text at a time
 
 
 def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
@@ -214,9 +214,9 @@ def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
         return [form(x) if x == x else "" for x in values]
     if name in ("leak", "silent", "opposite_phase", "dry", "in_training"):
         return ["" if x is None else str(int(x)) for x in values]
-    return (
-        list(map(str, values)) if isinstance(column, np.ndarray) and column.dtype != object else list(values)
-    )
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        return list(map(str, values))
+    return list(values)
 
 
 _SPECIAL = '",\r\n'
@@ -235,7 +235,7 @@ def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, A
     "Write the pages of a table to a CSV file under a temporary name."
     with new.open("w", encoding="utf-8", newline="") as f:
         f.write(",".join(names) + "\n")
-        for page in pages:  # faster than csv.writer, with the same bytes
+        for page in pages:  # faster than csv.writer
             columns = [_quoted(_cells(name, page[name])) for name in names]
             f.write("\n".join([*map(",".join, zip(*columns)), ""]))
         f.flush()
@@ -392,8 +392,13 @@ class Predictions:
     def _pages(self, part: slice = slice(None)) -> Iterator[dict[str, Any]]:
         "Yield the columns of the table for some recordings, page by page."
         start, stop, _ = part.indices(len(self))
-        for first in range(start, stop, _PAGE):
-            yield self._columns(slice(first, min(stop, first + _PAGE)))
+        ends = self.scored.segment_scores.ends
+        while start < stop:
+            behind = ends[start - 1] + _PAGE_SEGMENTS if start else _PAGE_SEGMENTS
+            n = int(np.searchsorted(ends, behind, "right")) - start
+            last = min(stop, start + max(1, min(n, _PAGE)))
+            yield self._columns(slice(start, last))
+            start = last
 
     def rows(self) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
