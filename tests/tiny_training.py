@@ -63,13 +63,10 @@ def files(sets: Path) -> tuple[Path, Path]:
 _IMPORTS = """
 import contextlib, io, os, tempfile, torch
 torch.set_num_threads(1)
-import leakmel as lm
 from leakmel.cli import main
 import leakmel.learn.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/network", n_files=40)
-    lm.build_all(place + "/network", out_dir=place + "/sets", progress="none", check=0)
-    words = {words} + [place + "/sets", "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
+    words = {words} + [{sets!r}, "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
     assert main(words) == 0
 """
 _AT_A_MOMENT = """
@@ -108,9 +105,9 @@ atexit.register(lambda: print("moments", next(count)))
 """
 
 
-def loaded(*words: str, more: str = "") -> str:
+def loaded(sets: Path, *words: str, more: str = "") -> str:
     "Code for `children.server`: a command of leakmel on tiny sets has been run once; `more` is imported before."
-    return more + _IMPORTS.format(words=list(words))
+    return more + _IMPORTS.format(words=list(words), sets=str(sets))
 
 
 def at_a_moment(imports: str, owners: str, number: int, at: int) -> str:

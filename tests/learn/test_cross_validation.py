@@ -104,7 +104,7 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
     assert found.plots()["roc"].layout.title.text.startswith("AUC")
 
 
-@pytest.mark.parametrize("kind", ["cnn", "blend"])
+@pytest.mark.parametrize("kind", [pytest.param("cnn", marks=pytest.mark.long), "blend"])
 def test_interrupted_run_of_a_kind_is_resumed(
     small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
 INTERRUPTED = """
 import sys
 import leakmel as lm
-settings = lm.TrainSettings(detector="cnn", epochs=4, channels=(4, 8))
+settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
 lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
 """
 
@@ -170,7 +170,7 @@ def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_pat
     left = [p for p in psutil.process_iter() if group_of(p.pid) == run.pid]
     psutil.wait_procs(left, 20)
     assert [p.pid for p in left if p.is_running()] == []
-    settings = lm.TrainSettings(detector="cnn", epochs=4, channels=(4, 8))
+    settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
     resumed = cross_validated(small_sets, settings, out=out)
     assert resumed.n_done <= len(resumed.folds) - kept
 
@@ -236,7 +236,7 @@ def test_group_that_alone_has_a_label_is_not_left_out() -> None:
 
 def test_permuted_labels_give_no_skill(small_sets: Path, tmp_path: Path) -> None:
     areas = []
-    for seed in range(4):
+    for seed in range(3):
         shutil.copytree(small_sets, folder := tmp_path / str(seed))
         rng = np.random.default_rng(seed)
         for path in paths_of(folder):
@@ -265,7 +265,7 @@ def test_network_and_choice_inside_each_fold(
     assert np.isfinite(chosen.table["score"]).all()
 
 
-@pytest.mark.parametrize("kind", ["executor", "dask"])
+@pytest.mark.parametrize("kind", [pytest.param("executor", marks=pytest.mark.long), "dask"])
 def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossValidation, kind: str) -> None:
     with ExitStack() as stack:
         if kind == "executor":
@@ -274,7 +274,7 @@ def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossV
             distributed = pytest.importorskip("distributed")
             options = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 50}
             cluster = stack.enter_context(
-                distributed.LocalCluster(n_workers=2, threads_per_worker=1, **options)
+                distributed.LocalCluster(n_workers=1, threads_per_worker=1, **options)
             )
             stack.enter_context(distributed.Client(cluster)).run(use_few_trees)
             cluster = cluster.scheduler_address

@@ -968,6 +968,16 @@ class Killed(BaseException):
     "What stops a round where it is."
 
 
+@pytest.fixture(scope="module")
+def whole_round(networks, tmp_path_factory) -> Path:
+    "The folder of a round that was not interrupted, and whose challenger has won."
+    folder = tmp_path_factory.mktemp("whole") / "rounds"
+    with pytest.MonkeyPatch.context() as m:
+        by_rule(m, True)
+        retrain(**round_arguments(networks, folder))
+    return folder
+
+
 @pytest.mark.parametrize(
     "where",
     [
@@ -975,16 +985,17 @@ class Killed(BaseException):
         pytest.param("train_epochs", marks=pytest.mark.long),
         "finish_training",
         pytest.param("compare_models", marks=pytest.mark.long),
-        "selection_csv",
+        pytest.param("selection_csv", marks=pytest.mark.long),
         pytest.param("write_whole", marks=pytest.mark.long),
         "write_lineage",
     ],
 )
-def test_interrupted_round_keeps_the_champion_and_is_resumed(networks, tmp_path, monkeypatch, where):
+def test_interrupted_round_keeps_the_champion_and_is_resumed(
+    networks, whole_round, tmp_path, monkeypatch, where
+):
     given_ = round_arguments(networks, tmp_path / "torn")
     with monkeypatch.context() as m:
         by_rule(m, True)
-        whole = retrain(**given_ | {"out": tmp_path / "whole"})
 
         def stop(*a: Any, **k: Any) -> None:
             raise Killed
@@ -1002,10 +1013,10 @@ def test_interrupted_round_keeps_the_champion_and_is_resumed(networks, tmp_path,
         where == "write_lineage"
     ):  # the decision had been made: it was carried out, and this was the next round
         assert past(tmp_path / "torn") == [0, 1, 2]
-        assert files_of(tmp_path / "torn" / "round-0001") == files_of(tmp_path / "whole" / "round-0001")
+        assert files_of(tmp_path / "torn" / "round-0001") == files_of(whole_round / "round-0001")
     else:
-        assert weights_digest(done.champion) == weights_digest(whole.champion)
-        assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
+        assert weights_digest(done.champion) == weights_digest(load_champion(whole_round))
+        assert files_of(tmp_path / "torn") == files_of(whole_round)
 
 
 KILLED = """
@@ -1029,7 +1040,9 @@ retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_dra
 """
 
 
-def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(networks, tmp_path):
+def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(
+    networks, whole_round, tmp_path, monkeypatch
+):
     given_ = round_arguments(
         networks, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3)
     )
@@ -1054,10 +1067,10 @@ def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(networks, tmp_p
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     assert not (tmp_path / "torn/round-0001" / RECORD).exists()
+    by_rule(monkeypatch, True)
     done = retrain(**given_)
     assert "Resumes after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
-    retrain(**given_ | {"out": tmp_path / "whole"})
-    assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "torn") == files_of(whole_round)
 
 
 def test_other_round_does_not_resume_an_interrupted_one(networks, tmp_path, monkeypatch):

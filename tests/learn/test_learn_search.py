@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ SPACE = {
 }
 WORDS = [*tiny_words(2), "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
 LAST = 4  # trials of the delayed_signals search
+MIDDLE = 170  # a moment (see MOMENTS) in the middle of it
 STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))  # where figures are staged, a step is enough
 
 
@@ -131,6 +133,7 @@ class Staged:
             return e
 
         monkeypatch.setattr("leakmel.learn.train.loop.end_epoch", staged)
+        monkeypatch.setattr("leakmel.learn.train.loop.update_card", lambda *args, **named: None)
 
 
 # ---- what it does --------------------------------------------------------------------------------------------------
@@ -154,6 +157,7 @@ def test_first_trial_has_the_base_settings(sets: Path, right: SearchResult, tmp_
     assert len({t.changes["learning_rate"] for t in right.trials}) == LAST
 
 
+@pytest.mark.long  # test_command makes the same search by the command line
 def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
@@ -335,15 +339,6 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
 
 
-def test_time_limit_keeps_the_running_trial(sets: Path, right: SearchResult, tmp_path: Path) -> None:
-    short = searched(sets, tmp_path / "run", hours=1e-9)
-    assert len(short.trials) == 1, "the first one always comes to its end"
-    assert f"1 of {LAST}" in repr(short)
-    assert short.is_better is False
-    searched(sets, tmp_path / "run")
-    assert_same(tmp_path / "run", right)
-
-
 def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
     Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
@@ -373,7 +368,13 @@ def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: p
     assert module.seconds_for_seeds(memory, 2) == 0, "what is there need not be waited for"
 
 
-def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_time_limit_and_more_trials_are_the_same_search(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
+    short = searched(sets, tmp_path / "run", hours=1e-9)
+    assert len(short.trials) == 1, "the first one always comes to its end"
+    assert f"1 of {LAST}" in repr(short)
+    assert short.is_better is False
     searched(sets, tmp_path / "run", trials=2, again=0)
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
@@ -384,15 +385,6 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 
 
 # ---- on a cluster ----------------------------------------------------------------------------------------------------
-
-
-def test_one_process_of_a_cluster_makes_the_same_trials(
-    sets: Path, right: SearchResult, tmp_path: Path
-) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        searched(sets, tmp_path / "run", cluster=pool)
-    assert_same(tmp_path / "run", right)
-    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(right.folder))
 
 
 def test_pruning_compares_with_the_trials_that_were_finished(
@@ -461,13 +453,13 @@ def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pool: Executor = DeadlyPool(1, get_context("spawn")) if lost == "killed" else DyingPool(1)
     with pool, raises("worker-died", MachineError):
-        searched(sets, tmp_path / "run", cluster=pool)
+        searched(sets, tmp_path / "run", cluster=pool, again=0)
     memory = read_state(tmp_path / "run")
     assert memory is not None
     assert [t.state for t in memory.trials] == ["complete", "complete", "failed"]
     assert "leakmel-trial-2" in memory.trials[2].error
     with ThreadPoolExecutor(1) as other:
-        result = searched(sets, tmp_path / "run", cluster=other)
+        result = searched(sets, tmp_path / "run", cluster=other, again=0)
     assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
     assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
 
@@ -509,6 +501,39 @@ def die(*args: Any) -> None:
     raise KilledWorker("node3")
 
 
+class RetryingPool(ThreadPoolExecutor):
+    "As Dask: a task whose worker died is given to another one."
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        return super().submit(partial(twice, function) if args[0].number == 1 else function, *args)
+
+
+def twice(function: Any, task: Any, *args: Any) -> Any:
+    from leakmel.learn.train.step import Stepper
+
+    real = Stepper.step
+
+    def dying(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 8:
+            raise KilledWorker("node3")
+        return real(self, batch)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Stepper, "step", dying)
+        with pytest.raises(KilledWorker):
+            function(task, *args)
+    return function(task, *args)
+
+
+def test_task_of_a_lost_worker_is_continued_by_another(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
+    with RetryingPool(1) as pool:
+        searched(sets, tmp_path / "run", cluster=pool)
+    assert_same(tmp_path / "run", right)
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(right.folder))
+
+
 class LosingPool(ThreadPoolExecutor):
     "As Dask: the task is lost, and other tasks are accepted."
 
@@ -536,6 +561,7 @@ def arm() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # by default: the test above; and test_cross_validation.py gives its tasks to Dask in the same way
 def test_dask_continues_the_trial_of_a_killed_worker(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     with (
@@ -555,16 +581,21 @@ def test_dask_continues_the_trial_of_a_killed_worker(sets: Path, right: SearchRe
     assert_same(tmp_path / "run", right)
 
 
-def test_trial_that_was_running_when_a_search_ended_is_continued(
-    sets: Path, right: SearchResult, tmp_path: Path
-) -> None:
-    shutil.copytree(right.folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "trials" / "0002")
-    noted = tmp_path / "run" / "search.json"
+def copy_without_a_trial(right: SearchResult, out: Path) -> None:
+    "The folder of a search that ended while it trained its third trial, as a cluster leaves it."
+    shutil.copytree(right.folder, out)
+    shutil.rmtree(out / "trials" / "0002")
+    noted = out / "search.json"
     values = json.loads(noted.read_bytes())
     lost = values["trials"].pop(2)
     values["running"] = {"2": lost["changes"]}
     noted.write_text(json.dumps(values))
+
+
+def test_trial_that_was_running_when_a_search_ended_is_continued(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
+    copy_without_a_trial(right, tmp_path / "run")
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
     memory = read_state(tmp_path / "run")
@@ -621,9 +652,10 @@ def at_call(number: int, at: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Server]:
+def children(sets: Path) -> Iterator[Server]:
     with server(
         loaded(
+            sets,
             *("search", "--trials", "2", "--again", "1", "--space", json.dumps({"dropout": [0.1, 0.5]})),
             *("--epoch-share", "0.2", "--batch-size", "200"),
             more="import optuna, pandas\nfrom leakmel.learn.search import search",
@@ -642,16 +674,19 @@ def test_search_killed_at_any_moment_gives_the_same_trials(
     sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int
 ) -> None:
     "Real kills, spread over the search: in the short run one in the middle, in the long run every so many from one chosen at random."
-    done = run_with_signal(children, sets, tmp_path / "whole", at_call(0, 0))
-    assert done.status == 0, done.err
-    assert_same(tmp_path / "whole", right)
-    last = n_moments(done.out)
-    first = last // 2 if n == 1 else random.randrange(1, 1 + last // n)
-    for at in sorted({first + k * (last - 1) // n for k in range(n)}):
+    places = [MIDDLE]
+    if n > 1:
+        done = run_with_signal(children, sets, tmp_path / "whole", at_call(0, 0))
+        assert done.status == 0, done.err
+        assert_same(tmp_path / "whole", right)
+        last = n_moments(done.out)
+        first = random.randrange(1, 1 + last // n)
+        places = sorted({first + k * (last - 1) // n for k in range(n)})
+    for at in places:
         out = tmp_path / f"{at}"
-        print("killed at moment", at, "of", last)
+        print("killed at moment", at)
         done = run_with_signal(children, sets, out, at_call(signal.SIGKILL, at))
-        if done.status == 0:
+        if done.status == 0 and n > 1:
             continue  # fewer moments this time
         assert done.status == -signal.SIGKILL, done.err
         done = run_with_signal(children, sets, out)
@@ -704,6 +739,7 @@ def test_finished_trial_without_record_is_not_trained_again(
     def dying(self: Any, done: Trial) -> None:
         raise ZeroDivisionError
 
+    copy_without_a_trial(right, tmp_path / "run")
     with monkeypatch.context() as m:
         m.setattr(module._Search, "keep", dying)
         with pytest.raises(ZeroDivisionError):
@@ -718,9 +754,8 @@ def test_finished_trial_without_record_is_not_trained_again(
 
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", counted)
-        searched(sets, tmp_path / "run", trials=1)
+        searched(sets, tmp_path / "run")
         assert not seen
-    searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
 
 
@@ -797,7 +832,7 @@ def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, t
     out = tmp_path / "run"
     with raises("nothing-to-resume", path=out):
         searched(sets, out, resume="always")
-    searched(sets, out, space={"dropout": [0.1, 0.5]}, trials=LAST + 1, again=0)
+    searched(sets, out, settings=STAGED, space={"dropout": [0.1, 0.5]}, trials=LAST + 1, again=0)
     (out / "trials" / "notes").mkdir()
     with raises("another-run-in-folder", path=out):
         searched(sets, out)
@@ -812,10 +847,11 @@ def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, t
 
 
 def test_search_interrupted_while_starting_over_can_start_over_again(
-    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "While the trials of the other search are removed."
-    searched(sets, tmp_path / "run", space={"dropout": [0.1, 0.5]}, trials=2, again=0)
+    given: dict[str, Any] = {"settings": STAGED, "trials": 2}
+    searched(sets, tmp_path / "run", **given, space={"dropout": [0.1, 0.5]}, again=0)
 
     def dying(folder: Path, ignore_errors: bool) -> None:
         raise KeyboardInterrupt
@@ -823,11 +859,11 @@ def test_search_interrupted_while_starting_over_can_start_over_again(
     with monkeypatch.context() as m:
         m.setattr(trials_module, "rmtree", dying)
         with pytest.raises(KeyboardInterrupt):
-            searched(sets, tmp_path / "run", resume="never")
+            searched(sets, tmp_path / "run", **given, resume="never")
     with raises("another-run-in-folder", path=tmp_path / "run"):
-        searched(sets, tmp_path / "run")
-    searched(sets, tmp_path / "run", resume="never")
-    assert_same(tmp_path / "run", right)
+        searched(sets, tmp_path / "run", **given)
+    searched(sets, tmp_path / "run", **given, resume="never")
+    assert_same(tmp_path / "run", searched(sets, tmp_path / "new", **given))
 
 
 def test_restarted_search_gives_one_hint_when_interrupted(
@@ -849,9 +885,7 @@ def test_restarted_search_gives_one_hint_when_interrupted(
 
 
 def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResult, tmp_path: Path) -> None:
-    trained = train(
-        *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
-    )
+    trained = train(*files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False)
     with raises("output-exists", path=trained.model_path.parent):
         searched(sets, trained.model_path.parent)
     with raises("other-file-in-the-way", OutputError):
@@ -887,9 +921,7 @@ def test_missing_optuna_names_the_package_to_install(
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "leakmel[search]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    trained = train(
-        *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
-    )
+    trained = train(*files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False)
     assert trained.epochs, "nothing else needs it"
 
 
@@ -921,7 +953,8 @@ def test_recordings_for_testing_cannot_be_given_and_are_not_opened(
         real(self, name, *args, **named)
 
     monkeypatch.setattr(h5py.File, "__init__", watched)
-    assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS, "--trials", "2"]) == 0
+    words = ["search", str(sets), "--out", str(tmp_path / "run"), *WORDS, "--trials", "2", "--again", "0"]
+    assert main(words) == 0
     assert {Path(n).name for n in opened} == {p.name for p in files(sets)}
     assert plain(tmp_path / "run") == plain(right.folder)[:2]
 
@@ -944,7 +977,7 @@ def test_search_does_not_use_the_testing_part_of_a_split(
         sources,
         split=split,
         out=tmp_path / "run",
-        settings=TINY,
+        settings=STAGED,
         space=SPACE,
         trials=2,
         again=0,
@@ -969,7 +1002,7 @@ def test_leaky_split_is_reported_before_the_search(sets: Path, tmp_path: Path) -
             path,
             path,
             out=tmp_path / "run",
-            settings=replace(TINY, epochs=1),
+            settings=STAGED,
             space=SPACE,
             trials=2,
             again=0,

@@ -31,7 +31,7 @@ from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.inputs import TooShortWarning, open_training, trailing_silence
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 RATE = 4096
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)  # four long segments of 1,024 samples
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu"}
@@ -352,7 +352,7 @@ def test_checkpoints_of_equal_rows_are_resumed(change, check, n_batches):
 def network(tmp_path_factory) -> dict[float, list[Path]]:
     "The same recordings of ten seconds in rows of ten and of twenty."
     root = tmp_path_factory.mktemp("network")
-    lm.write_demo(root / "demo", n_files=90)
+    lm.write_demo(root / "demo", n_files=60)
 
     def sets(duration_s: float) -> list[Path]:
         spec = lm.MelSpec.preset("disjoint", duration_s=duration_s)
@@ -366,7 +366,7 @@ def network(tmp_path_factory) -> dict[float, list[Path]]:
     return {s: sets(s) for s in (10.0, 20.0)}
 
 
-@pytest.mark.parametrize("loader", ["device", "stream"])
+@pytest.mark.parametrize("loader", [pytest.param("device", marks=pytest.mark.long), "stream"])
 def test_rows_of_twice_the_length_train_the_same_weights(network, tmp_path, loader):
     "Classes, bands and every weight; epochs and thresholds too."
     learned = TrainSettings(detector="cnn", epochs=2, batch_size=64, channels=(4, 8), loader=loader, seed=2)

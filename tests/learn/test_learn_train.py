@@ -102,8 +102,8 @@ def at_a_step(number: int, at: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Server]:
-    with server(loaded("train", "--no-evaluation")) as s:
+def children(sets: Path) -> Iterator[Server]:
+    with server(loaded(sets, "train", "--no-evaluation")) as s:
         yield s
 
 
@@ -124,17 +124,18 @@ def n_steps(children: Server, sets: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [3, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [2, pytest.param(10_000, marks=pytest.mark.long)])
 def test_training_killed_at_any_moment_gives_the_same_weights(
-    sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int
+    sets: Path, tmp_path: Path, right: TrainResult, children: Server, n_steps: int, tried: Callable, n: int
 ) -> None:
     words = ("--checkpoint-steps", "2", "--keep-checkpoints", "2")
-    n_steps = count_steps(children, sets, tmp_path / "whole", *words)
-    assert_same(tmp_path / "whole", right)
-    for at in sorted({1 + k * (n_steps - 1) // n for k in range(n)}):
+    if n > 2:
+        n_steps = count_steps(children, sets, tmp_path / "whole", *words)  # there are more
+        assert_same(tmp_path / "whole", right)
+    for at in sorted({1 + (2 * k + 1) * (n_steps - 1) // (2 * n) for k in range(n)}):
         out = tmp_path / f"{at}"
         done = run_with_signal(children, sets, out, at_a_step(signal.SIGKILL, at), *words)
-        if done.status == 0:
+        if done.status == 0 and n > 2:
             continue  # fewer steps this time
         assert done.status == -signal.SIGKILL, done.err
         left = list_checkpoints(out / "checkpoints")
@@ -153,7 +154,7 @@ def test_training_killed_at_any_moment_gives_the_same_weights(
     [
         pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long),
         (signal.SIGTERM, 0.6),
-        (signal.SIGINT, 0.95),
+        pytest.param(signal.SIGINT, 0.95, marks=pytest.mark.long),
         *(
             pytest.param(n, share, marks=pytest.mark.long)
             for n in (signal.SIGINT, signal.SIGTERM)

@@ -135,7 +135,9 @@ def refused(model: Any, code: str, kind: type[lm.LeakmelError], folder: Path, **
     assert sorted(os.listdir(folder)) == before
 
 
-@pytest.mark.parametrize("kind", ["cnn", "spectral", "blend"])
+@pytest.mark.parametrize(
+    "kind", ["cnn", pytest.param("spectral", marks=pytest.mark.long), "blend"]
+)  # a blend has both
 def test_each_kind_equals_predict(detectors, recordings, kind, tmp_path):
     done = lm.export_onnx(
         detectors[kind], tmp_path / "model.onnx", recordings=recordings, most=8, progress="none"
@@ -418,8 +420,8 @@ def test_the_example_of_the_guide_needs_no_leakmel(detectors, recordings, tmp_pa
         + script
         + "\nprint(*main(*sys.argv[1:]))\n"
     )
-    path = lm.export_onnx(detectors["spectral"], tmp_path / "model.onnx", progress="none").path
-    found = lm.predict(recordings, detectors["spectral"], length="spec", device="cpu", progress="none").table
+    path = lm.export_onnx(detectors["blend"], tmp_path / "model.onnx", progress="none").path
+    found = lm.predict(recordings, detectors["blend"], length="spec", device="cpu", progress="none").table
     plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def scored(wav: Path) -> subprocess.CompletedProcess[str]:
