@@ -190,7 +190,7 @@ def test_no_other_training_is_replaced(sets, alone, tmp_path):
     spectral = lm.TrainSettings(detector="spectral")
     with raises("nothing-to-resume", DataError):
         lm.train(sets["training"], out=tmp_path / "a", settings=spectral, resume="always", **QUIET)
-    shutil.copytree(alone.model_path.parent, tmp_path / "a")
+    shutil.copytree(alone.model_path.parent, tmp_path / "a", dirs_exist_ok=True)
     before = (tmp_path / "a" / "model.pt").read_bytes()
     other = lm.TrainSettings(detector="spectral", seed=1)
     with raises("model-exists", UsageError, path=tmp_path / "a"):
