@@ -362,7 +362,7 @@ def test_machine_fault_while_the_spec_looks_at_the_data(tmp_path, data, old, mon
     "error",
     [
         RuntimeError("CUDA error: an illegal memory access"),
-        ValueError("shapes do not fit"),
+        pytest.param(ValueError("shapes do not fit"), marks=pytest.mark.long),
         EngineError("batch failed"),
     ],
 )
@@ -382,7 +382,7 @@ def test_engine_raises(tmp_path, data, old, monkeypatch, error):
     assert e is error or e.__cause__ is error
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.long)])
 def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatch, value):
     real = ReferenceEngine.run
 
@@ -401,9 +401,9 @@ def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatc
     ("code", "kind", "status"),
     [
         (errno.ENOSPC, SpaceError, 3),
-        (errno.EDQUOT, SpaceError, 3),
+        pytest.param(errno.EDQUOT, SpaceError, 3, marks=pytest.mark.long),
         (errno.EIO, OutputError, 1),
-        (errno.EROFS, OutputError, 1),
+        pytest.param(errno.EROFS, OutputError, 1, marks=pytest.mark.long),
     ],
 )
 def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kind, status):
@@ -422,6 +422,7 @@ def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kin
     assert str(tmp_path / "out") in str(e)
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize("step", ["compact_rows", "finish", "sync", "publish"])
 def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
     def broken(self, *a, **k):
@@ -586,6 +587,7 @@ def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, m
     assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == reports
 
 
+@ANY_LAYOUT
 def test_second_build_does_not_disturb_the_first(tmp_path, data, old):
     target = tmp_path / "out" / "x.h5"
     with OutputLock(target):
@@ -653,6 +655,7 @@ def replace_by_a_loop(p: Path) -> None:
     p.symlink_to(p)
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize(
     "change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop]
 )
@@ -674,6 +677,7 @@ def test_file_that_changed_since_it_was_listed(tmp_path, data, change, follows):
     assert (r.rows, r.found) == (29, 30)
 
 
+@ANY_LAYOUT
 def test_unreadable_file_is_rejected_and_others_are_not(tmp_path, data, monkeypatch):
     monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     real = os.open
@@ -748,6 +752,7 @@ def half_a_batch(engine, samples, out) -> None:
     out[len(out) // 2 :] = out[: len(out) - len(out) // 2]
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -777,6 +782,7 @@ def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, VerifyError, "differs from the reference", check=None)
 
 
+@ANY_LAYOUT
 def test_sample_of_64_finds_a_shared_buffer(tmp_path, make_wav, monkeypatch):
     "Rows of one shared buffer: 64 rows show it without doubt. A single swapped pair among thousands they may miss: that needs check=None."
     root = tmp_path / "many"
@@ -854,7 +860,7 @@ def build_with_signal(number: int, data: Path, target: Path) -> subprocess.Compl
 
 @ANY_LAYOUT
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_signal_during_a_build(tmp_path, data, old, number):
     for path in data.rglob("*.wav"):
         os.utime(path)  # else the old data set may stand for all of them, and nothing is to be gone on with
@@ -881,6 +887,7 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
+@ANY_LAYOUT
 @pytest.mark.parametrize("place", ["fcntl.flock", "os.pwrite", "writer.fallocate", "os.unlink"])
 def test_ctrl_c_while_files_are_created_or_removed_leaves_none(tmp_path, data, monkeypatch, place):
     "Between the step that makes a file and the one that notes it."
@@ -923,11 +930,15 @@ sys.exit(main(sys.argv[1:]))
 
 @ANY_LAYOUT
 @pytest.mark.slow
-def test_signal_from_outside_ends_within_five_seconds(tmp_path):
-    write_demo(tmp_path / "data", n_files=1200)
+@pytest.mark.parametrize(
+    ("number", "delay"),
+    [(signal.SIGTERM, 0.0), pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long)],
+)
+def test_signal_from_outside_ends_within_five_seconds(tmp_path, number, delay):
+    write_demo(tmp_path / "data", n_files=600)
     sent, begun = tmp_path / "sent", tmp_path / "sent.begun"
 
-    def took(number: int, delay: float) -> float:
+    def took() -> float:
         for path in (sent, begun):
             path.unlink(missing_ok=True)
         command = [
@@ -958,23 +969,22 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
         assert child.returncode == 128 + number, output
         return seconds
 
-    for number, delay in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.3)):
-        each = list[float]()
-        while not each or (each[-1] >= 5 and len(each) < 3):
-            each.append(took(number, delay))  # as above
-        assert each[-1] < 5, each
-        # a split that was published before the signal came stays, whole; of the others, if anything, what a build goes on from
-        names, complete = leftovers(tmp_path / "out"), sorted((tmp_path / "out").glob("*.H5"))
-        partial = sorted((tmp_path / "out").glob(".*.partial"))
-        assert names == sorted(
-            [
-                *(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json")),
-                *(p.name for p in partial),
-                *(p.name.replace(".partial", ".journal") for p in partial),
-            ]
-        )
-        assert all(lm.verify(p, root=tmp_path / "data").ok for p in complete)
-        assert len(complete) < 3, "the signal came too late to show anything"
+    each = list[float]()
+    while not each or (each[-1] >= 5 and len(each) < 3):
+        each.append(took())  # as above
+    assert each[-1] < 5, each
+    # a split that was published before the signal came stays, whole; of the others, if anything, what a build goes on from
+    names, complete = leftovers(tmp_path / "out"), sorted((tmp_path / "out").glob("*.H5"))
+    partial = sorted((tmp_path / "out").glob(".*.partial"))
+    assert names == sorted(
+        [
+            *(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json")),
+            *(p.name for p in partial),
+            *(p.name.replace(".partial", ".journal") for p in partial),
+        ]
+    )
+    assert all(lm.verify(p, root=tmp_path / "data").ok for p in complete)
+    assert len(complete) < 3, "the signal came too late to show anything"
 
 
 @ANY_LAYOUT

@@ -19,6 +19,7 @@ import soundfile
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.audio.wav import digest_of
+from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.timeline import Timeline
 from leakmel.dataset.source import sample_cache
@@ -97,7 +98,7 @@ def read_counter(monkeypatch) -> list[bytes]:
 # ---- the same bytes
 
 
-@pytest.mark.parametrize("engine_threads", [1, 3])
+@pytest.mark.parametrize("engine_threads", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_same_bytes_from_every_mode(tmp_path, mixed, engine_threads):
     results: dict[tuple[int, str], bytes] = {}
     for mode in (*MODES, "memmap"):
@@ -168,7 +169,15 @@ def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "change", ["rate", "duration_s", "channels", "short", "new file", "touched", "longer", "removed"]
+    "change",
+    [
+        "rate",
+        "duration_s",
+        "new file",
+        "touched",
+        "longer",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("channels", "short", "removed")),
+    ],
 )
 def test_other_recordings_or_rules_have_another_cache_file(tmp_path, mixed, own_cache, change):
     build(mixed, tmp_path / "x.h5", "memmap")
@@ -230,13 +239,13 @@ def test_outdated_preloaded_recordings_are_refused(tmp_path, mixed, make_wav):
     [
         "cut by 1",
         "cut in rows",
-        "cut to footer",
-        "empty",
-        "longer",
         "flipped facts",
         "flipped footer",
         "other file",
-        "zeros",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("cut to footer", "empty", "longer", "zeros")
+        ),
     ],
 )
 def test_damaged_cache_file_is_replaced(tmp_path, mixed, own_cache, damage):
@@ -569,12 +578,11 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "leakmel"
 
 
-def test_list_and_clear_by_command(tmp_path, mixed, own_cache):
+def test_list_and_clear_by_command(tmp_path, mixed, own_cache, capsys):
     def run(*words):
-        done = subprocess.run(
-            [sys.executable, "-m", "leakmel", "cache", *words], capture_output=True, text=True, check=True
-        )
-        return json.loads(done.stdout) if "--json" in words else done.stdout
+        assert main(["cache", *words]) == 0
+        said = capsys.readouterr().out
+        return json.loads(said) if "--json" in words else said
 
     assert run("list", "--json")["files"] == []
     build(mixed, tmp_path / "x.h5", "memmap")
@@ -775,7 +783,9 @@ def test_process_that_writes_the_cache_file_is_reported(tmp_path, mixed, caplog)
     assert (tmp_path / "x.h5").exists()
 
 
-@pytest.mark.parametrize("forged", ["places", "about", "no zip", "short"])
+@pytest.mark.parametrize(
+    "forged", ["places", pytest.param("about", marks=pytest.mark.long), "no zip", "short"]
+)
 def test_forged_cache_file_is_replaced(tmp_path, mixed, own_cache, forged):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
@@ -814,7 +824,14 @@ def test_cache_columns_of_another_layout_are_rebuilt(tmp_path, mixed, own_cache,
     assert again.path.read_bytes() == plain
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ENOMEM])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.EACCES,
+        errno.ENOMEM,
+        *(pytest.param(code, marks=pytest.mark.long) for code in (errno.EMFILE, errno.EIO)),
+    ],
+)
 def test_cache_file_that_cannot_be_opened_is_kept(tmp_path, mixed, own_cache, monkeypatch, code):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
