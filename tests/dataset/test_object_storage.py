@@ -69,7 +69,7 @@ def environment(served, monkeypatch, tmp_path) -> None:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("objects") / "demo"
-    write_demo(root, n_files=120, faults=True)
+    write_demo(root, n_files=60, faults=True)
     return root
 
 
@@ -116,7 +116,7 @@ def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, 
 
 def test_google_storage_gives_the_same_bytes(served, demo, whole, tmp_path, monkeypatch):
     "Google's servers have an interface of the form of S3 too, which obstore uses."
-    for path in sorted(demo.rglob("*.wav")):
+    for path in sorted((demo / "TRAINING").rglob("*.wav")):
         key = f"google/{path.relative_to(demo).as_posix()}"
         served.client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes(), ACL="public-read")
     account = {"gcs_base_url": served.url, "disable_oauth": True, "client_email": "", "private_key": ""}
@@ -232,7 +232,7 @@ def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
     for k in (2, 1, 3):
         build_part(url, part=(k, 3), split="training", out=tmp_path / "p.h5", **QUIET)
     assert join(tmp_path / "p.h5", progress="none").path.read_bytes() == whole
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         made = lm.build(url, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
     assert nothing_is_left(tmp_path)
@@ -268,7 +268,7 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
     done = threading.Event()
 
     def deny(method: str, key: str) -> bool:
-        return len(served.gets) >= 50 and bool(key) and not done.is_set()
+        return len(served.gets) >= 25 and bool(key) and not done.is_set()
 
     monkeypatch.setattr(served, "denied", deny)
     with raises("store-denied", MachineError):
@@ -279,7 +279,7 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
     served.gets.clear()
     made = lm.build(url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
     assert made.path.read_bytes() == whole
-    assert made.summary["resumed_rows"] > 20
+    assert made.summary["resumed_rows"] > 10
     assert len(set(served.gets)) <= made.found - made.summary["resumed_rows"]
 
 
@@ -288,7 +288,7 @@ def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp
     done = threading.Event()
     monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
     monkeypatch.setattr(
-        served, "denied", lambda method, key: len(served.gets) >= 50 and bool(key) and not done.is_set()
+        served, "denied", lambda method, key: len(served.gets) >= 25 and bool(key) and not done.is_set()
     )
     with raises("store-denied", MachineError):
         lm.build(own_url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
@@ -339,8 +339,8 @@ def test_objects_that_vanish_or_change_in_mid_build_are_rejected(
 def test_a_join_reads_changed_objects_again(own_url, demo, served, tmp_path):
     for k in (1, 2):
         build_part(own_url, part=(k, 2), split="training", out=tmp_path / "p.h5", **QUIET)
-    right = lm.build(own_url, split="training", out=tmp_path / "x.h5", **QUIET)
-    keys = keys_of(own_url, right.path)
+    listed = lm.build(demo, split="training", out=tmp_path / "x.h5", **QUIET)  # which has the same rows
+    keys = keys_of(own_url, listed.path)
     served.put(keys[min(keys)], (demo / "TRAINING" / os.fsdecode(max(keys))).read_bytes())
     made = join(tmp_path / "p.h5", progress="none")
     assert made.summary["changes"]["changed"] == 1

@@ -52,10 +52,13 @@ QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
+N_FILES = 120
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("parts") / "demo"
-    write_demo(root, n_files=200, faults=True)
+    write_demo(root, n_files=N_FILES, faults=True)
     return root
 
 
@@ -100,7 +103,7 @@ def test_more_parts_than_recordings(tmp_path):
         {"with_waveforms": True},
         {"spec": {"preset": "overlap"}},
         {"pipeline": lm.PipelineConfig(compression="gzip")},
-        {"pipeline": lm.PipelineConfig(on_dry_file="reject")},
+        pytest.param({"pipeline": lm.PipelineConfig(on_dry_file="reject")}, marks=pytest.mark.long),
     ],
     ids=["waveforms", "overlap", "gzip", "dry"],
 )
@@ -251,7 +254,10 @@ def test_a_damaged_part_is_refused_by_name(demo, whole, tmp_path, how):
     assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "{" * 5000, '{"format": "leakmel parts 1"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", pytest.param("{}", marks=pytest.mark.long), "[1]", "{" * 5000, '{"format": "leakmel parts 1"}'],
+)
 def test_a_damaged_plan_is_refused(demo, tmp_path, text):
     build_parts(demo, tmp_path / "x.h5", 2)
     (parts_folder(tmp_path / "x.h5") / "plan.json").write_text(text)
@@ -473,9 +479,8 @@ def dask() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_dask_gives_the_same_bytes_by_client_and_by_address(demo, whole, dask, tmp_path, caplog):
-    for k, cluster in enumerate((dask, dask.scheduler.address)):
-        made = lm.build(demo, split="training", out=tmp_path / f"{k}.h5", cluster=cluster, **QUIET)
-        assert made.path.read_bytes() == whole
+    made = lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=dask.scheduler.address, **QUIET)
+    assert made.path.read_bytes() == whole
     assert "not encrypted" not in caplog.text
     sets = lm.build_all(demo, out_dir=tmp_path / "all", cluster=dask, **QUIET)
     assert [r.split for r in sets] == ["TRAINING", "VALIDATION", "TESTING"]
@@ -694,38 +699,6 @@ def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_p
 # ---------------------------------------------------------------- progress and timeline
 
 
-class HeldPool(ProcessPoolExecutor):
-    "Processes in which no part ends before a file appears."
-
-    def __init__(self, seen: Path):
-        super().__init__(2, mp_context=get_context("spawn"))
-        self.seen = seen
-
-    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
-        return super().submit(held, self.seen, function, *args, **more)
-
-
-def held(seen: Path, function: Any, *args: Any) -> Any:
-    "Build a part; it waits after its first note of progress."
-    original = parts_module._progress_file
-
-    @contextmanager
-    def waiting(path: Path) -> Iterator[Callable[[int], None]]:
-        with original(path) as note:
-
-            def note_and_wait(n: int) -> None:
-                note(n)
-                if n:
-                    wait_for(seen.exists, 30)
-
-            yield note_and_wait
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts_module, "_STATUS_S", 0)
-        patch.setattr(parts_module, "_progress_file", waiting)
-        return function(*args)
-
-
 def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monkeypatch):
     target, events = tmp_path / "x.h5", list[tuple[int, str]]()
 
@@ -736,10 +709,25 @@ def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monk
             if n_done:
                 (tmp_path / "seen").touch()
 
+    original = parts_module._progress_file
+
+    @contextmanager
+    def waiting(path: Path) -> Iterator[Callable[[int], None]]:
+        "No part ends before the bar has moved."
+        with original(path) as note:
+
+            def note_and_wait(n: int) -> None:
+                note(n)
+                if n:
+                    wait_for((tmp_path / "seen").exists, 30)
+
+            yield note_and_wait
+
     monkeypatch.setattr(parts_module, "Progress", Recorded)
+    monkeypatch.setattr(parts_module, "_progress_file", waiting)
     monkeypatch.setattr(parts_module, "_STATUS_S", 0.01)
     monkeypatch.setattr(parts_module, "_MIN_PART_SIZE", 20)
-    with HeldPool(tmp_path / "seen") as pool:
+    with ThreadPoolExecutor(2) as pool:
         made = lm.build(demo, split="training", out=target, cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
     assert made.summary["parts"] >= 2
@@ -749,11 +737,13 @@ def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monk
     assert max(n for n, _ in events) == made.found
 
 
-@pytest.mark.parametrize(("check", "wanted"), [(64, 16), (20, 8), (3, 3), (0, 0), (None, None)])
+@pytest.mark.parametrize(
+    ("check", "wanted"), [(64, 16), pytest.param(20, 8, marks=pytest.mark.long), (3, 3), (0, 0), (None, None)]
+)
 def test_rows_to_recompute_are_divided_among_parts_and_recomputed_by_the_join(
     demo, tmp_path, monkeypatch, check, wanted
 ):
-    monkeypatch.setattr(parts_module, "PART_SIZE", 50)
+    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
     original, asked = parts_module.run_part, list[int | None]()
 
     def noting(request: Any, *args: Any) -> Any:
@@ -784,10 +774,16 @@ def test_progress_of_parts_is_that_of_the_furthest_attempt(tmp_path):
     assert parts_in_progress(tmp_path / "absent", 3) == {}
 
 
-def test_timeline_has_a_lane_for_each_process(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    "Two processes, whose start takes longer than what a test has them do."
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        results = lm.build_all(demo, out_dir=tmp_path, cluster=pool, **QUIET)
+        yield pool
+
+
+def test_timeline_has_a_lane_for_each_process(demo, processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
+    results = lm.build_all(demo, out_dir=tmp_path, cluster=processes, **QUIET)
     host = socket.gethostname()
     for made in results:
         for timeline in (made.timeline, read_timeline(made.timeline_path)):
@@ -876,8 +872,8 @@ def fail(number: int) -> int:
     return number
 
 
-def test_errors_of_tasks_arrive_whole_and_end_the_others():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, open_cluster(pool) as client:
+def test_errors_of_tasks_arrive_whole_and_end_the_others(processes):
+    with open_cluster(processes) as client:
         with raises("all-rejected", BadFilesError) as e:
             list(run_tasks(client, fail, [(k,) for k in range(3)], ["a", "b", "c"]))
         assert e.value.path == "/x"
