@@ -329,7 +329,7 @@ OF_JSON = {
     "doctor": "doctor {made}",
     "train": " ".join(["train {sets} --out {run} --report", *tiny_words(1)]),
     "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --folds 2 --seeds 1 --device cpu",
-    "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --device cpu",
+    "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --folds 2 --seeds 1 --device cpu",
     "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {evaluation} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
@@ -436,7 +436,7 @@ def json_keys(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, Any]:
+def keys(tmp_path_factory: pytest.TempPathFactory, one_thread: None, few_trees: None) -> dict[str, Any]:
     """Run all commands once."""
     return json_keys(tmp_path_factory.mktemp("keys"))
 
