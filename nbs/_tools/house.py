@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,13 +23,19 @@ def sources(root: Path = ROOT) -> list[Path]:
     return [p for p in found if p.name != "_modidx.py" and p.read_text(encoding="utf-8").strip()]
 
 
+@lru_cache(maxsize=1)  # several figures of one module follow each other
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    "All nodes of a module."
+    return list(ast.walk(tree))
+
+
 def count_statements(tree: ast.AST) -> int:
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+    return sum(isinstance(node, ast.stmt) for node in nodes(tree))
 
 
 def only_children(tree: ast.AST) -> list[str]:
     "Private classes from which exactly one class of the same file inherits."
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes(tree) if isinstance(node, ast.ClassDef)]
     bases = Counter(ast.unparse(base).partition("[")[0] for c in classes for base in c.bases)
     return [c.name for c in classes if c.name.startswith("_") and bases[c.name] == 1]
 
@@ -39,24 +46,22 @@ def packed_assignments(tree: ast.AST) -> int:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Tuple)
         and any(isinstance(t, ast.Tuple) and len(t.elts) == len(node.value.elts) for t in node.targets)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
     )
 
 
 def compound_lines(tree: ast.AST) -> int:
     "Statements that begin on the line of the statement before them."
     dots = {
-        node for node in ast.walk(tree) if isinstance(node, ast.Expr) and ast.unparse(node) == "..."
+        node for node in nodes(tree) if isinstance(node, ast.Expr) and ast.unparse(node) == "..."
     }  # of a protocol's method
-    starts = Counter(
-        node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt) and node not in dots
-    )
+    starts = Counter(node.lineno for node in nodes(tree) if isinstance(node, ast.stmt) and node not in dots)
     return sum(n - 1 for n in starts.values())
 
 
 def long_definitions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
     "Name, lines and allowed lines of functions of more than 60 lines and classes of more than 300."
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         most = 300 if isinstance(node, ast.ClassDef) else 60
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             # an argument per line, its comment and the docstring are documentation
@@ -72,7 +77,7 @@ def error_classes(trees: list[ast.AST]) -> set[str]:
     parents = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for tree in trees
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
     }
     family = {"LeakmelError"}
@@ -86,7 +91,7 @@ def classes_with_code(trees: list[ast.AST]) -> set[str]:
     return {
         node.name
         for tree in trees
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         and any(
             isinstance(call, ast.Call) and any(word.arg == "code" for word in call.keywords)
@@ -99,7 +104,7 @@ def errors_without_code(tree: ast.AST, family: set[str]) -> list[int]:
     "Lines on which an error of one of these classes is made without a code."
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in family

@@ -12,17 +12,19 @@ from typing import Any
 from unittest import mock
 
 import bench_notebook
+import IPython.display
 import nbformat
 import numpy as np
 import papermill.cli as papermill_command
 import pytest
 import run_build
 
-from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, run_here, titles_of
+from notebook_runs import PLOTLY, ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
+from leakmel.ops import bench
 
 pytestmark = pytest.mark.slow
 
@@ -122,16 +124,38 @@ def test_missing_figures_are_not_zero(whole):
     assert "not available" in vram or re.search(r"[1-9]", vram)
 
 
-def test_literal_command_writes_a_demo_set(tmp_path):
-    "`papermill build.ipynb out.ipynb -p split training`, with no data anywhere."
-    run = papermill(copy_project(tmp_path), "-p", "split", "training")
-    assert_looks_right(run)
+def read_by_papermill(*words: str) -> dict[str, Any]:
+    "The parameters that the command papermill makes of its words."
+    given: dict[str, Any] = {}
+    with mock.patch.object(
+        papermill_command, "execute_notebook", lambda **named: given.update(named["parameters"])
+    ):
+        papermill_command.papermill.main([*words], standalone_mode=False)
+    return given
+
+
+def test_literal_command_writes_a_demo_set(tmp_path, monkeypatch):
+    """`papermill build.ipynb out.ipynb -p split training`, with no data anywhere.
+
+    papermill reads its words, and the cells run in this process: `whole` is what papermill saves.
+    """
+    for name in [k for k in os.environ if k.startswith("LEAKMEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(copy_project(tmp_path) / "nbs")
+    given = read_by_papermill("build.ipynb", "out.ipynb", "-p", "split", "training")
+    assert given == {"split": "training"}
+    run = run_here("build.ipynb", **given)
+    assert run.error == ""
+    assert len(run.figures) == 5
+    assert '"ok": true' in run.text
+    assert "NOT verified" not in run.text
     assert "a new demo data set" in run.text
     assert (tmp_path / "runs" / "demo" / "TRAINING").is_dir()
-    assert [p.name for p in run.data_sets] == ["TRAINING_DATASET.H5"]
-    assert re.search(r"-training-[0-9a-f]+$", run.data_sets[0].parent.name)
+    (made,) = tmp_path.rglob("*.H5")
+    assert made.name == "TRAINING_DATASET.H5"
+    assert re.search(r"-training-[0-9a-f]+$", made.parent.name)
     names = {p.name for p in (tmp_path / "runs" / "demo" / "TRAINING").iterdir()}
-    with lm.open_dataset(run.data_sets[0]) as ds:
+    with lm.open_dataset(made) as ds:
         assert set(ds.class_names) == names
 
 
@@ -259,18 +283,12 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny, monkeypa
     )
     for name, value in {"DATA": str(mixed), "OUT": str(out), "SETTINGS": settings}.items():
         monkeypatch.setenv(name, value)
-    given: dict[str, object] = {}
 
     def run_papermill(words: list[Any], cwd: Path) -> subprocess.CompletedProcess[bytes]:
         command, notebook, executed, *options = (str(word) for word in words)
         assert (Path(command).name, notebook, cwd) == ("papermill", f"{ROOT}/nbs/build.ipynb", ROOT / "nbs")
         assert executed == str(out / "build.ipynb")
-        with monkeypatch.context() as m:
-            m.setattr(
-                papermill_command, "execute_notebook", lambda **named: given.update(named["parameters"])
-            )
-            papermill_command.papermill.main([notebook, executed, *options], standalone_mode=False)
-        run = run_here("build.ipynb", **given)
+        run = run_here("build.ipynb", **read_by_papermill(notebook, executed, *options))
         assert run.error == ""
         return subprocess.CompletedProcess(words, 0)
 
@@ -320,46 +338,61 @@ def test_make_build_does_not_change_the_data_folder(tmp_path, tiny):
 
 # ---- benchmark.ipynb -----------------------------------------------------------------------------------------------
 
-TINY = ("-p", "n_files", "12", "-p", "rounds", "1")
 MEASURED = {"disjoint, fsync", "disjoint, all splits"}  # the others have the same options, or fewer
 
 
-def benchmark(project: Path, *args: str) -> Run:
-    return papermill(project, *args, notebook="benchmark.ipynb")
+@dataclass(frozen=True)
+class Measured:
+    "What the benchmark said in this process, and the folder of its records."
+
+    run: RunHere
+    folder: Path
+    progress: mock.Mock
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> Run:
-    "The suite build, tiny, with two of its settings."
+def measured(tmp_path_factory) -> Measured:
+    "The suite build, tiny, with two of its settings, in this process."
     project = copy_project(tmp_path_factory.mktemp("measured"))
-    path = project / "nbs" / "benchmark.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    keep = f"from leakmel.ops import bench\nfor name in {{*bench.SETTINGS}} - {MEASURED!r}:\n    del bench.SETTINGS[name]"
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(keep))
-    nbformat.write(notebook, path)
-    return benchmark(project, *TINY)
+    progress = mock.Mock()
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(project / "nbs")
+        m.setattr(bench, "SETTINGS", {k: v for k, v in bench.SETTINGS.items() if k in MEASURED})
+        m.setattr(IPython.display, "display", lambda *_, display_id: progress)
+        run = run_here("benchmark.ipynb", n_files=12, rounds=1)
+    (folder,) = (project / "runs").iterdir()
+    return Measured(run, folder, progress)
 
 
 def test_benchmark_measures_stores_and_draws(measured):
-    assert measured.status == 0, measured.log
-    (build,) = titles_of(measured)
+    assert measured.run.error == ""
+    assert measured.progress.update.called
+    (build,) = measured.run.titles
     assert re.search(r"files/s, from listing to published file", build)
-    assert re.search(r"^disjoint, fsync +[\d,]+ ", measured.text, re.M)
-    assert "verified and measured: build" in measured.text
-    (folder,) = (measured.project / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), (
+    assert re.search(r"^disjoint, fsync +[\d,]+ ", measured.run.text, re.M)
+    assert "verified and measured: build" in measured.run.text
+    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", measured.folder.name), (
         "a small set is not taken for the project's own figures"
     )
-    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["build"]
-    assert measured.notebook.stat().st_size < 3_500_000
+    assert [p.name.split("-")[0] for p in measured.folder.iterdir()] == ["build"]
+
+
+@pytest.mark.long  # test_benchmark_measures_stores_and_draws runs its cells, and test_all_splits what papermill saves
+def test_benchmark_by_papermill(tmp_path):
+    run = papermill(
+        copy_project(tmp_path), "-p", "n_files", "12", "-p", "rounds", "1", notebook="benchmark.ipynb"
+    )
+    assert (run.status, run.errors) == (0, []), run.log
+    assert len(titles_of(run)) == 1
+    assert "verified and measured: build" in run.text
+    assert run.notebook.stat().st_size < 3_500_000
 
 
 def test_benchmark_shows_existing_records(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs")
-    (folder,) = (measured.project / "runs").iterdir()
-    run = run_here("benchmark.ipynb", run=False, out=str(folder))
+    run = run_here("benchmark.ipynb", run=False, out=str(measured.folder))
     assert run.error == ""
-    assert run.titles == titles_of(measured)
+    assert run.titles == measured.run.titles
     assert not (tmp_path / "runs").exists(), "nothing is measured"
 
 
@@ -374,8 +407,7 @@ def test_benchmark_without_records_is_reported(tmp_path, monkeypatch):
 
 def test_benchmark_with_wrong_rows_fails_and_draws(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path / "project") / "nbs")
-    (folder,) = (measured.project / "runs").iterdir()
-    shutil.copytree(folder, tmp_path / "records")
+    shutil.copytree(measured.folder, tmp_path / "records")
     (path,) = (tmp_path / "records").glob("build-*.json")
     path.write_text(path.read_text().replace('"all_ok": true', '"all_ok": false'))
     run = run_here("benchmark.ipynb", run=False, out=str(tmp_path / "records"))
