@@ -167,6 +167,13 @@ def run_all(page: Any) -> None:
     page.get_by_text("Run All Cells", exact=True).click()
 
 
+def clear_outputs(page: Any) -> None:
+    "Clear the outputs of all cells, by the menu."
+    page.get_by_role("menuitem", name="Edit", exact=True).click()
+    page.get_by_text("Clear Outputs of All Cells", exact=True).click()
+    page.wait_for_function(f"{FIGURES}.length === 0", timeout=60_000)
+
+
 def with_parameters(project: Path, name: str, **given: object) -> str:
     "A copy of a run notebook in which some parameters have other values."
     notebook = nbformat.read(ROOT / "nbs" / name, as_version=4)

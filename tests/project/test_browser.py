@@ -14,12 +14,13 @@ from lab import (
     assert_drawn,
     assert_quiet,
     clean_env,
+    clear_outputs,
     jupyter_lab,
     open_notebook,
     run_all,
     with_parameters,
 )
-from watched import Watched, assert_figures
+from watched import CUT_TITLES, Watched, assert_figures
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
@@ -63,8 +64,31 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
     assert_quiet(watched, lab)
 
 
-def test_build_in_jupyterlab(lab, watched, project):
-    page = open_notebook(watched, f"{lab}/lab/tree/build.ipynb?reset")
+@pytest.fixture(scope="module")
+def executed(project, browser) -> Path:
+    "The notebook after papermill."
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "papermill"), "build.ipynb", "out.ipynb", "--no-progress-bar"],
+        cwd=project / "nbs",
+        env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return project / "nbs" / "out.ipynb"
+
+
+def test_build_in_jupyterlab(lab, watched, project, executed):
+    "What papermill saved shows its figures when it is opened, without being run or trusted; and so does a run by the menu."
+    page = open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
+    assert_shows_results(watched, lab)
+    watched.picture("saved.png")
+
+    clear_outputs(page)
+    assert page.evaluate(f"{FIGURES}.length") == 0
+    assert not page.evaluate(OVER)
+    before = set(project.glob("runs/*/*.H5"))
     run_all(page)
     try:
         page.wait_for_function(OVER, timeout=120_000)
@@ -73,7 +97,7 @@ def test_build_in_jupyterlab(lab, watched, project):
     assert page.locator(ERRORS).all_text_contents() == []
     assert_shows_results(watched, lab)
     watched.picture("lab.png")
-    assert len(list(project.glob("runs/*/*.H5"))) == 3
+    assert len(set(project.glob("runs/*/*.H5")) - before) == 3
 
 
 @pytest.fixture(scope="module")
@@ -103,28 +127,6 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard):
     assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1
 
 
-@pytest.fixture(scope="module")
-def executed(project, browser) -> Path:
-    "The notebook after papermill."
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "papermill"), "build.ipynb", "out.ipynb", "--no-progress-bar"],
-        cwd=project / "nbs",
-        env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return project / "nbs" / "out.ipynb"
-
-
-def test_saved_notebook_in_jupyterlab(lab, watched, executed):
-    "What papermill saved shows its figures when it is opened, without being run or trusted."
-    open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
-    assert_shows_results(watched, lab)
-    watched.picture("saved.png")
-
-
 def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
     "The notebook by nbconvert and by `leakmel page`, and the report of the run: five drawn figures each, nothing fetched."
     nbconvert = [
@@ -145,6 +147,7 @@ def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
         watched.requests.clear()
         page.goto(path.as_uri(), wait_until="domcontentloaded")
         assert_figures(page, 5)
+        assert page.evaluate(CUT_TITLES) == [], path.name
         watched.picture(f"{path.stem}.png", full_page=True)
         assert page.get_by_text("24 rows, all data sets verified").count() >= 1
         assert watched.serious == []
