@@ -17,22 +17,27 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import prepare
 import pytest
-from api import module_page, public_page
+from api import module_page
 from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1200, "height": 1000}
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
-# A guide, a library notebook, the front page and two run notebooks whose figures are looked at; nbdev_test executes all guides and library notebooks,
-# tests of their own the other run notebooks, and the site of all of them is a test that is marked long.
-EXECUTED = ("explanations/rejected_files", "core/errors", "index", "build", "dashboard")
+# A guide, a library notebook and a run notebook whose figures are looked at; nbdev_test executes all guides and library notebooks,
+# test_project.py the front page, test_browser.py looks at the figures of the build, tests of their own at the other run notebooks, and the site of all of
+# them is a test that is marked long.
+EXECUTED = ("explanations/rejected_files", "core/errors", "dashboard")
 # Of the whole site: run notebooks with figures that no test in JupyterLab has.
 EXECUTED_WHEN_WHOLE = (
     *EXECUTED,
+    *("index", "build"),
     *("explanations/gpu_limits", "explanations/promises", "mel/spec"),
     *("build_part", "train", "predict", "explore", "review", "benchmark"),
 )
+
+
+errors_text, public_page = cache(prepare.errors_text), cache(prepare.public_page)
 
 
 def write_pages() -> None:
@@ -55,8 +60,8 @@ def sources(docs: Path, executed: tuple[str, ...]) -> Iterator[Path]:
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
         m.setattr(prepare, "execute", executed_or_not)
-        for name in ("errors_text", "public_page"):  # seconds each, and a site needs them twice
-            m.setattr(prepare, name, cache(getattr(prepare, name)))
+        for page in (errors_text, public_page):  # seconds each, and a site needs them twice
+            m.setattr(prepare, page.__name__, page)
         write_pages()
         yield docs
 
@@ -109,13 +114,10 @@ def assert_titles_are_not_cut(site: Path, font: str, n_figures_of: dict[str, int
             assert page.evaluate(CUT_TITLES) == [], name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "font", [FONTS[1], *(pytest.param(font, marks=pytest.mark.long) for font in FONTS[2:])]
-)
+@pytest.mark.long  # test_pages_in_a_browser looks at them in the first one, which has the widest letters
+@pytest.mark.parametrize("font", FONTS[1:])
 def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
-    "In the first one: see test_pages_in_a_browser."
-    assert_titles_are_not_cut(site, font, {"build": 5, "dashboard": 7})
+    assert_titles_are_not_cut(site, font, {"dashboard": 7})
 
 
 @pytest.mark.long
@@ -251,7 +253,7 @@ def test_pages_in_a_browser(site, page):
     watched = Watched(page)
     n_figures_of = {
         "index": 0,
-        "build": 5,
+        "build": 0,
         "dashboard": 7,
         "reference/core/errors": 0,
         "api/mel/spec": 0,
