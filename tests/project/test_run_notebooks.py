@@ -1,6 +1,6 @@
 """Run notebooks for evaluate, retrain, search, tune and doctor: each runs once on tiny data; a wrong parameter stops it.
 
-A part is built by papermill; the others run in this process, which has imported what they need.
+They run in this process, which has imported what they need; a long test builds a part by papermill.
 """
 
 import json
@@ -68,17 +68,21 @@ def run(made: Path, name: str, **given: object) -> tuple[RunHere, dict]:
 
 
 @pytest.mark.slow
-def test_parts_and_join_by_papermill(made):
-    "One part by papermill, the rest in this process."
-    given = {"data_root": made / "demo", "split": "training", "out": made / "parts" / "x.h5", "engine": "cpu"}
-    words = [str(w) for key, value in (given | {"part": "2/2"}).items() for w in ("-p", key, value)]
-    done = papermill(made, *words, notebook="build_part.ipynb", out="out-2.ipynb")
-    assert (done.status, done.errors) == (0, []), done.log
-    plain = {key: str(value) for key, value in given.items()}
-    for part in ("1/2", "join"):
-        assert run_here("build_part.ipynb", **plain, part=part).error == ""
-    right = lm.build(made / "demo", split="training", out=made / "whole.h5", engine="cpu", progress="none")
-    assert (made / "parts" / "x.h5").read_bytes() == right.path.read_bytes()
+@pytest.mark.parametrize("by_papermill", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_parts_and_join(made: Path, tmp_path: Path, by_papermill: bool) -> None:
+    "All in this process, or the second part by papermill: what the commands papermill and make do is tested with build.ipynb."
+    out = tmp_path / "parts" / "x.h5"
+    given = {"data_root": str(made / "demo"), "split": "training", "out": str(out), "engine": "cpu"}
+    if by_papermill:
+        words = [word for key, value in (given | {"part": "2/2"}).items() for word in ("-p", key, value)]
+        done = papermill(made, *words, notebook="build_part.ipynb", out="out-2.ipynb")
+        assert (done.status, done.errors) == (0, []), done.log
+    for part in ("1/2", "join") if by_papermill else ("2/2", "1/2", "join"):
+        assert run_here("build_part.ipynb", **given, part=part).error == ""
+    right = lm.build(
+        made / "demo", split="training", out=tmp_path / "whole.h5", engine="cpu", progress="none"
+    )
+    assert out.read_bytes() == right.path.read_bytes()
 
 
 @pytest.mark.slow
