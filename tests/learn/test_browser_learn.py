@@ -34,7 +34,7 @@ EPOCHS = ".jp-Notebook .jp-OutputArea-output table.dataframe"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    "Both notebooks with tiny sets: data sets of 60 recordings, and a folder of 13 with a detector that was never trained."
+    "The notebook with tiny data sets, of 60 recordings."
     folder = tmp_path_factory.mktemp("learn")
     (folder / "nbs").mkdir()
     shutil.copy(ROOT / "settings.ini", folder)
@@ -52,15 +52,6 @@ def project(tmp_path_factory) -> Path:
         batch_size=64,
         channels="4,8",
         device="cpu",
-    )
-    with_parameters(
-        folder,
-        "predict.ipynb",
-        data_root=str(write_mixed(folder / "mixed")),
-        model=str(made_detector().save(folder / "model.pt")),
-        out=str(folder / "scores"),
-        device="cpu",
-        n_shown=2,
     )
     return folder
 
@@ -105,6 +96,16 @@ def test_train_in_jupyterlab(lab, watched, project):
 
 @pytest.mark.long  # test_learn_predict_notebook.py::test_notebook runs it, and the training above draws in a browser
 def test_predict_in_jupyterlab(lab, watched, project):
+    "A folder of 13 recordings and 2 others, by a detector that was never trained."
+    with_parameters(
+        project,
+        "predict.ipynb",
+        data_root=str(write_mixed(project / "mixed")),
+        model=str(made_detector().save(project / "model.pt")),
+        out=str(project / "scores"),
+        device="cpu",
+        n_shown=2,
+    )
     page = open_notebook(watched, f"{lab}/lab/tree/predict.ipynb?reset")
     run_all(page)
     try:
@@ -127,6 +128,7 @@ def test_without_a_browser_no_server_is_started(tmp_path):
     files = sorted((ROOT / "tests").rglob("test_browser*.py"))
     assert len(files) == 5
     env = {k: v for k, v in os.environ.items() if k != "LEAKMEL_REQUIRE_ALL"} | {"PATH": str(tmp_path)}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and importing them takes seconds
     words = [
         sys.executable,
         "-m",
