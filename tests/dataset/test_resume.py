@@ -258,14 +258,7 @@ CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # ad
 }
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(step, marks=[] if step in (remove, touch, add_label, all_changes) else pytest.mark.long)
-        for step in CHANGES
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("step", CHANGES, ids=lambda f: f.__name__)
 def test_update_reads_only_changes_and_equals_a_fresh_build(
     data: Path, tmp_path: Path, read: list[bytes], step: Callable
 ) -> None:
@@ -295,7 +288,7 @@ def test_update_reads_only_changes_and_equals_a_fresh_build(
     [
         {"with_waveforms": True},
         {"pipeline": PipelineConfig(fsync=False, compression="gzip", files_per_batch=4)},
-        pytest.param({"engine": "cpu"}, marks=pytest.mark.long),
+        {"engine": "cpu"},
         {"engine": "cpu", "mode": "preload"},
     ],
     ids=str,
@@ -417,14 +410,14 @@ def keeping_time(path: Path, do: Callable[[], None]) -> None:
     "fault",
     [
         state_lost,
-        pytest.param(state_cut, marks=pytest.mark.long),
-        pytest.param(state_empty, marks=pytest.mark.long),
+        state_cut,
+        state_empty,
         state_nonsense,
         state_flipped,
         state_linked,
         data_set_touched,
         labels_flipped,
-        pytest.param(facts_flipped, marks=pytest.mark.long),
+        facts_flipped,
         data_set_cut,
     ],
     ids=lambda f: f.__name__,
@@ -717,12 +710,12 @@ def journal_forged(target: Path) -> None:
     "fault",
     [
         rows_flipped,
-        pytest.param(rows_cut, marks=pytest.mark.long),
+        rows_cut,
         rows_lost,
         rows_linked,
         journal_torn,
-        pytest.param(journal_lost, marks=pytest.mark.long),
-        pytest.param(journal_nonsense, marks=pytest.mark.long),
+        journal_lost,
+        journal_nonsense,
         journal_flipped,
         journal_pipe,
         journal_huge,
@@ -1088,9 +1081,7 @@ def state_pipe(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [state_huge, state_nested, pytest.param(state_list, marks=pytest.mark.long), state_pipe],
-    ids=lambda f: f.__name__,
+    "fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__
 )
 def test_invalid_state_file_gives_a_fresh_build(data: Path, tmp_path: Path, fault: Callable) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -1113,10 +1104,7 @@ FORGERIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "forgery",  # the third and the sixth are much like those before them
-    [pytest.param(k, marks=pytest.mark.long if k in (2, 6) else []) for k in range(len(FORGERIES))],
-)
+@pytest.mark.parametrize("forgery", range(len(FORGERIES)))
 def test_forged_journal_entries_are_ignored(data: Path, interrupted: Path, forgery: int) -> None:
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
     lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
@@ -1184,24 +1172,20 @@ def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     raise AssertionError("the build has no end")
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(5, marks=pytest.mark.long)])
-def test_killed_at_steps_of_a_build(data: Path, tmp_path: Path, tried: Callable, every: int) -> None:
-    n = sweep(data, tmp_path, every=every)
+def test_killed_at_steps_of_a_build(data: Path, tmp_path: Path, tried: Callable) -> None:
+    n = sweep(data, tmp_path, every=5)
     tried("S1", n)
-    assert n > 100 // every
+    assert n > 20
 
 
-@pytest.mark.parametrize("every", [18, pytest.param(9, marks=pytest.mark.long)])
-def test_killed_at_steps_of_a_build_over_an_old_data_set(
-    data: Path, tmp_path: Path, tried: Callable, every: int
-) -> None:
+def test_killed_at_steps_of_a_build_over_an_old_data_set(data: Path, tmp_path: Path, tried: Callable) -> None:
     "The old data set is intact, or the new one complete, at every point."
     old_target = tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
     all_changes(data)
     settle()
     right, n = fresh_bytes(data, tmp_path), 0
-    for at in range(1, 100_000, every):
+    for at in range(1, 100_000, 9):
         target = tmp_path / f"t{at}" / "x.h5"
         shutil.copytree(old_target.parent, target.parent)
         if not crash(data, target, at):
@@ -1212,15 +1196,12 @@ def test_killed_at_steps_of_a_build_over_an_old_data_set(
         assert target.read_bytes() == right
         assert leftovers(target.parent, *BESIDE) == []
         tried("S1")
-    assert n > 108 // every
+    assert n > 12
 
 
-@pytest.mark.parametrize("every", [14, pytest.param(7, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "policy", [{"max_rejected": 0.05}, pytest.param({"on_bad_file": "stop"}, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("policy", [{"max_rejected": 0.05}, {"on_bad_file": "stop"}], ids=str)
 def test_killed_at_steps_of_a_build_with_too_many_bad_files(
-    data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any], every: int
+    data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]
 ) -> None:
     "No kill lets it publish; the old data set is intact at every point, and who may leave the files out goes on from the rows that are there."
     refusing, old_target = {"pipeline": replace(CONFIG, **policy)}, tmp_path / "old" / "x.h5"
@@ -1228,7 +1209,7 @@ def test_killed_at_steps_of_a_build_with_too_many_bad_files(
     all_changes(data)  # 2 of 33 files are bad, 6.1 %
     settle()
     right, n, n_kept = fresh_bytes(data, tmp_path), 0, 0
-    for at in range(1, 100_000, every):
+    for at in range(1, 100_000, 7):
         target = tmp_path / f"t{at}" / "x.h5"
         shutil.copytree(old_target.parent, target.parent)
         was_killed = crash(data, target, at, **refusing)
