@@ -618,10 +618,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_compiled_and_python_listing_are_equal(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
-    right = seen(scan(tree))
-    monkeypatch.undo()
+def counting() -> tuple[list[int], Callable]:
+    "The numbers of files of each call of the compiled function, and that function."
     calls: list[int] = []
     real = native.stat_files
 
@@ -629,6 +627,14 @@ def test_compiled_and_python_listing_are_equal(tree: Path, monkeypatch: pytest.M
         calls.append(len(paths))
         return real(paths)
 
+    return calls, stat_files
+
+
+def test_compiled_and_python_listing_are_equal(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
+    right = seen(scan(tree))
+    monkeypatch.undo()
+    calls, stat_files = counting()
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
@@ -662,13 +668,7 @@ def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.Mon
 
 def test_compiled_code_is_loaded_for_many_recordings(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = seen(scan(tree))
-    calls: list[int] = []
-    real = native.stat_files
-
-    def stat_files(paths: list[bytes]) -> np.ndarray:
-        calls.append(len(paths))
-        return real(paths)
-
+    calls, stat_files = counting()
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setattr(conform, "native", lambda: SimpleNamespace(stat_files=stat_files))
     monkeypatch.delitem(sys.modules, "leakmel.audio.native")  # as before anything was built
