@@ -154,16 +154,14 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
     folder, _, name = strings.rpartition(np.array(paths, "S"), b"/")
     stem = strings.rpartition(name, b".")[0]
     rest = np.where(stem == b"", name, stem)
-    is_whole = strings.count(rest, b"~") == 3
-    parts = []
-    for _ in range(3):
-        part, _, rest = strings.partition(rest, b"~")
-        parts.append(np.where(is_whole, part, b""))
+    stem = np.where(strings.count(rest, b"~") == 3, rest, b"")
+    sensor, _, rest = strings.partition(stem, b"~")
+    rest, _, gain = strings.rpartition(rest, b"~")
     make = {
-        "sensor": lambda: _shortest(parts[0]),
-        "recording": lambda: _shortest(parts[1]),
-        "start_time": lambda: _times(parts[2]),
-        "gain": lambda: _numbers(np.where(is_whole, rest, b"")),
+        "sensor": lambda: _shortest(sensor),
+        "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
+        "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
+        "gain": lambda: _numbers(gain),
         "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}

@@ -201,9 +201,22 @@ def is_cached(path: str | os.PathLike) -> bool | None:
 def read_into_cache(
     paths: Iterable[str | os.PathLike],
 ) -> None:
-    "Read files into the page cache."
-    for path in paths:
-        Path(path).read_bytes()
+    "Read files into the page cache, several at a time: a disk is slow at one request after the other."
+
+    def read(some: list[str | os.PathLike]) -> None:
+        buffers = [bytearray(1 << 20)]
+        for path in some:
+            fd = os.open(path, os.O_RDONLY)  # faster than `open`
+            try:
+                while os.readv(fd, buffers) == len(buffers[0]):
+                    pass
+            finally:
+                os.close(fd)
+
+    waiting = iter(paths)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(read, iter(lambda: list(itertools.islice(waiting, 500)), [])):
+            pass
 
 
 # %% ../../nbs/ops/bench.ipynb #6d40a1f1

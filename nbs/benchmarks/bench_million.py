@@ -52,12 +52,19 @@ detector = Detector(LeakNet(NetSettings(channels=(8, 8))), make_task(["LEAK", "N
 done("imports")
 p = lm.predict(root, detector, manifest={manifest}, device="cpu", progress="none")
 done("listing, reading, features")
+"""
+CSV_FILE = """
 p.write(out + ".csv")
 done("CSV file")
 p.text()
+found = p.found
 done("summary")
+"""
+TABLE = """
 found = len(p.table) + len(p.rejected)
 done("table")
+repr(p)
+done("summary")
 """
 STEPS = {
     "card of a scan": """
@@ -80,8 +87,9 @@ done("files")
 """,
     "update with nothing new": BUILD,
     UPDATE: BUILD,
-    "prediction of a folder": PREDICT.replace("{manifest}", "None"),
-    "prediction of a manifest": PREDICT.replace("{manifest}", 'lm.scan(root, progress="none")'),
+    # as `leakmel predict`, and as in a notebook
+    "prediction of a folder": PREDICT.replace("{manifest}", "None") + CSV_FILE,
+    "prediction of a manifest": PREDICT.replace("{manifest}", 'lm.scan(root, progress="none")') + TABLE,
 }
 
 

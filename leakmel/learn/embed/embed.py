@@ -42,7 +42,7 @@ from ..model.devices import pick_device
 from ..model.files import require_kind, write_whole
 from ..model.locate import model_file
 from ..predict.readers import RecordingList, RecordingReaders, RowBlock, find_recordings
-from ..predict.scoring import ScoringThread, block_sizes
+from ..predict.scoring import ScoringThread, block_sizes, reader_engine
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
 
@@ -266,7 +266,8 @@ class EmbeddingScorer:
     def start(self, block: RowBlock) -> None:
         "Compute a block."
         n = block.n
-        block.moments[:n] = self.engine.run(block.input, block.mels[:n])
+        if self.readers.engine is None:
+            block.moments[:n] = self.engine.run(block.input, block.mels[:n])
         sums = self.embedder.row_sums(block.mels[:n], block.counts[:n])
         whole = dict[int, np.ndarray]()
         for k, end, own in zip(block.files[:n].tolist(), (block.firsts + block.counts)[:n].tolist(), sums):
@@ -300,7 +301,7 @@ def embed_recordings(
     sizes = block_sizes(spec, "cpu", n, files_per_batch, read_workers)
     label = f"embeddings of {show_path(found.listing.folder.name)}"
     with open_engine(engine, spec, device="cpu") as opened, Progress(n, label=label, show=progress) as bar:
-        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers)
+        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, reader_engine(opened))
         with readers.copies:
             scorer = EmbeddingScorer(embedder, opened, readers)
             thread = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)  # type: ignore[arg-type]

@@ -20,10 +20,12 @@ from ..data.splits import recordings_table
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #72bd5099
-def _short_digests(values: Iterable[str]) -> np.ndarray:
+def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     "[n] int64, 64 bits of the digest of each; 0 for what is empty."
     digests = [
-        blake2b(v.encode("utf-8", "surrogateescape"), digest_size=8).digest() if v else bytes(8)
+        blake2b(v if isinstance(v, bytes) else v.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        if v
+        else bytes(8)
         for v in values
     ]
     return np.frombuffer(b"".join(digests), "<i8")
@@ -40,7 +42,7 @@ class Provenance:
 
     def contains(
         self,
-        content_digests: Iterable[str],  # digests of samples; empty: not known
+        content_digests: Iterable[str | bytes],  # digests of samples; empty: not known
     ) -> np.ndarray:  # [n] bool
         "Find the recordings that the detector was trained on."
         return np.isin(_short_digests(content_digests), self.recordings)

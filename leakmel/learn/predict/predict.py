@@ -566,7 +566,7 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
             remedy="train the model again: its weights are damaged",
         )
     facts = readers.facts[good]
-    known = provenance.contains(facts["digest"].astype("U").tolist()).tolist()
+    known = provenance.contains(facts["digest"].tolist()).tolist()
     if isinstance(found.names, ParsedNames):
         columns = found.names.columns(good.tolist(), ("sensor", "gain"))
         names = to_categories(columns["sensor"].tolist())
@@ -620,7 +620,9 @@ def _score(found: RecordingList, how: _Scoring, progress: str) -> _Scored:
         open_scorer(how.detector, how.engine, on, sizes.n_files) as scorer,
         Progress(n, label=label, show=progress) as bar,
     ):
-        readers = RecordingReaders(found, spec, how.length, sizes.n_files, sizes.n_readers)
+        readers = RecordingReaders(
+            found, spec, how.length, sizes.n_files, sizes.n_readers, scorer.reader_engine
+        )
         with readers.copies:
             scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
             run_threads(

@@ -36,6 +36,7 @@ from ...core.store import LocalCopies
 from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
+from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 from ..data.segments import cut_into_rows, conform_recording
 
@@ -229,9 +230,17 @@ class RecordingReaders:
     "Threads that read recordings of any length and fill blocks with rows of the model's length."
 
     def __init__(
-        self, found: RecordingList, spec: MelSpec, length: str, files_per_batch: int, n_readers: int
+        self,
+        found: RecordingList,
+        spec: MelSpec,
+        length: str,
+        files_per_batch: int,
+        n_readers: int,
+        engine: Engine
+        | None = None,  # computes the features of a block on the thread that read it; None: a scorer does
     ):
         listing = found.listing
+        self.engine = engine
         self.copies = LocalCopies(listing.folder)  # of objects
         canonical = (listing.sizes == HEADER_BYTES + 2 * spec.n_samples) & (not self.copies.is_remote)
         quick = np.flatnonzero(canonical)
@@ -299,8 +308,17 @@ class RecordingReaders:
         block.counts[:n] = np.where(good, self.spec.row_shape[0], 0)
         self.facts[files] = block.facts
         self.n_long[files] = block.counts[:n]
-        (self.filled if good.any() else self.free).put(block)
+        if good.any():
+            self._give(block)
+        else:
+            self.free.put(block)
         return files[~good]
+
+    def _give(self, block: RowBlock) -> None:
+        "Compute the features of a full block, and pass it on to the scorer."
+        if self.engine is not None:
+            block.moments[: block.n] = self.engine.run(block.input, block.mels[: block.n])
+        self.filled.put(block)
 
     def _read_others(self, batch: int, files: np.ndarray) -> bool:  # False to leave
         "Fill blocks with the pieces of recordings that are read one by one."
@@ -316,11 +334,11 @@ class RecordingReaders:
                         block.begin(None, batch, 0, 0)
                     if block.put(row, k, first, count):
                         block.scale_whole_rows()
-                        self.filled.put(block)
+                        self._give(block)
                         block = None
         if block is not None:
             block.scale_whole_rows()
-            self.filled.put(block)
+            self._give(block)
         return True
 
     def _read_one(self, k: int, local: Mapping[bytes, bytes]) -> Recording:

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "MOST_RECORDINGS",
+    "reader_engine",
     "HostScorer",
     "DeviceScorer",
     "open_scorer",
@@ -31,7 +32,7 @@ from ...core.monitor import free_memory, size_text, usable_cores
 from ...dataset.run.config import batch_files, slot_bytes
 from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
-from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, open_engine
+from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, Engine, open_engine
 from ...mel.spec import MelSpec
 from ..model.detector import Detector, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
@@ -40,6 +41,13 @@ from .scored import SegmentScores
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
+def reader_engine(
+    engine: Engine,
+) -> Engine | None:
+    "Return the engine if the threads that read may compute the features: those of torch set the number of threads of the classifier too."
+    return engine if engine.name == "cpu" else None
+
+
 class HostScorer:
     "An engine on the CPU, and the model wherever it is; a context manager."
 
@@ -51,6 +59,7 @@ class HostScorer:
         self.device = str(on)  # of the model
         self.portions = AdaptiveBatches(n_files)
         self.engine = open_engine(engine, required_spec(detector), device="cpu")
+        self.reader_engine = reader_engine(self.engine)
         self.identity = self.engine.identity
         self.host_array = self.engine.host_array
         self._done = deque[RowBlock]()
@@ -59,7 +68,8 @@ class HostScorer:
         "Compute a block."
         n = block.n
         mels = torch.from_numpy(block.mels)
-        block.moments[:n] = self.engine.run(block.input, block.mels[:n])
+        if self.reader_engine is None:
+            block.moments[:n] = self.engine.run(block.input, block.mels[:n])
 
         def scored(part: slice) -> np.ndarray:
             return self.detector.segment_scores(mels[part].to(self.on), block.counts[part]).cpu().numpy()
@@ -103,6 +113,7 @@ class DeviceScorer:
     "Copy, features and model on one device; a context manager."
 
     depth = 2  # blocks that may be under way at once
+    reader_engine = None  # the device computes the features
 
     def __init__(self, detector: Detector, engine: str, device: Device, n_files: int):
         self.detector = detector
