@@ -410,31 +410,20 @@ def bench_compare(
     rounds: int = 5,  # counted rounds
     run_s: float = 6.0,  # that a run may take, about; slower contestants get fewer recordings
     cold: bool = False,  # also from a cold page cache
-    copies: int = 1,  # names (hard links) of each recording: long runs without as many files on the disk
     only: str | None = None,  # names of contestants, with commas between; None: all
     who: Mapping[str, Contestant] | None = None,  # others than `all_contestants`
     log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Check every contestant, then run them in turn."
-    if min(rounds, n_files, copies) < 1:
-        raise UsageError(
-            "rounds, n_files and copies must be at least 1", found=f"{rounds}, {n_files} and {copies}"
-        )
+    if min(rounds, n_files) < 1:
+        raise UsageError("rounds and n_files must be at least 1", found=f"{rounds} and {n_files}")
     if not run_s > 0:
         raise UsageError("a run must be given some time", found=run_s)
     chosen = _chosen(all_contestants() if who is None else who, only)
     work = Path(folder) / "compare"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    root = synthetic_set(folder, -(-n_files // copies), log)
-    if copies > 1:
-        from bench_growth import linked_set  # which imports this module
-
-        linked = linked_set(root, work, n_files)
-        root = work / "linked"
-        root.mkdir()
-        linked.rename(root / "TRAINING")
-    ground = Ground(root, work, n_files, run_s)
+    ground = Ground(synthetic_set(folder, n_files, log), work, n_files, run_s)
     caches = ("warm", "cold") if cold else ("warm",)
     try:
         every = _admit_all(ground, chosen, log)
@@ -444,7 +433,6 @@ def bench_compare(
     return {
         **record_head("compare"),
         "n_files": n_files,
-        "copies": copies,
         "rounds": rounds,
         "caches": list(caches),
         "run_s": run_s,
