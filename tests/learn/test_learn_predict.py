@@ -42,6 +42,7 @@ from leakmel.learn.predict.predict import rule_of
 from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
 from leakmel.learn.predict.readers import RowBlock
 from leakmel.learn.predict.scored import to_columns
+from leakmel.mel.engines import load_class
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -242,16 +243,35 @@ def test_scored_segments_and_seconds_are_reported(mixed, detector):
     [
         {"files_per_batch": 1},
         {"files_per_batch": 3, "read_workers": 4},
+        {"files_per_batch": 3, "read_workers": 4, "engine": "cpu"},
         {"files_per_batch": 1000},
         {"read_workers": 1},
     ],
 )
 def test_batches_and_threads_change_no_score(mixed, detector, settings):
-    right, found = lm.predict(mixed, detector, **QUIET), lm.predict(mixed, detector, **QUIET, **settings)
+    right = lm.predict(mixed, detector, **QUIET | {"engine": settings.get("engine", "torch")})
+    found = lm.predict(mixed, detector, **QUIET | settings)
     assert found.rejections == right.rejections
     for (path, a), (other, b) in zip(all_scores(right).items(), all_scores(found).items(), strict=True):
         assert path == other
         assert np.abs(a - b).max() < 1e-5
+
+
+@pytest.mark.parametrize(("engine", "lane"), [("cpu", "reader"), ("torch", "scorer")])
+def test_threads_that_compute_the_features(mixed, detector, monkeypatch, engine, lane):
+    "Those that read, in parallel; with torch the one that scores, because its threads are one setting for both."
+    used, kind = set[str](), load_class(engine)
+    run = kind.run
+
+    def noted(self: Any, *arrays: np.ndarray) -> np.ndarray:
+        used.add(threading.current_thread().name)
+        return run(self, *arrays)
+
+    monkeypatch.setattr(kind, "run", noted)
+    lm.predict(mixed, detector, **QUIET | {"engine": engine})
+    used -= {threading.current_thread().name}  # of the self-check
+    assert used
+    assert all(name.startswith(f"leakmel-{lane}") for name in used)
 
 
 @pytest.mark.slow
