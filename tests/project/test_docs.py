@@ -391,6 +391,14 @@ def test_formulas_become_html():
         prepare.formulas(r"$\aleph_0$")
 
 
+def test_signs_of_all_formulas_are_known():
+    "Otherwise `make docs` ends at the first page that has another one."
+    for path in [*prepare.module_notebooks(), *prepare.guide_notebooks(), *(ROOT / "nbs").glob("*.ipynb")]:
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                prepare.formulas(prepare.cards(cell.source))  # raises ValueError
+
+
 def test_a_list_of_bold_links_becomes_cards():
     text = "- **[One](a.ipynb)**: first\n  line.\n- **[Two](b.ipynb)**: second.\n\n- plain\n- [link](c.ipynb): said"
     page = prepare.cards(text)
