@@ -236,8 +236,7 @@ class RecordingReaders:
         length: str,
         files_per_batch: int,
         n_readers: int,
-        engine: Engine
-        | None = None,  # computes the features of a block on the thread that read it; None: a scorer does
+        engine: Engine | None = None,  # computes features on the threads that read; None: a scorer does
     ):
         listing = found.listing
         self.engine = engine
