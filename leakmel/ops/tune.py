@@ -164,7 +164,7 @@ def candidates(
         others += [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}]
         others += [{"batch_accumulation": 2}, {"write_workers": max(1, cores // 2)}]
     else:
-        sizes = (64, 16, 128, 8)
+        sizes = (64, 256, 32, 8)
         others += [{"compute_workers": 2 * cores}, {"read_workers": cores}]
         others += [{"read_workers": 2 * cores, "slots": 8 * cores}]
         others += [{"compute_workers": cores // 2}] if cores > 2 else []

@@ -138,8 +138,8 @@ class Workers:
     warmup_slots: int = 1
 
 
-BATCH_FILES = {"cpu": 32, "cuda": 512}
-_CPU_BATCH_BYTES = 5 << 19  # of slots: 28 recordings of 10 s at 4,096 Hz in the preset disjoint
+BATCH_FILES = {"cpu": 128, "cuda": 512}
+_CPU_BATCH_BYTES = 10 << 20  # of slots: 113 recordings of 10 s at 4,096 Hz in the preset disjoint
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
 
