@@ -19,10 +19,9 @@ __all__ = [
     "data_set_name",
     "byte_column",
     "Rejected",
-    "parsed_columns",
+    "name_columns",
     "extra_columns",
     "file_columns",
-    "name_columns",
     "mapped_zeros",
     "read_column",
     "stored_spec",
@@ -32,6 +31,7 @@ __all__ = [
     "open_file",
     "new_file",
     "Metadata",
+    "digest_of_metadata",
     "metadata_digest",
     "write_metadata",
     "unsafe_parts",
@@ -112,15 +112,16 @@ class Rejected:
     message: str  # one sentence
 
 
-def parsed_columns(
+def name_columns(
     paths: Sequence[bytes],
     names: Sequence[NameParts] | None = None,  # parsed names; None: the naming scheme of the loggers
 ) -> dict[str, np.ndarray]:
-    "Return the columns that are parsed from the file names, without the paths."
+    "Return the column of paths and the columns that are parsed from the file names."
+    columns = {"path": byte_column(paths)}
     if names is None:
-        columns = columns_of_names(paths)
+        columns |= columns_of_names(paths)
         return columns | {"gain": columns["gain"].astype(np.float32), "session": np.zeros(len(paths), "S1")}
-    columns = {"gain": np.array([n.gain for n in names], np.float32)}
+    columns["gain"] = np.array([n.gain for n in names], np.float32)
     for field in ("sensor", "recording", "start_time", "session", "folder"):
         columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
     return columns
@@ -135,19 +136,19 @@ def extra_columns(extra: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
 
 def file_columns(file: h5py.File) -> list[str]:
     "Return the names of the columns in the group of files; other columns of a table as extra/NAME."
-    group = file.get("files", {})
-    names = [name for name in group if not isinstance(group[name], h5py.Group)]
-    return names + [f"{EXTRA}/{name}" for name in (group[EXTRA] if EXTRA in set(group) - set(names) else ())]
-
-
-def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
-    "Return the column of paths and those of `parsed_columns`."
-    return {"path": byte_column(paths)} | parsed_columns(paths, names)
+    if "files" not in file:
+        return []
+    group = file["files"]
+    kinds = {
+        name: h5py.h5o.get_info(group.id, name.encode("utf-8", "surrogateescape")).type for name in group
+    }
+    names = [name for name, kind in kinds.items() if kind != h5py.h5o.TYPE_GROUP]
+    extra = group[EXTRA] if kinds.get(EXTRA) == h5py.h5o.TYPE_GROUP else ()
+    return names + [f"{EXTRA}/{name}" for name in extra]
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #4680a07d
 _LARGE = 1 << 20  # bytes of a column
-_TEXTS = 8192  # values of a column that are written at once
 
 
 def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
@@ -281,38 +282,50 @@ class Metadata:
     spec: MelSpec
     attributes: dict[str, Any]  # of the root
     labels: np.ndarray  # [B] int16
-    columns: Mapping[str, np.ndarray | Sequence[bytes]]  # FILE_COLUMNS and those of `extra_columns`, [B] each
+    columns: Mapping[str, np.ndarray]  # FILE_COLUMNS and those of `extra_columns`, [B] each
     row_digests: np.ndarray  # [B] S32
     rejected: tuple[Rejected, ...]
     waveform_digests: np.ndarray | None = None  # [B] S32, where the file has waveforms
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
-def metadata_digest(file: h5py.File) -> str:
-    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
+def _scales(spec: MelSpec) -> dict[str, np.ndarray]:
+    "Return segment start times and band centres, the dimension scales of the rows."
+    n_long, n_short, _, _ = spec.row_shape
+    return {
+        "long_start_s": np.arange(n_long) * spec.long_hop / spec.sample_rate,
+        "short_start_s": np.arange(n_short) * spec.short_hop / spec.sample_rate,
+        "mel_hz": spec.mel_hz,
+    }
+
+
+def _columns_of(meta: Metadata) -> dict[str, np.ndarray]:
+    "Return the HDF5 data sets of the metadata, without the dimension scales, in the order in which they are written."
+    others = sorted(meta.columns.keys() - set(FILE_COLUMNS))
+    columns = {LABELS: meta.labels}
+    columns |= {f"files/{name}": meta.columns[name] for name in (*FILE_COLUMNS, *others)}
+    columns["digests/rows"] = meta.row_digests
+    if meta.waveform_digests is not None:
+        columns["digests/waveforms"] = meta.waveform_digests
+    columns["rejected/path"] = byte_column([r.path for r in meta.rejected])
+    columns["rejected/code"] = byte_column([r.code.encode() for r in meta.rejected])
+    columns["rejected/message"] = byte_column([r.message.encode() for r in meta.rejected])
+    return columns
+
+
+def _digest(
+    columns: Mapping[str, np.ndarray | h5py.Dataset],
+    attributes: Mapping[str, Any],  # of the root
+) -> str:
+    "Return the xxh3-128 digest of HDF5 data sets and attributes."
     import xxhash
 
     total = xxhash.xxh3_128()
-    sets = dict[str, h5py.h5d.DatasetID]()
-
-    def take(path: bytes) -> None:
-        item = h5py.h5o.open(file.id, path)
-        name = path.decode("utf-8", "surrogateescape")
-        if isinstance(item, h5py.h5d.DatasetID) and name not in PARTS:
-            sets[name] = item
-
-    h5py.h5o.visit(file.id, take)  # h5py's own objects would take twice as long as all the rest
-    for name in sorted(sets):
-        item = h5py.Dataset(sets[name])
-        total.update(f"{name} {item.dtype.str} {item.shape} ".encode())
-        step = max(1, _LARGE // item.dtype.itemsize)
-        starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
-        for values in (item[i : i + step] for i in starts) if starts else (item[()],):
-            values = np.ascontiguousarray(values)
-            total.update(
-                values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8).data
-            )
-    attributes = file.attrs  # each access opens the root group
+    for name in sorted(columns):
+        column = columns[name]
+        total.update(f"{name} {column.dtype.str} {column.shape} ".encode())
+        values = np.ascontiguousarray(column[()])  # one column at a time in memory
+        total.update(values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8).data)
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
         total.update(
@@ -323,49 +336,46 @@ def metadata_digest(file: h5py.File) -> str:
     return total.hexdigest()
 
 
+def digest_of_metadata(
+    meta: Metadata,
+) -> str:  # equals `metadata_digest` of a file with these metadata
+    "Return the digest of metadata in memory."
+    return _digest(_columns_of(meta) | _scales(meta.spec), meta.attributes)
+
+
+def metadata_digest(file: h5py.File) -> str:
+    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
+    columns = dict[str, h5py.Dataset]()
+
+    def take(path: bytes) -> None:
+        item = h5py.h5o.open(file.id, path)
+        name = path.decode("utf-8", "surrogateescape")
+        if isinstance(item, h5py.h5d.DatasetID) and name not in PARTS:
+            columns[name] = h5py.Dataset(item)
+
+    h5py.h5o.visit(file.id, take)  # h5py's own objects would take twice as long as all the rest
+    return _digest(columns, file.attrs)
+
+
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
 def write_metadata(file: h5py.File, meta: Metadata) -> str:
     "Write labels, columns, digests, rejected files, scales and attributes; write and return their digest."
-
-    def put(name: str, values: np.ndarray | Sequence[bytes]) -> None:
-        if isinstance(values, np.ndarray):
-            file.create_dataset(name, data=values, track_times=False)
-            return
-        width = max(map(len, values), default=0) or 1
-        column = file.create_dataset(name, (len(values),), f"S{width}", track_times=False)
-        for i in range(0, len(values), _TEXTS):  # the column is never in memory as a whole
-            column[i : i + _TEXTS] = np.array(values[i : i + _TEXTS], f"S{width}")
-
-    put(LABELS, meta.labels)
-    for name in (*FILE_COLUMNS, *sorted(meta.columns.keys() - set(FILE_COLUMNS))):
-        put(f"files/{name}", meta.columns[name])
-    put("digests/rows", meta.row_digests)
-    if meta.waveform_digests is not None:
-        put("digests/waveforms", meta.waveform_digests)
-    put("rejected/path", byte_column([r.path for r in meta.rejected]))
-    put("rejected/code", byte_column([r.code.encode() for r in meta.rejected]))
-    put("rejected/message", byte_column([r.message.encode() for r in meta.rejected]))
+    for name, values in _columns_of(meta).items():
+        file.create_dataset(name, data=values, track_times=False)
     _write_scales(file, meta.spec)
-    attributes = file.attrs
-    for name, value in meta.attributes.items():
+    digest = digest_of_metadata(meta)
+    attributes = file.attrs  # each access opens the root group
+    for name, value in (meta.attributes | {DIGEST_ATTRIBUTE: digest}).items():
         attributes[name] = value
-    digest = metadata_digest(file)
-    attributes[DIGEST_ATTRIBUTE] = digest
     return digest
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d828b2c
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
     "Write segment start times and band centres, and attach them as dimension scales."
-    n_long, n_short, _, _ = spec.row_shape
-    scales = {
-        "long_start_s": np.arange(n_long) * spec.long_hop / spec.sample_rate,
-        "short_start_s": np.arange(n_short) * spec.short_hop / spec.sample_rate,
-        "mel_hz": spec.mel_hz,
-    }
     rows = file[ROWS]
     rows.attrs["units"] = "dB"
-    for axis, (name, values) in enumerate(scales.items(), start=1):
+    for axis, (name, values) in enumerate(_scales(spec).items(), start=1):
         scale = file.create_dataset(name, data=values, track_times=False)
         scale.attrs["units"] = "Hz" if name == "mel_hz" else "s"
         scale.make_scale(name)

@@ -423,8 +423,7 @@ class RowFile:
         "Write a scratch file with the metadata; return the metadata digest and the offsets of rows and waveforms."
         columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
         n_bytes = _MIN_METADATA_BYTES + sum(len(r.path) + len(r.message) for r in meta.rejected)
-        for c in columns:
-            n_bytes += c.nbytes if isinstance(c, np.ndarray) else len(c) * max(map(len, c), default=0)
+        n_bytes += sum(c.nbytes for c in columns)
         self.scratch.unlink(missing_ok=True)
         try:
             with open(self.scratch, "xb") as f:
@@ -434,13 +433,6 @@ class RowFile:
         offsets = create_parts(self.scratch, len(meta.labels), self.row_shape, self.waveform_shape)
         with open_file(self.scratch, "r+", libver=LIBVER) as file:
             return write_metadata(file, meta), offsets
-
-    def digest_of(self, meta: Metadata) -> str:
-        "Return the metadata digest of a data set with these metadata."
-        try:
-            return self._write_scratch(meta)[0]
-        finally:
-            self.scratch.unlink(missing_ok=True)
 
     def compress(
         self,

@@ -39,7 +39,7 @@ from leakmel.dataset.file.schema import (
     Rejected,
     extra_columns,
     mapped_zeros,
-    parsed_columns,
+    name_columns,
     root_attributes,
 )
 from ..file.writer import RowFile
@@ -226,7 +226,7 @@ class Job:
         self.is_up_to_date = False  # the data set under the final name is the one that would be built
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
-        self.parsed: dict[str, np.ndarray] | None = None  # `parsed_columns` of all candidates
+        self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders: np.ndarray | None = None  # `folder_inodes` of all candidates
         self.sources: Sources | None = None  # expected rows for verification
         self.checked = (0, 0)  # rows checked, and rows to check
@@ -243,7 +243,7 @@ class Job:
         "Compute what depends on the names of all candidates while they are read, so that it does not follow the last row."
         self.folders = folder_inodes(self.listing, range(len(self.listing)))
         if self.listing.parts is None and self.listing.naming.source == "folders":
-            self.parsed = parsed_columns(self.listing.paths)
+            self.named = name_columns(self.listing.paths)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
         "Write the rows of a computed slot, read them back and store its facts; return the bytes written and whether the job is complete."
@@ -352,17 +352,17 @@ def _status_column(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
-def _parsed_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
-    "Return the columns that are parsed from the names of the rows; each as wide as its longest text."
+def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
+    "Return paths and parsed names of the rows; each column is as wide as its longest text."
     listing = job.listing
-    parsed, job.parsed = job.parsed, None
-    if parsed is not None and len(keep) == len(listing):
-        return parsed
+    named, job.named = job.named, None
+    if named is not None and len(keep) == len(listing):
+        return named
     names = None
     if listing.parts is not None or listing.naming.source != "folders":
         every_name = listing.names
         names = [every_name[k] for k in keep]
-    return parsed_columns(paths, names)
+    return name_columns([listing.paths[k] for k in keep], names)
 
 
 def job_metadata(
@@ -379,9 +379,7 @@ def job_metadata(
     def rows(values: np.ndarray) -> np.ndarray:
         return values if is_whole else values[keep]
 
-    paths = listing.paths if is_whole else [listing.paths[k] for k in keep]
-    columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
-    columns |= _parsed_columns(job, keep, paths)
+    columns = _name_columns(job, keep)
     columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
     columns |= {"encoding": _status_column(job, keep, 0), "status": _status_column(job, keep, 1)}
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}

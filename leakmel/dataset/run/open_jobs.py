@@ -20,12 +20,11 @@ from ...core.errors import DataError, MachineError, OutputError, VerifyError, sh
 from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
-from ..file.schema import ROWS, WAVEFORMS, open_file
+from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, open_file
 from leakmel.dataset.file.writer import (
     OutputLock,
     RowFile,
     allocated_bytes,
-    output_error,
     part_bytes,
     read_at,
     require_space,
@@ -177,11 +176,8 @@ def _finished_job(
     job.keep(Entry(existing.known, existing.unusual), existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
-    try:
-        meta = job_metadata(job, run)
-        job.is_up_to_date = job.file.digest_of(meta) == existing.digest
-    except OSError as e:
-        raise output_error(e, e.filename or target) from e
+    meta = job_metadata(job, run)
+    job.is_up_to_date = digest_of_metadata(meta) == existing.digest
     if not job.is_up_to_date or not all(path.is_file() for path in report_paths(target)):
         return None
     with run.timeline.span("verify", "main", split=job.split) as moved:
