@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = [
     "SPLITS",
+    "TIME_BYTES",
     "NAME_COLUMNS",
     "split_name",
     "iso_time",
     "number_in",
     "NameParts",
     "parse_name",
+    "narrow",
     "columns_of_names",
 ]
 
@@ -103,6 +105,7 @@ def parse_name(
 
 
 # %% ../../nbs/audio/file_names.ipynb #62ec4fb2
+TIME_BYTES = 19  # of a column of times, at the least
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
 _DASHES = tuple(zip((4, 7, 10, 13, 16), b"--T::"))
 _MOVES = [(0, 0, 4), (5, 4, 2), (8, 6, 2), (11, 9, 2), (14, 11, 2), (17, 13, 2)]  # to, from, how many
@@ -115,19 +118,19 @@ def _times(texts: np.ndarray) -> np.ndarray:
     digits = (letters[:, :15] >= ord("0")) & (letters[:, :15] <= ord("9"))
     usual = (digits == _SHAPE).all(axis=1) & (letters[:, 8] == ord("_")) & (letters[:, 15:] == 0).all(axis=1)
     usual &= (letters[:, :4] != ord("0")).any(axis=1)  # NumPy has a year 0
-    column = np.zeros((len(wide), 19), np.uint8)
+    column = np.zeros((len(wide), TIME_BYTES), np.uint8)
     for to, start, n in _MOVES:
         column[usual, to : to + n] = letters[usual, start : start + n]
     for at, letter in _DASHES:
         column[usual, at] = letter
-    times = column.view("S19").ravel()
+    times = column.view(f"S{TIME_BYTES}").ravel()
     try:
         times[usual].astype("M8[s]")  # raises for a day or an hour that does not exist
     except ValueError:
         usual[:] = False
     rest = np.flatnonzero(~usual & (texts != b""))
     others = [os.fsencode(iso_time(os.fsdecode(texts[i]))) for i in rest]
-    times = times.astype(f"S{max([19, *map(len, others)])}")
+    times = times.astype(f"S{max([TIME_BYTES, *map(len, others)])}")
     times[rest] = others
     return times
 
@@ -158,11 +161,11 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
     sensor, _, rest = strings.partition(stem, b"~")
     rest, _, gain = strings.rpartition(rest, b"~")
     make = {
-        "sensor": lambda: _shortest(sensor),
-        "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
+        "sensor": lambda: narrow(sensor),
+        "recording": lambda: narrow(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
         "gain": lambda: _numbers(gain),
-        "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
+        "folder": lambda: narrow(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
 
@@ -173,9 +176,12 @@ def _numbers(texts: np.ndarray) -> np.ndarray:
     return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
 
 
-def _shortest(texts: np.ndarray) -> np.ndarray:
+def narrow(
+    texts: np.ndarray,  # [B] S
+    least: int = 1,  # bytes
+) -> np.ndarray:
     "Return a column that is as wide as its longest text."
-    return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
+    return texts.astype(f"S{max(least, strings.str_len(texts).max(initial=0))}")
 
 
 NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from independent import check, leftovers, walk
 
@@ -549,3 +550,30 @@ def test_folder_that_disappears_during_listing_is_an_error(
         match=r"LEAK: .*listing a folder \(ESTALE\)|LEAK: the folder cannot be listed \(ENOENT\)",
     ):
         lm.scan(many, progress="none")
+
+
+@pytest.mark.parametrize(
+    "in_body", [True, False], ids=["names parsed in the body", "names parsed at the end"]
+)
+def test_columns_of_names_are_those_of_the_rows_alone(tmp_path, monkeypatch, make_wav, in_body):
+    "The longest names are those of rejected files: columns are as wide as if the files did not exist."
+    names = [f"A{k}~{k}~20250101_00000{k}~{10 + k}.wav" for k in range(9)]
+    for k, name in enumerate(names):
+        make_wav(tmp_path / "data" / ("LEAK", "NOLEAK")[k % 2] / name, seed=k)
+    build(tmp_path / "data", tmp_path / "clean.h5")
+    for name in (
+        "a-sensor-with-a-long-name~9999999~20250101_000000~10.wav",
+        "x~/deep/er/b.wav",
+        "A0~zzz.wav",
+    ):
+        path = tmp_path / "data" / "LEAK" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    if not in_body:
+        monkeypatch.setattr("leakmel.dataset.run.job.Job.parse_names", lambda job: None)
+    result = build(tmp_path / "data", tmp_path / "x.h5")
+    assert (result.rows, len(result.rejections)) == (9, 3)
+    with h5py.File(tmp_path / "clean.h5") as right, h5py.File(tmp_path / "x.h5") as found:
+        for name in right["files"]:
+            assert found["files"][name].dtype == right["files"][name].dtype, name
+            assert (found["files"][name][:] == right["files"][name][:]).all(), name

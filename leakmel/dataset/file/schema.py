@@ -20,6 +20,7 @@ __all__ = [
     "byte_column",
     "Rejected",
     "name_columns",
+    "rows_of_names",
     "extra_columns",
     "file_columns",
     "mapped_zeros",
@@ -49,7 +50,7 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.file_names import NameParts, columns_of_names
+from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names, narrow
 from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM
 from ...core.errors import show_path
@@ -125,6 +126,18 @@ def name_columns(
     for field in ("sensor", "recording", "start_time", "session", "folder"):
         columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
     return columns
+
+
+def rows_of_names(
+    columns: Mapping[str, np.ndarray],  # `name_columns` of many paths, by the naming scheme of the loggers
+    keep: np.ndarray,  # [k] int
+) -> dict[str, np.ndarray]:  # [k] each
+    "Return the same as `name_columns` of k of the paths."
+    found = {name: values[keep] for name, values in columns.items()}
+    for name, values in found.items():
+        if values.dtype.kind == "S":
+            found[name] = narrow(values, TIME_BYTES if name == "start_time" else 1)
+    return found
 
 
 def extra_columns(extra: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:

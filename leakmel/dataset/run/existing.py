@@ -118,8 +118,7 @@ def stamps_at_build(
 ) -> np.ndarray:  # [rows + rejected] STAMP
     "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)
-    place = {path: k for k, path in enumerate(listing.paths)} if rejected else {}
-    rows, lost = np.flatnonzero(good), np.array([place[r.path] for r in rejected], np.int64)
+    rows, lost = np.flatnonzero(good), np.flatnonzero(~good)  # candidates are sorted by path too
     both = np.append(rows, lost)
     now = stamps_of(listing, lost)
     same = (now["size"] == listing.sizes[lost]) & (now["mtime_ns"] == listing.mtimes_ns[lost])

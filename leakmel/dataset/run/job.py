@@ -40,6 +40,7 @@ from leakmel.dataset.file.schema import (
     extra_columns,
     mapped_zeros,
     name_columns,
+    rows_of_names,
     root_attributes,
 )
 from ..file.writer import RowFile
@@ -356,7 +357,9 @@ def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
     "Return paths and parsed names of the rows; each column is as wide as its longest text."
     listing = job.listing
     named, job.named = job.named, None
-    if named is not None and len(keep) == len(listing):
+    if named is not None and len(keep) < len(listing):
+        named = rows_of_names(named, keep)
+    if named is not None:
         return named
     names = None
     if listing.parts is not None or listing.naming.source != "folders":

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import takewhile
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +147,7 @@ _PROBLEM_COLUMNS = (
 
 def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
     "Store in the job the columns that the rules of `audio.problems` need."
-    lost = {r.path for r in meta.rejected}
-    paths = [p for p in job.listing.paths if p not in lost] if lost else job.listing.paths
+    paths = list(compress(job.listing.paths, job.good.tolist())) if meta.rejected else job.listing.paths
     job.columns = Columns(
         (job.listing.place,),
         label_names,
