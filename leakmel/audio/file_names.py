@@ -12,7 +12,6 @@ __all__ = [
     "number_in",
     "NameParts",
     "parse_name",
-    "narrow",
     "columns_of_names",
 ]
 
@@ -161,11 +160,11 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
     sensor, _, rest = strings.partition(stem, b"~")
     rest, _, gain = strings.rpartition(rest, b"~")
     make = {
-        "sensor": lambda: narrow(sensor),
-        "recording": lambda: narrow(strings.partition(rest, b"~")[0]),
+        "sensor": lambda: _shortest(sensor),
+        "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
         "gain": lambda: _numbers(gain),
-        "folder": lambda: narrow(strings.partition(folder, b"/")[2]),
+        "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
 
@@ -176,12 +175,9 @@ def _numbers(texts: np.ndarray) -> np.ndarray:
     return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
 
 
-def narrow(
-    texts: np.ndarray,  # [B] S
-    least: int = 1,  # bytes
-) -> np.ndarray:
+def _shortest(texts: np.ndarray) -> np.ndarray:
     "Return a column that is as wide as its longest text."
-    return texts.astype(f"S{max(least, strings.str_len(texts).max(initial=0))}")
+    return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
 
 
 NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")

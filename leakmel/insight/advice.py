@@ -202,7 +202,7 @@ def _read_ahead_files(e: Evidence) -> Suggestion | None:
     if e.summary.get("read_ahead_files") or n_bytes < e.summary.get("bytes_asked", 0) / 2:
         return None  # files were fetched ahead, or most bytes came from the page cache
     why = f"{e.limit_clause}, the disk delivered {size_text(n_bytes)}, and no file was requested ahead."
-    return Suggestion("read_ahead", e.settings["read_ahead"], 256, why, e.gain_s("read"))
+    return Suggestion("read_ahead", e.settings["read_ahead"], 1024, why, e.gain_s("read"))
 
 
 def _cache_mode(e: Evidence) -> Suggestion | None:

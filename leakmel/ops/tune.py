@@ -157,7 +157,7 @@ def candidates(
 ) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores = cores or usable_cores()
-    others: list[dict[str, int]] = [{"read_ahead": n} for n in (256, 0, 1024)]
+    others: list[dict[str, int]] = [{"read_ahead": n} for n in (1024, 0, 256)]
     if on_device:
         sizes = (256, 1024, 128, 2048)
         others += [{"read_workers": max(1, n)} for n in (cores // 2, 2 * cores)]

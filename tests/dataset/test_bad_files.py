@@ -25,6 +25,7 @@ from leakmel.audio.wav import MAX_READ_FAILURES
 from leakmel.audio.wav import MACHINE_FAULTS
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import MOST_LISTED, BadFilesError
 from leakmel.dataset.run.config import PipelineConfig
@@ -569,9 +570,23 @@ def test_columns_of_names_are_those_of_the_rows_alone(tmp_path, monkeypatch, mak
         path = tmp_path / "data" / "LEAK" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-    if not in_body:
-        monkeypatch.setattr("leakmel.dataset.run.job.Job.parse_names", lambda job: None)
+    n_subsets, subset, parse = 0, job.rows_of_names, job.Job.parse_names
+
+    def make_metadata(this: Any, run: Any, make: Any = job.job_metadata) -> Any:
+        parse(this)
+        return make(this, run)
+
+    def counted(*args: Any) -> Any:
+        nonlocal n_subsets
+        n_subsets += 1
+        return subset(*args)
+
+    monkeypatch.setattr(job.Job, "parse_names", lambda this: None)
+    monkeypatch.setattr(job, "rows_of_names", counted)
+    if in_body:
+        monkeypatch.setattr("leakmel.dataset.run.publish.job_metadata", make_metadata)
     result = build(tmp_path / "data", tmp_path / "x.h5")
+    assert n_subsets == in_body
     assert (result.rows, len(result.rejections)) == (9, 3)
     with h5py.File(tmp_path / "clean.h5") as right, h5py.File(tmp_path / "x.h5") as found:
         for name in right["files"]:

@@ -50,7 +50,7 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names, narrow
+from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names
 from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM
 from ...core.errors import show_path
@@ -129,14 +129,19 @@ def name_columns(
 
 
 def rows_of_names(
-    columns: Mapping[str, np.ndarray],  # `name_columns` of many paths, by the naming scheme of the loggers
+    columns: dict[
+        str, np.ndarray
+    ],  # `name_columns` of many paths, by the naming scheme of the loggers; emptied
     keep: np.ndarray,  # [k] int
 ) -> dict[str, np.ndarray]:  # [k] each
     "Return the same as `name_columns` of k of the paths."
-    found = {name: values[keep] for name, values in columns.items()}
-    for name, values in found.items():
-        if values.dtype.kind == "S":
-            found[name] = narrow(values, TIME_BYTES if name == "start_time" else 1)
+    found = {}
+    for name in list(columns):
+        values = columns.pop(name)
+        if values.dtype.kind == "S":  # the longest text may be one that is not kept
+            least = TIME_BYTES if name == "start_time" else 1
+            values = values.astype(f"S{max(least, np.strings.str_len(values)[keep].max(initial=0))}")
+        found[name] = values[keep]
     return found
 
 
@@ -151,7 +156,7 @@ def file_columns(file: h5py.File) -> list[str]:
     "Return the names of the columns in the group of files; other columns of a table as extra/NAME."
     if "files" not in file:
         return []
-    group = file["files"]
+    group = file["files"]  # opening each object in it would take ten times as long
     kinds = {
         name: h5py.h5o.get_info(group.id, name.encode("utf-8", "surrogateescape")).type for name in group
     }
@@ -326,6 +331,15 @@ def _columns_of(meta: Metadata) -> dict[str, np.ndarray]:
     return columns
 
 
+def _pieces(column: np.ndarray | h5py.Dataset) -> Iterator[np.ndarray]:
+    "Yield a column in pieces, because a damaged file may declare more than there is memory."
+    step = max(1, _LARGE // column.dtype.itemsize)
+    if column.ndim == 1 and len(column) > step:
+        yield from (column[i : i + step] for i in range(0, len(column), step))
+    else:
+        yield column[()]
+
+
 def _digest(
     columns: Mapping[str, np.ndarray | h5py.Dataset],
     attributes: Mapping[str, Any],  # of the root
@@ -337,8 +351,10 @@ def _digest(
     for name in sorted(columns):
         column = columns[name]
         total.update(f"{name} {column.dtype.str} {column.shape} ".encode())
-        values = np.ascontiguousarray(column[()])  # one column at a time in memory
-        total.update(values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8).data)
+        for values in map(np.ascontiguousarray, _pieces(column)):
+            total.update(
+                values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8).data
+            )
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
         total.update(

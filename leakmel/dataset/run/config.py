@@ -91,7 +91,7 @@ class PipelineConfig:
     ram_fraction: float = 0.5  # mode preload: largest share of the free memory, 0 to 1
     # bytes of rows between two journal entries, from which a build is resumed; 0: no journal
     journal_bytes: int = 32 << 20
-    # number of files that are prefetched from disk; None: 256 if they are not in memory; 0: none
+    # number of files that are prefetched from disk; None: 1,024 if they are not in memory; 0: none
     read_ahead: int | None = None
     # reject and list bad files, or stop the build at the first one
     on_bad_file: Literal["reject", "stop"] = "reject"
@@ -182,8 +182,10 @@ def plan_workers(
     compute = config.compute_workers or engine.n_lanes
     read = config.read_workers or (0 if on_cpu else max(1, min(16, usable_cores())))
     per_batch = config.files_per_batch
-    if per_batch is None:  # work for every thread, also in a small split
-        per_batch = max(1, min(batch_files(engine.device, spec), -(-n_files // (2 * compute))))
+    if per_batch is None:  # work and a slot for every thread, also in a small split and of long recordings
+        per_batch = max(
+            1, min(batch_files(engine.device, spec), -(-n_files // (2 * compute)), room // compute)
+        )
     per_batch = min(per_batch, n_files, room)
     warmup = config.warmup_slots
     if not read:

@@ -365,7 +365,8 @@ def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
     if listing.parts is not None or listing.naming.source != "folders":
         every_name = listing.names
         names = [every_name[k] for k in keep]
-    return name_columns([listing.paths[k] for k in keep], names)
+    paths = listing.paths if len(keep) == len(listing) else [listing.paths[k] for k in keep.tolist()]
+    return name_columns(paths, names)
 
 
 def job_metadata(

@@ -60,7 +60,7 @@ def _is_cached(path: bytes, size: int) -> bool | None:
 
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #9b503597
-WINDOW_FILES = 256
+WINDOW_FILES = 1024
 WINDOW_BYTES = 64 << 20
 STEP_FILES = 32
 
