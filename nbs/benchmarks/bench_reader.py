@@ -76,7 +76,7 @@ def ways_of_reading(
             found[f"advice {name}"] = replace(plain, advice=getattr(os, f"POSIX_FADV_{name}"))
     for n in sorted({1, *(cores * k for k in (2, 4, 8, 16))} - {cores}):
         found[f"{n} thread{'s' * (n > 1)}"] = replace(plain, threads=n)
-    for n in (8, 128):
+    for n in (8, 32):
         found[f"batches of {n}"] = replace(plain, batch=n)
     for n in (16, 64, 128, 256, 512, 1024):
         found[f"{n} files ahead"] = replace(plain, window=n)

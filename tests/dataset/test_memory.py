@@ -89,8 +89,8 @@ def test_memory_of_ten_times_the_recordings(linked, tmp_path):
     assert peaks[50_000] - peaks[5_000] <= 50e6, peaks
 
 
-@pytest.mark.parametrize("large", [1, 1 << 40])
-def test_long_columns_and_their_digest(tmp_path, monkeypatch, large):
+@pytest.mark.parametrize("large", [1, 1000, 1 << 40])
+def test_digest_of_long_columns_in_pieces(tmp_path, monkeypatch, large):
     texts = [b"LEAK/%d" % 3 ** (k % 20) for k in range(9000)]
     with h5py.File(tmp_path / "x.h5", "w") as f:
         f["files/path"], f["labels"], f["numbers"], f["any"] = (
