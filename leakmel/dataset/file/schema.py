@@ -129,9 +129,7 @@ def name_columns(
 
 
 def rows_of_names(
-    columns: dict[
-        str, np.ndarray
-    ],  # `name_columns` of many paths, by the naming scheme of the loggers; emptied
+    columns: dict[str, np.ndarray],  # `name_columns` of many paths, not of parsed names; emptied
     keep: np.ndarray,  # [k] int
 ) -> dict[str, np.ndarray]:  # [k] each
     "Return the same as `name_columns` of k of the paths."
