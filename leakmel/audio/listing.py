@@ -199,6 +199,7 @@ class FoundFiles:
 
     def __init__(self, found: Iterable[FileEntry] = ()):
         self.paths: list[bytes] = []
+        self.folders: list[bytes] = []  # that hold recordings or folders, relative as the paths, in no order
         self.sizes = array("q")  # bytes
         self.mtimes_ns = array("q")
         for path, size, mtime_ns in found:
@@ -274,6 +275,7 @@ def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[
             continue
         found.add(path, size, stamp)
         on_found(1)
+    found.folders = list({path.rpartition(b"/")[0] for path in found.paths})
     found.sort()
     return found, sorted(notes, key=lambda note: note.path)
 
@@ -332,6 +334,7 @@ def found_below(
                 leave_out("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
                 continue
             listed.add((here.st_dev, here.st_ino))
+            found.folders.append(path[cut:])
             with os.scandir(path) as entries:
                 while some := list(islice(entries, _MAX_BATCH)):
                     for entry in _stat_batch(some, cut, found, on_found):

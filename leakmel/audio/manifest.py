@@ -17,9 +17,10 @@ __all__ = [
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import os, stat, time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from shlex import join
@@ -33,7 +34,6 @@ from leakmel.audio.listing import (
     FileEntry,
     FoundFiles,
     Listing,
-    folders_in,
     found_below,
     is_inside,
     is_recording_name,
@@ -349,10 +349,8 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
     )
 
 
-def _target_folders(
-    root: Path, split: str | None, splits: dict[str, Path], naming: Naming
-) -> dict[str, Path]:
-    "Return the folders to list by split name; refuse a root that lies a level too high."
+def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> dict[str, Path]:
+    "Return the folders to list by split name."
     if split is not None:
         wanted = _requested_split(split)
         if wanted not in splits:
@@ -365,17 +363,34 @@ def _target_folders(
                 + ("" if splits else ", or name no split to build a folder of label folders"),
             )
         return {wanted: splits[wanted]}
-    for name, inside in folders_in(root, root) if not splits and naming.source == "folders" else ():
-        deeper = [inner for inner, _ in folders_in(root / name, root) if split_name(inner)] if inside else []
-        if deeper:  # everything would become one class
-            raise DataError(
-                "the split folders lie one level deeper",
-                code="splits-one-level-down",
-                path=root,
-                found=", ".join(f"{show_path(name)}/{show_path(s)}" for s in deeper),
-                remedy=f"use {show_path(root / name)} as the data folder",
-            )
     return splits or {"": root}
+
+
+def _refuse_deeper_splits(root: Path, folders: Iterable[bytes]) -> None:
+    "Refuse a folder of label folders that hold split folders: each set would become a class."
+    places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
+    deeper = [(name, inner) for name, inner in places if split_name(inner) and not name.startswith(".")]
+    if deeper:
+        first = deeper[0][0]
+        raise DataError(
+            "the split folders lie one level deeper",
+            code="splits-one-level-down",
+            path=root,
+            found=", ".join(show_path(f"{name}/{inner}") for name, inner in deeper if name == first),
+            remedy=f"use {show_path(root / first)} as the data folder",
+        )
+
+
+def _first_folders(
+    paths: list[bytes],  # sorted
+) -> list[str | None]:  # None: the path lies in no folder
+    "Return the first folder of each path."
+    names: list[str | None] = []
+    while (at := len(names)) < len(paths):
+        folder, slash, _ = paths[at].partition(b"/")
+        behind = bisect_left(paths, folder + b"0", at) if slash else at + 1  # "0" comes after "/"
+        names += [os.fsdecode(folder) if slash else None] * (behind - at)
+    return names
 
 
 def _entries_next_to_splits(root: Path, splits: dict[str, Path]) -> Iterator[Problem]:
@@ -401,7 +416,7 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path]) -> Iterator[Pro
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     "Return the manifest of a root whose splits are folders."
     splits = split_folders(root)
-    targets = _target_folders(root, split, splits, naming)
+    targets = _target_folders(root, split, splits)
     notes = list(_entries_next_to_splits(root, splits)) if splits else []
     found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
@@ -412,11 +427,9 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         notes += left_out if name in targets else []
         misfits[name] = []
         if naming.source == "folders":
-            decode = cache(os.fsdecode)  # there are few labels
-            cuts = [path.find(b"/") for path in found[name].paths]
-            labels[name] = [
-                decode(path[:cut]) if cut >= 0 else None for path, cut in zip(found[name].paths, cuts)
-            ]
+            if not splits:
+                _refuse_deeper_splits(root, found[name].folders)
+            labels[name] = _first_folders(found[name].paths)
         else:
             parsed = [naming.read(path) for path, _, _ in found[name]]
             labels[name] = [x.label for x in parsed]

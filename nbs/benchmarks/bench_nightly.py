@@ -27,6 +27,7 @@ from leakmel.learn.nightly.nights import flags_of, record_run
 from leakmel.learn.nightly.run import LISTED, VISITS_HTML
 from leakmel.learn.nightly.sensors import normal_medians, sensor_table
 from leakmel.learn.predict.readers import RecordingList
+from leakmel.learn.predict.scored import to_categories
 from leakmel.ops.bench import record_head
 
 FIRST_NIGHT = date(2025, 1, 1)
@@ -347,7 +348,7 @@ def _year_night(k: int, n_sensors: int, kept: int) -> RecordingList:
     listing = Listing(
         "", Path("/nowhere"), paths, np.full(n, 81_964), np.zeros(n, np.int64), np.full(n, -1, np.int16)
     )
-    return RecordingList(listing, [""] * n, names * len(nights))
+    return RecordingList(listing, to_categories([""] * n), names * len(nights))
 
 
 def _year_scores(k: int, n_sensors: int) -> nightly_run._New:

@@ -47,6 +47,7 @@ from .features import open_embedder
 from ..evaluate.plots import ScoredSpectrogram, _picture
 from ..model.devices import pick_device
 from ..predict.readers import ParsedNames, RecordingList
+from ..predict.scored import to_categories
 from ...mel.engines import log_mel
 from ...mel.spec import MelSpec
 
@@ -276,7 +277,7 @@ def _one_recording(path: Path) -> RecordingList:  # raises DataError
         )
     st, name = path.stat(), os.fsencode(path.name)
     listing = make_listing("", path.parent, [(name, st.st_size, st.st_mtime_ns)], [""], ("",), Naming())
-    return RecordingList(listing, [""], ParsedNames([name]))
+    return RecordingList(listing, to_categories([""]), ParsedNames([name]))
 
 
 def _embeddings_of(among: Collection, model: Model, given: dict[str, Any]) -> Embeddings:

@@ -62,7 +62,7 @@ from .sensors import SENSOR_COLUMNS, SensorRow, normal_medians, sensor_table
 from .visits_page import MAX_CLIPS, PAGE_BEGINS, visits_page
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
-from ..predict.scored import ScoredRecording
+from ..predict.scored import ScoredRecording, to_categories
 from ...mel.engines import open_engine
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _find(
     both = Listing(
         "", x.folder, paths, sizes, mtimes_ns, np.full(len(paths), -1, np.int16), parts=tuple(names)
     )
-    return RecordingList(both, [""] * len(paths), names), [y.paths[k] for k in missing]
+    return RecordingList(both, to_categories([""] * len(paths)), names), [y.paths[k] for k in missing]
 
 
 @dataclass(frozen=True, eq=False)

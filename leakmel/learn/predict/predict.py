@@ -22,12 +22,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from ...audio.conform import native
+from ...audio.file_names import columns_of_names
 from ...audio.manifest import Manifest
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path
@@ -49,7 +51,7 @@ from ..model.locate import model_file
 from ..model.provenance import Provenance
 from . import parquet
 from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
-from .scored import ScoredRecordings, joined_columns, to_categories
+from .scored import Categories, ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
 
 if TYPE_CHECKING:
@@ -567,20 +569,24 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
         )
     facts = readers.facts[good]
     known = provenance.contains(facts["digest"].tolist()).tolist()
+    paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
     if isinstance(found.names, ParsedNames):
-        columns = found.names.columns(good.tolist(), ("sensor", "gain"))
+        columns = columns_of_names(paths, ("sensor", "gain"))
         names = to_categories(columns["sensor"].tolist())
         sensor = replace(names, values=[os.fsdecode(name) for name in names.values])
         gain = columns["gain"]
     else:
         sensor = to_categories(found.names[k].sensor for k in good.tolist())
         gain = np.array([found.names[k].gain for k in good.tolist()])
+    unusual = to_categories(readers.unusual.values())
+    forms = Categories([PLAIN, *unusual.values], np.zeros(len(readers.facts), np.int32))
+    forms.codes[list(readers.unusual)] = 1 + unusual.codes
     return ScoredRecordings(
-        [found.listing.paths[k] for k in good.tolist()],
+        paths,
         scores,
         facts,
-        to_categories(readers.unusual.get(k, PLAIN) for k in good.tolist()),
-        to_categories(found.labels[k] for k in good.tolist()),
+        forms.take(good),
+        found.labels.take(good),
         sensor,
         gain,
         to_categories(known if provenance.is_complete else (x or None for x in known)),

@@ -7,9 +7,10 @@ __all__ = ["label_in", "RecordingList", "ParsedNames", "find_recordings", "RowBl
 
 # %% ../../../nbs/learn/predict/readers.ipynb #82f81016
 import os, sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...audio.conform import quality_figures
-from ...audio.file_names import NameParts, columns_of_names, parse_name, split_name
+from ...audio.file_names import NameParts, parse_name, split_name
 from leakmel.audio.listing import (
     FoundFiles,
     Listing,
@@ -39,6 +40,7 @@ from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 from ..data.segments import cut_into_rows, conform_recording
+from .scored import Categories, to_categories
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
@@ -69,7 +71,7 @@ class RecordingList:
     "Recordings to score."
 
     listing: Listing  # paths relative to the folder
-    labels: Sequence[str]  # [n] from folders or a table, for display; empty where there is none
+    labels: Categories  # of texts from folders or a table, for display; empty where there is none
     names: Sequence[NameParts]  # [n] parts of the names
 
     def part(
@@ -81,7 +83,7 @@ class RecordingList:
         own = slice(*part_range(len(self.listing), number, n_parts))
         listing = self.listing.part(number, n_parts)
         names = ParsedNames(listing.paths) if isinstance(self.names, ParsedNames) else self.names[own]
-        return RecordingList(listing, self.labels[own], names)
+        return RecordingList(listing, self.labels.take(own), names)
 
 
 class ParsedNames(Sequence[NameParts]):
@@ -96,14 +98,6 @@ class ParsedNames(Sequence[NameParts]):
     def __getitem__(self, i: Any) -> Any:
         return parse_name(_below_split(self._paths[i]))
 
-    def columns(
-        self,
-        numbers: Sequence[int],  # of paths
-        wanted: Collection[str],
-    ) -> dict[str, np.ndarray]:  # of `columns_of_names`
-        "Return the parts of the names of some paths as columns."
-        return columns_of_names([_below_split(self._paths[i]) for i in numbers], wanted)
-
 
 def find_recordings(
     folder: str | os.PathLike,  # also the URL of objects
@@ -117,7 +111,7 @@ def find_recordings(
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
-        labels = list(map(label_in, finds.paths))
+        labels = to_categories(map(label_in, finds.paths))
         names: Sequence[NameParts] = ParsedNames(finds.paths)
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)
@@ -151,7 +145,7 @@ def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> Found
 
 def _manifest_recordings(
     root: Path, split: str | None, manifest: Manifest
-) -> tuple[FoundFiles, list[str], Sequence[NameParts]]:
+) -> tuple[FoundFiles, Categories, Sequence[NameParts]]:
     "List the recordings of a manifest, all splits together, with labels and names."
     check_manifest(manifest)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
@@ -170,20 +164,21 @@ def _manifest_recordings(
             found=", ".join(x.split for x in manifest.listings),
             expected=split,
         )
-    found, labels, names = FoundFiles(), list[str](), list[NameParts]()
+    found, label_ids, names = FoundFiles(), list[np.ndarray](), list[NameParts]()
     by_folders = all(x.parts is None and x.naming.source == "folders" for x in listings)
     for x in listings:
         prefix = os.path.join(os.path.relpath(x.folder, root), "") if x.folder != root else ""
-        found.paths += [os.fsencode(prefix) + path for path in x.paths]
-        found.sizes.extend(x.sizes.tolist())
-        found.mtimes_ns.extend(x.mtimes_ns.tolist())
-        labels += [manifest.label_names[k] if k >= 0 else "" for k in x.label_ids.tolist()]
+        found.paths += [os.fsencode(prefix) + path for path in x.paths] if prefix else x.paths
+        found.sizes.frombytes(x.sizes.tobytes())
+        found.mtimes_ns.frombytes(x.mtimes_ns.tobytes())
+        label_ids.append(np.where(x.label_ids < 0, len(manifest.label_names), x.label_ids))
         names += [] if by_folders else x.names
+    labels = Categories([*manifest.label_names, ""], np.concatenate(label_ids).astype(np.int32))
     if len(listings) == 1:  # in order
         return found, labels, ParsedNames(found.paths) if by_folders else names
     order = sorted(range(len(found)), key=found.paths.__getitem__)
     found.sort()
-    labels = [labels[k] for k in order]
+    labels = labels.take(np.array(order, np.int64))
     return found, labels, ParsedNames(found.paths) if by_folders else [names[k] for k in order]
 
 
@@ -254,7 +249,7 @@ class RecordingReaders:
         self.filled = SimpleQueue[RowBlock | None]()  # blocks to score; None: there are no more
         part = replace(
             listing,
-            paths=[listing.paths[k] for k in quick.tolist()],
+            paths=list(compress(listing.paths, canonical.tolist())),
             sizes=listing.sizes[quick],
             mtimes_ns=listing.mtimes_ns[quick],
             label_ids=listing.label_ids[quick],

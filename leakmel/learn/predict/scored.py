@@ -37,6 +37,13 @@ class Categories:
     def __getitem__(self, i: int) -> Any:
         return self.values[self.codes[i]]
 
+    def take(
+        self,
+        numbers: np.ndarray | slice,  # of recordings
+    ) -> "Categories":
+        "Return the values of some recordings."
+        return Categories(self.values, self.codes[numbers])
+
     def array(
         self,
         part: slice = slice(None),  # of the recordings
