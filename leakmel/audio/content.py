@@ -274,7 +274,7 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
                 f"which {100 * share:.0f} % of all recordings have; {_RECORDER}",
             )
     numbers = [("level", "louder", "quieter", c.rms_db, _LEVEL)]
-    if "length" not in tied:
+    if "length" not in tied and (c.duration_s != c.duration_s[0]).any():
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
     counts = np.bincount(c.label_id)
     enough = (counts >= TIED_FILES) & (len(c) - counts >= TIED_FILES)

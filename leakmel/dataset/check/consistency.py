@@ -184,10 +184,11 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #a8970f23
-def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
+def path_problems(
+    columns: Mapping[str, np.ndarray],  # name -> paths
+) -> Iterator[str]:  # sentences
     "Yield invalid paths of rows and rejected files, and paths outside the data folder."
-    for part in ("files/path", "rejected/path"):
-        paths = read_column(file[part])
+    for part, paths in columns.items():
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
             lengths = np.strings.str_len(paths)
             strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)

@@ -110,7 +110,7 @@ _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
+def _structure(f: h5py.File, spec: MelSpec, paths: np.ndarray) -> Iterator[str]:
     "Yield problems of names, shapes, types and counts."
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
@@ -127,7 +127,6 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
     yield from consistency.attribute_problems(f.attrs, spec, n)
     yield from consistency.scale_problems(f, spec)
     yield from consistency.accounting_problems(f)
-    paths = read_column(f["files/path"])
     if (paths[:-1] >= paths[1:]).any():
         yield "the paths of rows are not sorted by bytes, or one occurs twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
@@ -203,25 +202,29 @@ def _row_problems(
     return pool.map(check, starts if unread is None else [k for k in starts if unread[k : k + step].any()])
 
 
-def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None = None) -> None:
-    "Check a file without its recordings; compare all rows or those of `unread` with their digests."
+def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> np.ndarray:
+    "Check a file without its recordings; compare all rows or those of `unread` with their digests. Return the paths of the rows."
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
-    if not report.problems:
-        report.problems += consistency.path_problems(f)  # before paths are parsed
     if report.problems:
-        return
+        return np.zeros(0, "S1")
+    columns = {name: read_column(f[name]) for name in ("files/path", "rejected/path")}
+    paths = columns["files/path"]
+    report.problems += consistency.path_problems(columns)  # before paths are parsed
+    if report.problems:
+        return paths
     report.n_rows = len(f[ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
         blocks.append(_row_problems(pool, f, ROWS, "digests/rows", unread))
         if WAVEFORMS in f and "digests/waveforms" in f:
             blocks.append(_row_problems(pool, f, WAVEFORMS, "digests/waveforms", unread))
-        report.problems += _structure(f, stored_spec(f))
+        report.problems += _structure(f, stored_spec(f), paths)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
+    return paths
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #e7a0875e
@@ -362,6 +365,7 @@ class _UnusedTable(UsageError):
 
 def _check_origin(
     f: h5py.File,
+    paths: np.ndarray,  # [n_rows] S
     report: VerifyReport,
     root: str | os.PathLike | None,
     sample: int | None,
@@ -398,7 +402,6 @@ def _check_origin(
         except DataError as e:
             fault = f"the data folder cannot be used; the data set was not compared: {e}"
     folder = os.fsencode(splits.get(f.attrs["split"], top))
-    paths = read_column(f["files/path"])
     if (
         not fault
         and not is_remote
@@ -461,9 +464,11 @@ def check_data_set(
                 remedy="give a leakmel data set",
             )
         with open_file(path) as f, ExitStack() as own:
-            _check_integrity(f, report, unread)
+            paths = _check_integrity(f, report, unread)
             if not report.problems:
-                _check_origin(f, report, root, sample, accounting, edges, names, sources, progress, own)
+                _check_origin(
+                    f, paths, report, root, sample, accounting, edges, names, sources, progress, own
+                )
     except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
