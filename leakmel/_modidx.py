@@ -1278,6 +1278,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema.new_file': ( 'dataset/file/schema.html#new_file',
                                                                                        'leakmel/dataset/file/schema.py'),
+                                             'leakmel.dataset.file.schema.open_columns': ( 'dataset/file/schema.html#open_columns',
+                                                                                           'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema.open_file': ( 'dataset/file/schema.html#open_file',
                                                                                         'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema.read_column': ( 'dataset/file/schema.html#read_column',

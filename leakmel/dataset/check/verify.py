@@ -45,6 +45,7 @@ from leakmel.dataset.file.schema import (
     ROWS,
     WAVEFORMS,
     metadata_digest,
+    open_columns,
     name_columns,
     open_file,
     read_column,
@@ -104,13 +105,14 @@ class VerifyReport:
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
+_Columns = Mapping[str, Any]  # HDF5 data set by name; paths are arrays, because several checks need them
 _BLOCK_BYTES = 2 << 20
-_ROWS_PER_TASK = 8  # so that NumPy calls are long enough for other threads to run
+_ROWS_PER_TASK = 16  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def _structure(f: h5py.File, spec: MelSpec, paths: np.ndarray) -> Iterator[str]:
+def _structure(f: h5py.File, spec: MelSpec, columns: _Columns) -> Iterator[str]:
     "Yield problems of names, shapes, types and counts."
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
@@ -122,17 +124,18 @@ def _structure(f: h5py.File, spec: MelSpec, paths: np.ndarray) -> Iterator[str]:
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
             yield f"{name} is {found}, but its settings require {wanted}"
     for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in file_columns(f))):
-        if (shape := f[name].shape) != (n,):
+        if (shape := columns[name].shape) != (n,):
             yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(f.attrs, spec, n)
     yield from consistency.scale_problems(f, spec)
     yield from consistency.accounting_problems(f)
+    paths = columns["files/path"][:]
     if (paths[:-1] >= paths[1:]).any():
         yield "the paths of rows are not sorted by bytes, or one occurs twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
     labels = json.loads(f.attrs["labels_json"])
-    ids = f[LABELS][:]
+    ids = columns[LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
@@ -177,13 +180,13 @@ def _row_problems(
     pool: ThreadPoolExecutor,
     f: h5py.File,
     name: str,
-    digests: str,
+    column: h5py.Dataset,  # digests of the rows
     unread: np.ndarray | None,  # [n_rows] bool, rows to check; None: all
 ) -> Iterator[list[str]]:
     "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
     n_rows = len(rows)
-    right = read_column(f[digests])
+    right = read_column(column)
     step = max(1, min(n_rows, _BLOCK_BYTES // max(1, rows.nbytes // max(1, n_rows))))
     what = "the waveforms of " if name == WAVEFORMS else ""
     read = _digest_reader(rows)
@@ -202,29 +205,31 @@ def _row_problems(
     return pool.map(check, starts if unread is None else [k for k in starts if unread[k : k + step].any()])
 
 
-def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> np.ndarray:
-    "Check a file without its recordings; compare all rows or those of `unread` with their digests. Return the paths of the rows."
+def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> _Columns:
+    "Check a file without its recordings; compare all rows or those of `unread` with their digests."
     report.problems += unsafe_parts(f)
-    if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
+    if report.problems:
+        return {}
+    opened = open_columns(f)
+    if f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f, opened):
         report.problems.append("labels, columns or attributes do not match their digest")
+        return {}
+    paths = {name: read_column(f[name]) for name in ("files/path", "rejected/path")}
+    columns: _Columns = opened | paths
+    report.problems += consistency.path_problems(paths)  # before they are parsed
     if report.problems:
-        return np.zeros(0, "S1")
-    columns = {name: read_column(f[name]) for name in ("files/path", "rejected/path")}
-    paths = columns["files/path"]
-    report.problems += consistency.path_problems(columns)  # before paths are parsed
-    if report.problems:
-        return paths
+        return columns
     report.n_rows = len(f[ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
-        blocks.append(_row_problems(pool, f, ROWS, "digests/rows", unread))
-        if WAVEFORMS in f and "digests/waveforms" in f:
-            blocks.append(_row_problems(pool, f, WAVEFORMS, "digests/waveforms", unread))
-        report.problems += _structure(f, stored_spec(f), paths)
+        blocks.append(_row_problems(pool, f, ROWS, columns["digests/rows"], unread))
+        if WAVEFORMS in f and "digests/waveforms" in columns:
+            blocks.append(_row_problems(pool, f, WAVEFORMS, columns["digests/waveforms"], unread))
+        report.problems += _structure(f, stored_spec(f), columns)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
-    return paths
+    return columns
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #e7a0875e
@@ -312,15 +317,15 @@ def _compare_rows(
     f: h5py.File,
     naming: Naming,
     sources: Sources,
-    every_path: np.ndarray,  # [n_rows] S
+    every: _Columns,
     picked: np.ndarray,
     progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
     "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
-    columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS if name != "path"}
-    columns["path"] = every_path[picked]
+    columns = {name: read_column(every[f"files/{name}"])[picked] for name in FILE_COLUMNS if name != "path"}
+    columns["path"] = every["files/path"][picked]
     paths = columns["path"].tolist()
     names = {}
     if naming.source != "table":
@@ -365,7 +370,7 @@ class _UnusedTable(UsageError):
 
 def _check_origin(
     f: h5py.File,
-    paths: np.ndarray,  # [n_rows] S
+    columns: _Columns,
     report: VerifyReport,
     root: str | os.PathLike | None,
     sample: int | None,
@@ -377,7 +382,7 @@ def _check_origin(
     own: ExitStack,  # closes what is opened here
 ) -> None:
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
-    naming = Naming.from_json(f.attrs["naming_json"])
+    naming, paths = Naming.from_json(f.attrs["naming_json"]), columns["files/path"]
     labels = json.loads(f.attrs["labels_json"])
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
@@ -424,10 +429,12 @@ def _check_origin(
     known = np.array([path for path in sources.known if len(path) <= longest], paths.dtype)
     places = np.searchsorted(paths, known).clip(max=max(0, len(paths) - 1))
     preferred = places[paths[places] == known].tolist() if len(paths) else []
-    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
+    picked = pick_rows(
+        report.n_rows, sample, columns[LABELS][:], columns["files/rms_db"][:], edges, preferred
+    )
     if len(picked):
         report.scope = "against the sources"
-    _compare_rows(f, naming, sources, paths, picked, progress, report)
+    _compare_rows(f, naming, sources, columns, picked, progress, report)
     report.problems += consistency.rejected_problems(
         f, spec, naming, labels, folder, root, sample, report.moved, sources.copies
     )
@@ -464,10 +471,10 @@ def check_data_set(
                 remedy="give a leakmel data set",
             )
         with open_file(path) as f, ExitStack() as own:
-            paths = _check_integrity(f, report, unread)
+            opened = _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(
-                    f, paths, report, root, sample, accounting, edges, names, sources, progress, own
+                    f, opened, report, root, sample, accounting, edges, names, sources, progress, own
                 )
     except (MachineError, MemoryError, _UnusedTable):
         raise

@@ -33,6 +33,7 @@ __all__ = [
     "new_file",
     "Metadata",
     "digest_of_metadata",
+    "open_columns",
     "metadata_digest",
     "write_metadata",
     "unsafe_parts",
@@ -370,8 +371,8 @@ def digest_of_metadata(
     return _digest(_columns_of(meta) | _scales(meta.spec), meta.attributes)
 
 
-def metadata_digest(file: h5py.File) -> str:
-    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
+def open_columns(file: h5py.File) -> dict[str, h5py.Dataset]:
+    "Open all HDF5 data sets except rows and waveforms."
     columns = dict[str, h5py.Dataset]()
 
     def take(path: bytes) -> None:
@@ -380,8 +381,16 @@ def metadata_digest(file: h5py.File) -> str:
         if isinstance(item, h5py.h5d.DatasetID) and name not in PARTS:
             columns[name] = h5py.Dataset(item)
 
-    h5py.h5o.visit(file.id, take)  # h5py's own objects would take twice as long as all the rest
-    return _digest(columns, file.attrs)
+    h5py.h5o.visit(file.id, take)  # h5py's own objects would take several times as long
+    return columns
+
+
+def metadata_digest(
+    file: h5py.File,
+    columns: Mapping[str, h5py.Dataset] | None = None,  # its `open_columns`, where they are known
+) -> str:
+    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
+    return _digest(open_columns(file) if columns is None else columns, file.attrs)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
