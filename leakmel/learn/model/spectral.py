@@ -295,6 +295,9 @@ def spectral_features(
     return SpectralFeatures(features, np.concatenate(windows), np.concatenate(recording), window, keep_level)
 
 
+_MIN_FOR_THREADS = 500  # rows; with fewer, joblib's threads take longer than one
+
+
 def fit_trees(
     features: np.ndarray,  # [n, F]
     classes: np.ndarray,  # [n] int
@@ -311,7 +314,7 @@ def fit_trees(
         class_weight="balanced",
         min_samples_leaf=max(1, len(features) // 1000),
         random_state=seed % (1 << 32),
-        n_jobs=n_threads or usable_cores(),
+        n_jobs=1 if len(features) < _MIN_FOR_THREADS else n_threads or usable_cores(),
     ).fit(features, classes, sample_weight=weight)
     return trees.set_params(n_jobs=1)  # several threads would add the shares of the trees in any order
 
