@@ -15,6 +15,8 @@ __all__ = [
     "half_step",
     "strongest_for_bands",
     "allowed_range",
+    "Bounds",
+    "bounds_of",
     "Comparison",
     "compare_each",
     "compare",
@@ -22,6 +24,7 @@ __all__ = [
 
 # %% ../../nbs/mel/reference.ipynb #993a80d8
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,6 +152,21 @@ def allowed_range(
 
 
 # %% ../../nbs/mel/reference.ipynb #1c1a26d1
+class Bounds(NamedTuple):
+    "Reference features, and the range of correct values around them."
+
+    db: np.ndarray  # [..., M, T] float64
+    low: np.ndarray  # lowest correct value, dB
+    high: np.ndarray  # highest correct value, dB
+    upper: np.ndarray  # bool, whether the value lies in the upper 90 dB of its frame
+
+
+def bounds_of(reference: Reference, spec: MelSpec) -> Bounds:
+    "Compute the range of correct values."
+    upper = reference.db >= strongest_for_bands(reference, spec) - DEEP_DB
+    return Bounds(reference.db, *allowed_range(reference, spec), upper)
+
+
 @dataclass(frozen=True)
 class Comparison:
     "Result of comparing features with the reference."
@@ -157,7 +175,7 @@ class Comparison:
     n_wrong: int  # values outside their interval, or not finite
     max_abs_db: float  # largest difference in the upper 90 dB
     mean_db: float  # mean signed difference from the reference rounded alike, in the upper 90 dB
-    worst: tuple[int, ...]  # index of the value that is farthest outside its interval
+    worst: tuple[int, ...]  # index of the value that is farthest outside its interval; zeros where none is
 
     @property
     def ok(self) -> bool:
@@ -170,17 +188,20 @@ class Comparison:
 
 def compare_each(
     features_db: np.ndarray,  # [n, ..., M, T] float16 or float32
-    reference: Reference,  # of the same n recordings
-    spec: MelSpec,
+    bounds: Bounds,  # of the same n recordings
 ) -> list[Comparison]:  # n
     "Compare the features of each recording with the reference."
     got = features_db.astype(np.float64)
-    right = reference.db
+    right, low, high, upper = bounds
     axes = tuple(range(1, features_db.ndim))
-    low, high = allowed_range(reference, spec)
-    finite = np.isfinite(got)
-    miss = np.where(finite, np.maximum(low - got, got - high), np.inf)
-    upper = (right >= strongest_for_bands(reference, spec) - DEEP_DB) & finite
+    is_right = (got >= low) & (got <= high)
+    n_wrong = (~is_right).sum(axis=axes)
+    worst = [0] * len(got)  # as the number of a value
+    if n_wrong.any():
+        finite = np.isfinite(got)
+        upper = upper & finite
+        miss = np.where(finite, np.maximum(low - got, got - high), np.inf)
+        worst = [int(each.argmax()) if n else 0 for each, n in zip(miss, n_wrong)]
     alike = right.astype(features_db.dtype).astype(
         np.float64
     )  # equal frames have equal rounding errors, which do not average out
@@ -188,10 +209,15 @@ def compare_each(
     mean = np.subtract(got, alike, where=upper, out=np.zeros_like(got)).sum(axis=axes) / np.maximum(
         upper.sum(axis=axes), 1
     )
-    worst = [tuple(int(i) for i in np.unravel_index(each.argmax(), each.shape)) for each in miss]
     return [
-        Comparison(got[0].size, int(n), float(most), float(m), w)
-        for n, most, m, w in zip((miss > 0).sum(axis=axes), largest, mean, worst)
+        Comparison(
+            got[0].size,
+            int(n),
+            float(most),
+            float(m),
+            tuple(int(i) for i in np.unravel_index(k, got.shape[1:])),
+        )
+        for n, most, m, k in zip(n_wrong, largest, mean, worst)
     ]
 
 
@@ -201,6 +227,4 @@ def compare(
     spec: MelSpec,
 ) -> Comparison:
     "Compare the features of one or more recordings with the reference."
-    return compare_each(features_db[None], Reference(reference.db[None], reference.strongest_db[None]), spec)[
-        0
-    ]
+    return compare_each(features_db[None], Bounds(*(x[None] for x in bounds_of(reference, spec))))[0]

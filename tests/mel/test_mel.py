@@ -31,7 +31,15 @@ from leakmel.mel.engines import (
     open_engine,
     self_check,
 )
-from leakmel.mel.reference import compare, hann_periodic, reference_features, reference_log_mel
+from leakmel.mel.reference import (
+    Bounds,
+    bounds_of,
+    compare,
+    compare_each,
+    hann_periodic,
+    reference_features,
+    reference_log_mel,
+)
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
@@ -751,6 +759,22 @@ def test_the_worst_value_is_named() -> None:
     verdict = compare(_nudge(right.db, 0.5), right, spec)
     assert (verdict.n_wrong, verdict.worst) == (1, (1, 1, 7, 0))
     assert verdict.max_abs_db == pytest.approx(0.5)
+
+
+def test_each_recording_is_judged_alone() -> None:
+    "A wrong recording does not change the figures of the others; values that are not finite are wrong."
+    spec = MelSpec.preset("disjoint", duration_s=1)
+    right = reference_features(realistic_noise(spec), spec)
+    rows = [right.db, _nudge(right.db, 0.5), _nudge(right.db, np.nan), _nudge(right.db, -np.inf)]
+    bounds = Bounds(*(np.stack([x] * len(rows)) for x in bounds_of(right, spec)))
+    verdicts = compare_each(np.stack(rows).astype(np.float32), bounds)
+    for verdict, row in zip(verdicts, rows):
+        alone = compare(row.astype(np.float32), right, spec)
+        assert replace(verdict, mean_db=0) == replace(alone, mean_db=0)
+        assert verdict.mean_db == pytest.approx(alone.mean_db, abs=1e-12)
+    assert [v.n_wrong for v in verdicts] == [0, 1, 1, 1]
+    assert [v.worst for v in verdicts[1:]] == [(1, 1, 7, 0)] * 3
+    assert all(v.max_abs_db < 1e-4 for v in (verdicts[0], *verdicts[2:])), "only finite values are measured"
 
 
 def test_the_window_is_periodic() -> None:

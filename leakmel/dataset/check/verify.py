@@ -35,7 +35,7 @@ from leakmel.core.errors import (
 from ...core.monitor import usable_cores
 from ...core.store import StorePath, absolute_folder
 from . import consistency
-from .expected import Source, Sources, references_of
+from .expected import Source, Sources, expected_bounds
 from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
     file_columns,
@@ -303,8 +303,8 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows; return the largest difference in dB and the problems."
-    right = references_of([c.source for c in some], spec)
-    verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), right, spec)
+    bounds = expected_bounds([c.source for c in some], spec)
+    verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), bounds)
     return max(v.max_abs_db for v in verdicts), [
         f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
         for c, v in zip(some, verdicts)
