@@ -199,7 +199,7 @@ class FoundFiles:
 
     def __init__(self, found: Iterable[FileEntry] = ()):
         self.paths: list[bytes] = []
-        self.folders: list[bytes] = []  # that hold recordings or folders, relative as the paths, in no order
+        self.folders: list[bytes] = []  # all that were listed, relative as the paths
         self.sizes = array("q")  # bytes
         self.mtimes_ns = array("q")
         for path, size, mtime_ns in found:
@@ -288,8 +288,7 @@ def found_below(
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
     if isinstance(folder, StorePath):
         return _found_objects(folder, on_found)
-    top = os.fsencode(root)
-    real_root = os.path.realpath(top)
+    real_root = os.path.realpath(os.fsencode(root))
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
@@ -300,7 +299,7 @@ def found_below(
     def leave_out(kind: str, path: bytes, message: str) -> None:
         with suppress(FileNotFoundError):  # removed meanwhile
             own = os.lstat(path)
-            note = (os.path.relpath(path, top), kind, message)
+            note = (os.path.relpath(path, os.fsencode(root)), kind, message)
             key = (own.st_dev, own.st_ino)
             left_out[key] = min(note, left_out.get(key, note))
 

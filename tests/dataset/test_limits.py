@@ -190,8 +190,18 @@ def test_only_a_data_set_is_replaced(tmp_path, data):
 
 def test_root_one_level_too_high_is_refused(tmp_path, make_wav):
     make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
-    with pytest.raises(DataError, match="one level deeper.*set/TRAINING"):
+    make_wav(tmp_path / "up" / "set" / "Testing" / "day" / "LEAK" / "b.wav")
+    make_wav(tmp_path / "up" / "other" / "a.wav")
+    with pytest.raises(DataError, match="one level deeper.*found set/TRAINING, set/Testing") as error:
         lm.scan(tmp_path / "up")
+    assert str(tmp_path / "up" / "set") in str(error.value.remedy)
+
+
+def test_a_hidden_folder_of_splits_is_not_taken_for_the_data(tmp_path, make_wav):
+    make_wav(tmp_path / "up" / "LEAK" / "a.wav")
+    make_wav(tmp_path / "up" / ".copy" / "TRAINING" / "LEAK" / "a.wav")
+    make_wav(tmp_path / "up" / "LEAK" / "pump" / "TRAINING" / "b.wav")
+    assert lm.scan(tmp_path / "up").label_names == ("LEAK",)
 
 
 def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
