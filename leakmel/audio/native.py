@@ -104,17 +104,11 @@ def digest_file_rows(
     words = np.zeros((n, 2), np.uint64)
     largest = np.zeros(n, np.int64)
     buffer = np.empty((max(1, min(n, _ROWS_BUFFER // n_bytes)), n_bytes // 2), np.uint16)
-    for start in range(0, n, len(buffer)):
-        rows = buffer[: n - start]
-        left = rows.data.cast("B")
-        while left:
-            got = os.preadv(fd, [left], offset + start * n_bytes + rows.nbytes - len(left))
-            if got == 0:
-                raise EOFError("the file ends before the rows do")
-            left = left[got:]
-        _FUNCTIONS["digest_file_rows"](
-            rows, words[start : start + len(rows)], largest[start : start + len(rows)]
-        )
+    outcome = _FUNCTIONS["digest_file_rows"](np.array([fd, offset], np.int64), buffer, words, largest)
+    if outcome == CODE.constants["ENDED"]:
+        raise EOFError("the file ends before the rows do")
+    if outcome:
+        raise OSError(outcome, os.strerror(outcome))
     return to_hex(words), largest
 
 

@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = [
     "openat",
+    "pread",
     "preadv",
     "statx",
     "fadvise",
     "close",
     "errno_at",
     "HERE",
+    "ENDED",
     "READ",
     "USE_FALLBACK",
     "FUNCTIONS",
@@ -20,7 +22,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/native_code.ipynb #6e630003
-import ctypes, sys
+import ctypes, errno, sys
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ def declare_function(
 
 
 openat = declare_function("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
+pread = declare_function("pread", types.intp, types.int32, types.intp, types.intp, types.int64)
 preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
 statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
 fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
@@ -74,14 +77,32 @@ def int32_at(typing_context: Any, place: Any) -> Any:
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a
-@compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])")
-def _digest_file_rows(rows, digests, largest):
-    for i in range(len(rows)):
-        top = np.uint16(0)
-        for k in range(rows.shape[1]):
-            top = max(top, np.uint16(rows[i, k] & np.uint16(0x7FFF)))
-        largest[i] = top
-        write_digest((address(rows[i]), 2 * rows.shape[1], address(digests[i])))
+ENDED = -1  # the file ends before the rows do
+_INTERRUPTED = errno.EINTR
+
+
+@compiled("i8(i8[::1], u2[:, ::1], u8[:, ::1], i8[::1])")
+def _digest_file_rows(place, buffer, digests, largest):
+    "Read rows of place[0], a descriptor, from offset place[1] on through a buffer; return 0, ENDED or the error number."
+    fd, offset, n_bytes = np.int32(place[0]), place[1], 2 * buffer.shape[1]
+    for start in range(0, len(largest), len(buffer)):
+        n = min(len(buffer), len(largest) - start)
+        done = 0
+        while done < n * n_bytes:
+            got = pread(fd, address(buffer) + done, n * n_bytes - done, offset + start * n_bytes + done)
+            if got > 0:
+                done += got
+            elif got == 0:
+                return ENDED
+            elif int32_at(errno_at()) != _INTERRUPTED:
+                return np.int64(int32_at(errno_at()))
+        for i in range(n):
+            top = np.uint16(0)
+            for k in range(buffer.shape[1]):
+                top = max(top, np.uint16(buffer[i, k] & np.uint16(0x7FFF)))
+            largest[start + i] = top
+            write_digest((address(buffer[i]), n_bytes, address(digests[start + i])))
+    return 0
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000c
@@ -185,4 +206,4 @@ FUNCTIONS = {
     "stat_files": _stat_files,
     "prefetch_files": _prefetch_files,
 }
-CONSTANTS = {"READ": READ, "USE_FALLBACK": USE_FALLBACK, "MIN_BYTES": MIN_BYTES}
+CONSTANTS = {"READ": READ, "USE_FALLBACK": USE_FALLBACK, "ENDED": ENDED, "MIN_BYTES": MIN_BYTES}

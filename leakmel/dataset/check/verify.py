@@ -107,6 +107,9 @@ class VerifyReport:
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
 _Columns = Mapping[str, Any]  # HDF5 data set by name; paths are arrays, because several checks need them
 _BLOCK_BYTES = 2 << 20
+# up to these numbers, the start of threads takes longer than the work
+_FEW_RUNS = 32  # of consecutive rows to read
+_FEW_UNKNOWN = 4  # rows whose correct values are to be computed
 _ROWS_PER_TASK = 16  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
@@ -191,9 +194,9 @@ def _row_problems(
     what = "the waveforms of " if name == WAVEFORMS else ""
     read = _digest_reader(rows)
 
-    def check(start: int) -> list[str]:
-        problems = []
-        found, not_finite = read(start, min(step, n_rows - start))
+    def check(some: slice) -> list[str]:
+        problems, start = [], some.start
+        found, not_finite = read(start, some.stop - start)
         if not_finite.any():
             problems.append(f"values of {what}row {start + not_finite.argmax()} are not finite")
         wrong = start + np.flatnonzero(found != right[start : start + len(found)])
@@ -201,8 +204,15 @@ def _row_problems(
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
         return problems
 
-    starts = range(0, n_rows, step)
-    return pool.map(check, starts if unread is None else [k for k in starts if unread[k : k + step].any()])
+    if unread is None:
+        return pool.map(check, [slice(k, min(k + step, n_rows)) for k in range(0, n_rows, step)])
+    edges = np.flatnonzero(np.diff(unread, prepend=False, append=False)).tolist()
+    runs = [
+        slice(k, min(k + step, end))
+        for start, end in zip(edges[::2], edges[1::2])
+        for k in range(start, end, step)
+    ]
+    return (pool.map if len(runs) > _FEW_RUNS else map)(check, runs)
 
 
 def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> _Columns:
@@ -345,7 +355,9 @@ def _compare_rows(
                 report.problems += _wrong_waveforms(f, spec, some)
             n = max(1, min(_ROWS_PER_TASK, -(-len(some) // usable_cores())))
             groups = [some[i : i + n] for i in range(0, len(some), n)]
-            for largest, problems in pool.map(partial(_check_rows, f[ROWS], spec), groups):
+            # for rows whose correct values are known, the start of threads takes longer than the comparison
+            run = map if sum(c.source.bounds is None for c in some) <= _FEW_UNKNOWN else pool.map
+            for largest, problems in run(partial(_check_rows, f[ROWS], spec), groups):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)

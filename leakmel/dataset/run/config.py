@@ -6,6 +6,8 @@
 __all__ = [
     "log",
     "BATCH_FILES",
+    "BATCH_FILES_OF_MANY",
+    "MANY_WORKERS",
     "BATCHES_ON_DEVICE",
     "WSL_BYTES_IN_FLIGHT",
     "SCHEMA",
@@ -139,6 +141,9 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 128, "cuda": 512}
+# of a CPU with many cores: only one thread at a time runs Python, once for each batch
+BATCH_FILES_OF_MANY = 512
+MANY_WORKERS = 8
 _CPU_BATCH_BYTES = 10 << 20  # of slots: 113 recordings of 10 s at 4,096 Hz in the preset disjoint
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 WSL_BYTES_IN_FLIGHT = 256 << 20  # with a GPU, unless the settings say more: WSL2 pins little memory
@@ -152,11 +157,16 @@ def slot_bytes(spec: MelSpec) -> int:
 def batch_files(
     device: str,  # cpu, cuda, cuda:1
     spec: MelSpec,
+    n_workers: int = 1,  # threads that process batches at the same time
 ) -> int:
-    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch has a fixed cost in Python."
+    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch has a fixed cost in Python, and more for many threads, which wait for each other's Python."
     kind = device.partition(":")[0]
     usual = BATCH_FILES.get(kind, 64)
-    return max(usual, _CPU_BATCH_BYTES // slot_bytes(spec)) if kind == "cpu" else usual
+    if kind != "cpu":
+        return usual
+    if n_workers >= MANY_WORKERS:
+        usual = BATCH_FILES_OF_MANY
+    return max(usual, _CPU_BATCH_BYTES // slot_bytes(spec))
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #ccd50afc
@@ -184,7 +194,7 @@ def plan_workers(
     per_batch = config.files_per_batch
     if per_batch is None:  # work and a slot for every thread, also in a small split and of long recordings
         per_batch = max(
-            1, min(batch_files(engine.device, spec), -(-n_files // (2 * compute)), room // compute)
+            1, min(batch_files(engine.device, spec, compute), -(-n_files // (2 * compute)), room // compute)
         )
     per_batch = min(per_batch, n_files, room)
     warmup = config.warmup_slots

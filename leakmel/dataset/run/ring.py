@@ -93,7 +93,8 @@ class Ring:
         }
         if not workers.read_workers:
             work = {"worker": (workers.compute_workers, _run_worker)}
-        work["publisher"] = (min(len(jobs), usable_cores()), _publish_jobs)
+        self.n_publishers = min(len(jobs), usable_cores())
+        work["publisher"] = (self.n_publishers, _publish_jobs)
         self._left = {role: n for role, (n, _) in work.items()}  # threads of each role that have not left
         for role, (n, function) in work.items():
             for i in range(n):
@@ -283,11 +284,11 @@ def _write_journal(ring: Ring, lane: str) -> None:
 
 
 def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
-    "Publish completed jobs; one thread first computes expected rows for verification."
+    "Compute expected rows for verification, then publish completed jobs."
     stopping = ring.lanes.stopping.is_set
     try:
-        if k == 0:
-            read_ahead_for_check(ring.run, ring.jobs, lane, lambda: stopping() or not ring.complete.empty())
+        mine = ring.jobs[k :: ring.n_publishers]
+        read_ahead_for_check(ring.run, mine, lane, lambda: stopping() or not ring.complete.empty())
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):
                 publish(ring.run, job, lane, stopping)
