@@ -5462,6 +5462,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'leakmel/mel/torch_engine.py'),
                                           'leakmel.mel.torch_engine._set_precisions': ( 'mel/torch_engine.html#_set_precisions',
                                                                                         'leakmel/mel/torch_engine.py'),
+                                          'leakmel.mel.torch_engine._spectrum_of_odd': ( 'mel/torch_engine.html#_spectrum_of_odd',
+                                                                                         'leakmel/mel/torch_engine.py'),
                                           'leakmel.mel.torch_engine.block_files': ( 'mel/torch_engine.html#block_files',
                                                                                     'leakmel/mel/torch_engine.py'),
                                           'leakmel.mel.torch_engine.float32_precisions': ( 'mel/torch_engine.html#float32_precisions',

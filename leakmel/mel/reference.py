@@ -49,7 +49,9 @@ def reference_log_mel(
     return reference_features(samples, spec).db
 
 
-_VALUES_AT_ONCE = 1 << 15  # frames are computed in groups that fit into a processor's cache
+_VALUES_AT_ONCE = (
+    1 << 17
+)  # frames are computed in groups: fewer calls of NumPy, each of which lets other threads take the lock
 
 
 @dataclass(frozen=True)

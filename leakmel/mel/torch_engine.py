@@ -131,6 +131,11 @@ class DeviceMoments:
         out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=self.loud[: len(x)]).sum(dim=1))
 
 
+def _spectrum_of_odd(frames: torch.Tensor) -> torch.Tensor:
+    "Spectra of frames with an odd number of samples, from complex frames: the spectrum of a silent frame is exactly 0, whatever lies next to it."
+    return torch.fft.fft(frames)[..., : frames.shape[-1] // 2 + 1]
+
+
 class TorchChain:
     "Chain for a device; it computes G recordings (a granule) at a time."
 
@@ -138,6 +143,7 @@ class TorchChain:
         self.spec = spec
         self.frames = _Frames(spec, device.upload)
         self.granule = block_files(spec, device.kind)
+        self.transform = torch.fft.rfft if spec.n_fft % 2 == 0 else _spectrum_of_odd
         n, n_padded = self.granule, self.frames.n_padded
         n_repeated = n if self.frames.index is not None else 0
         self.padded = device.empty((n, n_padded, spec.n_fft), torch.float32).zero_()  # windowed samples
@@ -159,7 +165,7 @@ class TorchChain:
             frames = self.padded[:n, : self.frames.n_distinct]
             torch.mul(self.frames.distinct(some), self.frames.windows[x.dtype], out=frames)
             # with an output argument it would be copied once more
-            spectrum = torch.view_as_real(torch.fft.rfft(self.padded))
+            spectrum = torch.view_as_real(self.transform(self.padded))
             torch.hypot(spectrum[..., 0], spectrum[..., 1], out=self.magnitude)
             if self.spec.power == 2:
                 self.magnitude.square_()
@@ -237,7 +243,7 @@ class TorchEngine(DeviceEngine):
     "Engine: log-mel features by torch, in float32."
 
     name = "torch"
-    version = "2"
+    version = "3"
     make_chain: Any = TorchChain  # of a device
     host_chain: Any = _HostChain  # of a thread
 

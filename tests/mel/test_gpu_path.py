@@ -89,7 +89,7 @@ def right(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     results = build(mixed, tmp_path_factory.mktemp("right"))
     for r in results:
         assert lm.verify(r.path, root=mixed, sample=None).ok
-    assert {r.summary["engine"] for r in results} == {"torch@2/fake"}
+    assert {r.summary["engine"] for r in results} == {"torch@3/fake"}
     return contents(results)
 
 
@@ -461,5 +461,5 @@ def test_auto_takes_the_first_engine_that_can(
             progress="none",
             pipeline=PipelineConfig(device="fake", monitor_interval_s=0.0),
         )
-    assert r.summary["engine"] == "torch@2/fake"
+    assert r.summary["engine"] == "torch@3/fake"
     assert "was skipped" not in caplog.text

@@ -113,7 +113,7 @@ def test_the_probe_tells_bits_and_versions_apart(monkeypatch: pytest.MonkeyPatch
 def test_identities_of_the_torch_engine(probes: list[dict[str, list[str]]]) -> None:
     "MKL and NumPy choose their code by the processor."
     here, again, other = probes
-    assert here["torch"][0].startswith("torch@2/cpu-")
+    assert here["torch"][0].startswith("torch@3/cpu-")
     assert here["torchaudio"][0].startswith("torchaudio@1/cpu-")
     assert again == here
     assert other["torch"][0] != here["torch"][0]
@@ -130,7 +130,7 @@ def test_identity_of_a_card() -> None:
             self.processor = capability
 
     with TorchEngine(spec, device=[Card("fake:0", "9.0"), Card("fake:1", "9.0")]) as engine:
-        assert engine.identity == "torch@2/fake-9.0"
+        assert engine.identity == "torch@3/fake-9.0"
     with raises("devices-differ", EngineError, says="8.0 and 9.0"):
         TorchEngine(spec, device=[Card("fake:0", "9.0"), Card("fake:1", "8.0")])
 
