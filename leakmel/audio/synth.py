@@ -22,7 +22,6 @@ __all__ = [
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
 import os, shutil, struct, time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -44,7 +43,6 @@ from leakmel.audio.scenes import (
 )
 from .wav import canonical_header
 from ..core.errors import OutputError, SpaceError, UsageError, write_error
-from ..core.monitor import usable_cores
 
 # %% ../../nbs/audio/synth.ipynb #7a07404b
 WAV_BYTES = 44 + 2 * N_SAMPLES
@@ -274,29 +272,21 @@ def _check_target(root: Path, n_bytes: int) -> None:
 
 
 # %% ../../nbs/audio/synth.ipynb #20c3f37b
-_BATCH = 32  # recordings in a task
+_PROGRESS_EACH = 32  # recordings
 
 
 def _write_recordings(
     folder: Path,
     plan: list[PlannedRecording],
     seed: int,
-    workers: int,
     progress: Callable[[int], object] | None,
 ) -> None:
-    "Make and write all recordings of a plan; the first error cancels the batches that have not begun."
-
-    def write_batch(start: int) -> int:
-        batch = plan[start : start + _BATCH]
-        for planned in batch:
-            path, samples = render_planned(planned, seed)
-            write_wav(folder / path, samples)
-        return start + len(batch)
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="demo") as pool:
-        for n_done in pool.map(write_batch, range(0, len(plan), _BATCH)):
-            if progress is not None:
-                progress(n_done)
+    "Make and write all recordings of a plan."
+    for n_done, planned in enumerate(plan, 1):
+        path, samples = render_planned(planned, seed)
+        write_wav(folder / path, samples)
+        if progress is not None and (n_done % _PROGRESS_EACH == 0 or n_done == len(plan)):
+            progress(n_done)
 
 
 # %% ../../nbs/audio/synth.ipynb #3815de37
@@ -306,25 +296,12 @@ def write_demo(
     n_files: int = 1200,  # valid recordings, at least 6
     seed: int = 0,  # another seed is another synthetic network
     faults: bool = False,  # add faulty files
-    workers: int | None = None,  # number of threads; has no effect on the files
     progress: Callable[[int], object]
     | None = None,  # called with the number of valid recordings written so far
 ) -> DemoSummary:
     "Write synthetic recordings below `root`; raises OutputError, SpaceError or UsageError before it writes."
     start_s = time.perf_counter()
     root = Path(os.path.realpath(root))
-    if (
-        isinstance(workers, bool)
-        or not isinstance(workers, int | None)
-        or workers is not None
-        and workers < 1
-    ):
-        raise UsageError(
-            "the number of workers must be a whole number",
-            code="wrong-value",
-            found=repr(workers),
-            expected="1 or more, or None for one per core",
-        )
     plan = plan_set(n_files, seed)
     planted = plan_faults(plan, seed) if faults else []
     n_bytes = n_files * WAV_BYTES + sum(len(content) for _, _, content in planted)
@@ -336,7 +313,7 @@ def write_demo(
             for split in SPLIT_SIZES:
                 for label in LABELS:
                     Path(partial, split, label).mkdir(parents=True)
-            _write_recordings(partial, plan, seed, workers or min(8, usable_cores()), progress)
+            _write_recordings(partial, plan, seed, progress)
             for path, _, content in planted:
                 Path(partial, path).write_bytes(content)
             _check_target(root, 0)  # another process may have filled it

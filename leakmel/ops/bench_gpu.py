@@ -63,7 +63,7 @@ def geometry_words(
 
 
 # %% ../../nbs/ops/bench_gpu.ipynb #9b053c90
-MEASURED_ENGINES = ("triton", "torch", "cpu")  # the most important first
+MEASURED_ENGINES = ("triton", "cpu", "torch")  # the most important first
 SAMPLE_ROWS = "400"  # of each data set, recomputed at the end
 SET_SIZES = 6  # memory that is touched, in sizes of the set: the recordings and the data sets of all engines in the page cache, and slots
 

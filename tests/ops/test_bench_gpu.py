@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu_design
+import psutil
 import pytest
 import torch
 from errors import raises
@@ -20,7 +21,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
 from leakmel.ops import bench
 from leakmel.ops import bench_gpu as suite
-from leakmel.ops.bench import ProcessRun, newest, store, synthetic_set_of_size, touch_memory
+from leakmel.ops.bench import ProcessRun, newest, run_leakmel, store, synthetic_set_of_size, touch_memory
 from leakmel.ops.bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
 from leakmel.ops.doctor import card_facts
 
@@ -299,6 +300,18 @@ def test_memory_is_touched_before_anything_is_measured(tmp_path, machine, monkey
 def test_touched_memory_stays_below_half_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(bench, "free_memory", lambda: 40 << 20)
     assert 19 << 20 < touch_memory(1 << 40)["bytes"] <= 20 << 20
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the system keeps the peak of a process"
+)
+def test_touched_memory_is_not_counted_in_later_processes(tmp_path):
+    write_demo(tmp_path / "demo", n_files=6)
+    touched = touch_memory(1 << 30)["bytes"]
+    assert (
+        run_leakmel("scan", str(tmp_path / "demo")).peak_rss_bytes
+        < psutil.Process().memory_info().rss + touched / 2
+    )
 
 
 def test_wrong_rows_fail_the_suite(tmp_path, machine, monkeypatch):

@@ -142,7 +142,7 @@ class Workers:
 
 BATCH_FILES = {"cpu": 128, "cuda": 512}
 # of a CPU with many cores: only one thread at a time runs Python, once for each batch
-BATCH_FILES_OF_MANY = 512
+BATCH_FILES_OF_MANY = 496  # from 501 values on, NumPy gives the lock away in each call
 MANY_WORKERS = 8
 _CPU_BATCH_BYTES = 10 << 20  # of slots: 113 recordings of 10 s at 4,096 Hz in the preset disjoint
 BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
@@ -159,7 +159,7 @@ def batch_files(
     spec: MelSpec,
     n_workers: int = 1,  # threads that process batches at the same time
 ) -> int:
-    "Return the usual number of recordings in a batch: on the CPU more of short ones, because each batch has a fixed cost in Python, and more for many threads, which wait for each other's Python."
+    "Return the usual number of recordings in a batch: on the CPU more of short ones, and for many threads, since each batch has a fixed cost in Python."
     kind = device.partition(":")[0]
     usual = BATCH_FILES.get(kind, 64)
     if kind != "cpu":
