@@ -8,6 +8,7 @@ __all__ = ["log", "JOINED", "may_resume", "consecutive_runs", "open_jobs"]
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2b9cff9d
 import logging, os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -264,6 +265,25 @@ def _keep_rows(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #aa11bb01
+def _enter_part(job: Job, journal: Journal, path: Path) -> None:
+    "Write the rows of a part to the disk and enter them in the journal; then its file is not needed."
+    journal.enter(job.entry, job.file.fd)
+    if journal.fd >= 0:
+        path.with_suffix(JOINED).touch()
+        path.unlink()
+
+
+def _lost_parts(path: Path, lost: Sequence[int], n_parts: int) -> DataError:
+    "Return the error for parts whose files were removed, and whose rows are not in the file either."
+    return DataError(
+        "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
+        code="part-unusable",
+        path=path,
+        found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
+        remedy=f"build them again (--part {lost[0]}/{n_parts}), then join again",
+    )
+
+
 def _join_parts(
     run: BuildContext,
     job: Job,
@@ -275,9 +295,11 @@ def _join_parts(
     job.n_parts, lost = parts.n_parts, list[int]()
     job.parse_names()  # while the first parts are built
     with (
+        ThreadPoolExecutor(1, "leakmel-journal") as pool,
         Progress(n, label="join", show=request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,
     ):
+        entered = pool.submit(lambda: None)  # the last part
         for number, path in enumerate(parts.files, start=1):
             start, _ = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
@@ -307,12 +329,10 @@ def _join_parts(
             job.keep(entry, found.rejected, found.numbers + start)
             job.n_copied += len(entry.known)
             if journal is not None and not parts.keep:
+                entered.result()  # so that two parts at most take space twice
                 journal.note(start, len(own), 0)
-                journal.enter(job.entry, file.fd)
-                # now the rows can be resumed, and the part's space is free for the next one
-                if journal.fd >= 0:
-                    path.with_suffix(JOINED).touch()
-                    path.unlink()
+                entered = pool.submit(_enter_part, job, journal, path)  # while the next part is copied
+        entered.result()
         moved.n_files = job.n_copied
         bar.update(n)
     left = np.flatnonzero(~job.kept)  # to be read as they are now
@@ -320,13 +340,7 @@ def _join_parts(
     left, now = left[now["size"] >= 0], now[now["size"] >= 0]
     job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
     if lost:
-        raise DataError(
-            "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
-            code="part-unusable",
-            path=file.partial,
-            found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
-            remedy=f"build them again (--part {lost[0]}/{parts.n_parts}), then join again",
-        )
+        raise _lost_parts(file.partial, lost, parts.n_parts)
     if any(changes.values()):
         job.changes = changes
 
