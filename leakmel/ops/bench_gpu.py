@@ -218,7 +218,7 @@ def gpu_table(
         ("build", "files/s", "range", "work only", "first batch s", "CPU s", "GB/s in")
     ]
     for name, f in figures["builds"].items():
-        mid = {key: value["median"] for key, value in f.items() if key != "rounds"}
+        mid = {key: value["median"] for key, value in f.items() if isinstance(value, dict)}
         into = mid["copy_in_bytes"] / 1e9 / mid["copy_in_s"] if mid["copy_in_s"] else 0.0
         rows.append(
             (
