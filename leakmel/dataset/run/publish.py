@@ -183,7 +183,7 @@ def split_problems(
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #7c822286
-_MANY_FILES = 200_000  # below, there is not much memory to give back
+_MANY_FILES = 50_000  # below, there is not much memory to give back
 
 
 def report_paths(
