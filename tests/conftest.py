@@ -1,5 +1,6 @@
 "Shared fixtures: small synthetic sets, skips that are errors where everything is installed, and trials for each promise."
 
+import faulthandler
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU playe
 REQUIRE_ALL = bool(os.environ.get("LEAKMEL_REQUIRE_ALL"))
 # LEAKMEL_PROMISES=FILE keeps what the tests of each promise tried: see promise_counts.py.
 RECORD = os.environ.get("LEAKMEL_PROMISES", "")
+HANG_S = 900.0  # a test that takes longer hangs; tests marked `long` may take hours
+STDERR = pytest.StashKey[int]()  # standard error, which is captured during a test
 
 
 def need(found: object, what: str) -> None:
@@ -101,8 +104,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    "End the process if a test hangs, after the tracebacks of all threads: pytest-xdist then names the test and goes on."
+    if not item.get_closest_marker("long"):
+        faulthandler.dump_traceback_later(HANG_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     "Count in the process that reports: workers hand what a test said to it with the test's report."
+    config.stash[STDERR] = os.dup(2)
     if RECORD and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Counted(config, Path(RECORD)))
 

@@ -364,13 +364,18 @@ class LocalCopies:
         "Run requests until `close`, which ends those that have not ended."
         import asyncio
 
+        async def cancel_all() -> None:
+            # begins after the loop has told those who wait of requests that ended in its last turn
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
         try:
             self._loop.run_forever()
         finally:
-            for task in (left := asyncio.all_tasks(self._loop)):
-                task.cancel()
             with suppress(Exception):
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                self._loop.run_until_complete(cancel_all())
             self._loop.close()
 
     def start(

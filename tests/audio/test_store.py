@@ -1,5 +1,6 @@
 "URLs, listings and copies of objects: hostile keys, errors without secrets, credentials, and requests that end at once."
 
+import asyncio
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,6 +255,31 @@ def test_closing_ends_requests_and_those_who_wait(served, monkeypatch):
     assert [e.code for e in errors] == ["stopped"]
     with raises("stopped", MachineError):
         copies.start(b"a.wav", b"1")
+
+
+def test_a_request_that_ends_in_the_last_turn_of_the_loop_is_reported(served, monkeypatch):
+    copies = LocalCopies(store_path(f"s3://{BUCKET}/last"))
+    assert copies.place  # the loop runs
+    closing, asked = threading.Thread(target=copies.close), threading.Event()
+
+    async def get(store: object, key: str) -> None:
+        whole = copies._loop.call_soon_threadsafe
+
+        def ask(stop: Any) -> None:
+            whole(stop)
+            asked.set()
+
+        monkeypatch.setattr(copies._loop, "call_soon_threadsafe", ask)
+        closing.start()
+        asked.wait(30)
+        await asyncio.sleep(0)  # this request ends right after the loop is told to stop
+        raise FileNotFoundError
+
+    monkeypatch.setattr(copies, "_get", get)
+    copy = copies.start(b"a.wav", b"1")
+    assert copy.result(30).endswith(b"/1")  # waited for ever before
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 # ---------------------------------------------------------------- errors and credentials
