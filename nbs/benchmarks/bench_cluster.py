@@ -33,7 +33,8 @@ def _linked(folder: Path, n: int, n_distinct: int) -> Path:
             path = paths[k % len(paths)]
             place = root / path.parent.name / f"{k // 2000:04d}"
             place.mkdir(parents=True, exist_ok=True)
-            os.link(path, place / f"{path.stem}_{k}.wav")
+            sensor, _, time_and_gain = path.stem.split("~", 2)
+            os.link(path, place / f"{sensor}~{k:06d}~{time_and_gain}.wav")
     return root
 
 

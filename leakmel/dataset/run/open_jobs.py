@@ -131,12 +131,13 @@ def _copy_rows(
                 else:
                     block = buffer[:n]
                     read_at(raw.fileno(), block.reshape(-1), offset + start * item_bytes)
-                fine[run] &= digests_of(block) == known[name][run]
-                first = int(known["number"][run.start])
+                first, right = int(known["number"][run.start]), known[name][run]
                 with write_errors(file.target):
                     write(first, block)
                     if part == ROWS and job.read_back:
-                        job.matched[first : first + n] = file.match_digests(first, known[name][run])
+                        fine[run] = job.matched[first : first + n] = file.match_digests(first, right)
+                    else:
+                        fine[run] &= digests_of(block) == right
     return Entry(known[fine], existing.unusual)
 
 

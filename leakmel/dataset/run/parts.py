@@ -318,8 +318,9 @@ def run_part(
     "Build a part; runs in any process."
     (mine,), (number, n_parts) = own.listings, own.part_of or (1, 1)
     folder = parts_folder(target)
-    # the whole data set is judged, compressed and synced by `join`: a part may have any share of bad files
-    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False)
+    # the whole data set is judged, compressed and synced by `join`: a part may have any share of bad files;
+    # a journal would not be read: each attempt has its own name, and a part is built again from its start
+    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False, journal_bytes=0)
     if n_together and config.compute_workers is None:
         config = replace(config, compute_workers=cores_of_task(n_together))
     request = replace(request, config=config)
