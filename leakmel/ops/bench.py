@@ -223,7 +223,11 @@ def read_into_cache(
 def touch_memory(
     n_bytes: int,  # at most half of the free memory is used
 ) -> dict[str, float]:  # bytes and seconds
-    "Write to memory once and return it to the system."
+    """Write to memory once and return it to the system.
+
+    A virtual machine gets memory from its host when it is first used, and may give free memory back after some seconds. Then a gigabyte costs a second or
+    more, also in the page cache, where the threads that write a file wait for each other. So benchmarks touch memory before each build.
+    """
     began, n_threads = time.perf_counter(), usable_cores()
     size = max(1, min(n_bytes, free_memory() // 2) // n_threads)
 
@@ -326,10 +330,14 @@ def build_once(
     root: Path,  # data folder
     folder: Path,  # of the data sets; older ones in it are removed
     words: Iterable[str],  # options of `leakmel build`
+    n_files: int,  # recordings of the set; memory of their size is touched first
 ) -> dict[str, float]:  # seconds, bytes and files/s; those of a stage are of the first split
     "Build new data sets with the command line, and return the figures of the build."
+    from leakmel.audio.synth import WAV_BYTES
+
     for old in folder.glob("*.H5"):
         old.unlink()
+    touch_memory(n_files * WAV_BYTES)
     target = folder if "all" in words else folder / "TRAINING_DATASET.H5"
     done = run_leakmel("build", str(root), "--out", str(target), *words)
     splits = done.body.get("splits", [done.body])
@@ -387,7 +395,8 @@ def bench_build(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
-            figures = build_once(root, out / name.replace(", ", "-").replace(" ", "-"), SETTINGS[name])
+            place = out / name.replace(", ", "-").replace(" ", "-")
+            figures = build_once(root, place, SETTINGS[name], n_files)
             if i >= 0:
                 kept.append(figures)
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
@@ -398,7 +407,7 @@ def bench_build(
         "n_files": n_files,
         "rounds": rounds,
         "cache": "warm",
-        "interval": "listing to published file, without imports; each build in its own process",
+        "interval": "listing to published file, without imports; each build in its own process, after memory was touched",
         "settings": {name: list(words) for name, words in SETTINGS.items()},
         "verified": verify_all(root, out),
         "figures": {name: spreads(kept) for name, kept in runs.items()},

@@ -178,7 +178,7 @@ def _measure_builds(
             words = ["--split", "all", *geometry_words(geometry), "--no-fsync", "--mode", "stream"]
             words += ["--engine", engine, "--device", "cpu" if engine == "cpu" else device]
             try:
-                done = build_once(root, out / name.replace(", ", "-"), words)
+                done = build_once(root, out / name.replace(", ", "-"), words, figures["n_files"])
             except LeakmelError as e:
                 figures["errors"].append({"what": name, "error": str(e)})
                 log(f"{name}: {e}")

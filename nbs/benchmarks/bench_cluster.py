@@ -12,8 +12,9 @@ import numpy as np
 import psutil
 
 import leakmel as lm
+from leakmel.audio.synth import WAV_BYTES
 from leakmel.dataset.run import parts as parts_module
-from leakmel.ops.bench import record_head
+from leakmel.ops.bench import record_head, touch_memory
 
 
 def _cpu_seconds() -> float:
@@ -63,6 +64,7 @@ def bench_cluster(
             for name, where in (("one", None), ("two workers", client)):
                 out = work / "sets" / f"{name.replace(' ', '-')}.h5"
                 gc.collect()
+                touch_memory(n * WAV_BYTES)
                 before, began = _cpu_seconds(), time.perf_counter()
                 made = lm.build(root, out=out, cluster=where, **options)
                 took = {"seconds": time.perf_counter() - began, "cpu_s": _cpu_seconds() - before}

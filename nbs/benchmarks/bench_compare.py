@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from leakmel.audio.synth import WAV_BYTES
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
-from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
+from leakmel.ops.bench import (
+    evict,
+    read_into_cache,
+    record_head,
+    rounds_text,
+    spread,
+    synthetic_set,
+    touch_memory,
+)
 from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
 from contestants import TOOLS, list_split
 from process_tree import Took, run_command
@@ -203,6 +212,7 @@ def run_once(
     "Run a contestant; what it and the machine say of it."
     out.unlink(missing_ok=True)
     paths, _ = list_split(root)
+    touch_memory(len(paths) * WAV_BYTES)
     {"warm": read_into_cache, "cold": evict}[cache](paths)
     took = run_command(
         contestant.command(root, out, geometry), env=contestant.env, watch=watch, limit_s=limit_s
@@ -437,7 +447,7 @@ def bench_compare(
         "caches": list(caches),
         "run_s": run_s,
         "ok": all(e["status"] in ("ok", "not installed") for e in every.values()),
-        "interval": "listing to closed file, imports left out; cpu_s is that of the whole process and its children, imports included",
+        "interval": "listing to closed file, imports left out, after memory was touched; cpu_s is that of the whole process and its children, imports included",
         "memory": "largest sum over the process tree (RSS of one process, PSS of several), looked at 50 times a second in a run that is not counted",
         "settings": {name: geometry_spec(name).to_dict() for name in GEOMETRIES},
         "ratio_to": add_figures(every),

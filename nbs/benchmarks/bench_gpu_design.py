@@ -263,6 +263,7 @@ def varied_builds(
     engine: str,
     device: str,
     varied: dict[str, tuple[str, ...]],
+    n_files: int,  # recordings
 ) -> list[Part]:
     "Return builds of geometry A with the settings, each in its own process."
     usual = ["--split", "all", *geometry_words("A"), "--engine", engine, "--device", device]
@@ -270,7 +271,7 @@ def varied_builds(
     for name, words in varied.items():
         options = [*usual, *(() if "--mode" in words else ("--mode", "stream"))]
         options += [*(() if "--fsync" in words else ("--no-fsync",)), *words]
-        parts.append(("varied", name, partial(build_once, root, folder, options)))
+        parts.append(("varied", name, partial(build_once, root, folder, options, n_files)))
     return parts
 
 
@@ -322,7 +323,7 @@ def bench_gpu_design(
     right = [e for e in engines if any(name.endswith(e) for name in figures["builds"])]
     if right:
         root = synthetic_set_of_size(folder, figures["n_files"], log)
-        builds = varied_builds(root, root.with_name("varied"), right[0], device, varied)
+        builds = varied_builds(root, root.with_name("varied"), right[0], device, varied, figures["n_files"])
         measure_parts(figures, device_parts(right, device, tiny) + builds * rounds, ends_s, keep, log)
     return figures | {"ok": figures["ok"] and not figures["errors"]}
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from leakmel.audio.conform import digests_of
 from leakmel.audio.manifest import scan
+from leakmel.audio.synth import WAV_BYTES
 from leakmel.core.errors import UsageError
 from leakmel.core.monitor import usable_cores
 from leakmel.dataset.check.verify import check_data_set
@@ -23,7 +24,15 @@ from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
 from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, Engine, EngineUnavailable, open_engine
-from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread, verify_all
+from leakmel.ops.bench import (
+    record_head,
+    rounds_text,
+    run_leakmel,
+    spread,
+    synthetic_set,
+    touch_memory,
+    verify_all,
+)
 from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec, geometry_words
 from bench_compare import geometry_line, preset_spec
 
@@ -276,10 +285,11 @@ def _target(work: Path, geometry: str, name: str) -> Path:
     )
 
 
-def _build(root: Path, work: Path, geometry: str, name: str) -> dict[str, Any]:
+def _build(root: Path, work: Path, geometry: str, name: str, n_files: int) -> dict[str, Any]:
     "One build in a process of its own."
     target = _target(work, geometry, name)
     target.unlink(missing_ok=True)  # a new data set, as nearly all are
+    touch_memory(n_files * WAV_BYTES)
     done = run_leakmel(
         "build",
         str(root),
@@ -311,14 +321,17 @@ def _round(
     work: Path,
     workers: dict[int, ProcessPoolExecutor],
     keep: Callable[[str, dict[str, Any]], None],
+    n_files: int,
 ) -> None:
     "Measure everything once."
     for geometry in GEOMETRIES:
         for n, worker in workers.items():
             with on_cores(n):
                 for name in BUILDS:
-                    keep(f"{geometry}, {name}, {_words(n)}", _build(root, work, geometry, name))
+                    keep(f"{geometry}, {name}, {_words(n)}", _build(root, work, geometry, name, n_files))
                 for part in PARTS:
+                    if part.startswith("write"):
+                        touch_memory(n_files * WAV_BYTES)
                     keep(
                         f"{geometry}, {part}, {_words(n)}",
                         worker.submit(one_part, part, geometry, str(root), str(work)).result(),
@@ -362,7 +375,7 @@ def bench_parts(
                     runs.setdefault(name, []).append(figures)
                 log(f"{where}: {name}: {why or format(figures['files_per_s'], ',.0f') + ' files/s'}")
 
-            _round(root, work, workers, keep)
+            _round(root, work, workers, keep, n_files)
     log("recomputing every row")
     return _record(runs, wrong, n_files, rounds, verify_all(root, work / "built"))
 
@@ -388,7 +401,7 @@ def _record(
         "cache": "warm",
         "cores": core_counts(),
         "interval": "builds: listing to published file, each in a process of its own; "
-        "parts: alone in a process that may use so many cores, imports and self-check left out",
+        "parts: alone in a process that may use so many cores, imports and self-check left out; memory is touched before builds and writing",
         "geometries": GEOMETRIES,
         "builds": {name: list(words) for name, words in BUILDS.items()},
         "verified": verified,

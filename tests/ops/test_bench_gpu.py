@@ -16,7 +16,7 @@ import pytest
 import torch
 from errors import raises
 
-from leakmel.audio.synth import write_demo
+from leakmel.audio.synth import WAV_BYTES, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
 from leakmel.ops import bench
@@ -186,7 +186,7 @@ class Machine:
         ]
         return ProcessRun(1.0, 1.0, 1, {"checks": checks})
 
-    def build(self, root: Path, folder: Path, words: list[str]) -> dict[str, float]:
+    def build(self, root: Path, folder: Path, words: list[str], n_files: int) -> dict[str, float]:
         self.built.append(folder.name)
         self.now_s += self.seconds
         if self.fails(folder.name):
@@ -297,6 +297,20 @@ def test_memory_is_touched_before_anything_is_measured(tmp_path, machine, monkey
     assert figures["touched"]["bytes"] > 2 * 1000 * 82_000, "recordings and data sets"
 
 
+def test_memory_of_the_size_of_the_set_is_touched_before_each_build(tmp_path, monkeypatch):
+    order: list[Any] = []
+
+    def run(*words: str) -> None:
+        order.append(words[0])
+        raise LeakmelError("no build here")
+
+    monkeypatch.setattr(bench, "touch_memory", order.append)
+    monkeypatch.setattr(bench, "run_leakmel", run)
+    with pytest.raises(LeakmelError):
+        bench.build_once(tmp_path, tmp_path / "out", ["--split", "all"], 1000)
+    assert order == [1000 * WAV_BYTES, "build"]
+
+
 def test_touched_memory_stays_below_half_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(bench, "free_memory", lambda: 40 << 20)
     assert 19 << 20 < touch_memory(1 << 40)["bytes"] <= 20 << 20
@@ -357,7 +371,7 @@ def test_all_parts_of_the_gpu_suite_run(tmp_path):
     figures = bench_gpu_design.bench_gpu_design(
         tmp_path, rounds=1, device=DEVICE, engines=("torch",), varied={}, tiny=True, suite=canned
     )
-    builds = bench_gpu_design.varied_builds(tmp_path / "demo-24", tmp_path / "v", "torch", "cpu", some)
+    builds = bench_gpu_design.varied_builds(tmp_path / "demo-24", tmp_path / "v", "torch", "cpu", some, 24)
     bench_gpu_design.measure_parts(figures, builds, float("inf"), lambda figures: None, print)
     assert figures["errors"] == []
     whole = bench_gpu_suite_figures()
