@@ -48,7 +48,7 @@ _EXPECTED = {
     ("cpu", "cpu"): _Expected(0.3, 7.0, 0.0, 0.6, True),
     ("torch", "cpu"): _Expected(2.0, 2.0, 0.0, 7.0, True),
 }
-_SERIAL_US = 15.0  # a recording, on any number of cores: threads wait for each other's Python, and the last rows for their check
+_SERIAL_US = 15.0  # a recording, on any number of cores: one thread at a time writes to a file, and the last rows wait for their check
 _HOST_US = 20.0  # of one core, to read a recording and write its row for a GPU
 EXPECTED = "expected"
 
