@@ -498,7 +498,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
             metavar="NAME",
             help=f"metric by which the detector is compared with the baselines: {', '.join(FIGURES)} (default auc)",
         ),
-        "--n-draws": dict(
+        "--draws": dict(
             type=int,
             default=2000,
             metavar="N",
@@ -557,7 +557,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         metric=args.metric,
         files_per_batch=args.files_per_batch,
         device=args.device,
-        n_draws=args.n_draws,
+        n_draws=args.draws,
         seed=args.seed,
         legacy=args.legacy,
         labels=args.labels,

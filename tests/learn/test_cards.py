@@ -230,7 +230,7 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     sets = [small_sets / f"{name}_DATASET.H5" for name in ("TRAINING", "TESTING")]
     lm.train(sets[0], out=tmp_path, settings=settings, device="cpu", progress=False)
     assert main(["card", str(tmp_path), "--license", "MIT", "--quiet"]) == 0
-    assert main(["evaluate", str(sets[1]), "--model", str(tmp_path), "--n-draws", "100", "--quiet"]) == 0
+    assert main(["evaluate", str(sets[1]), "--model", str(tmp_path), "--draws", "100", "--quiet"]) == 0
     digest = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
     card = (tmp_path / "model_card.md").read_text()
     metadata = json.loads((tmp_path / "model_croissant.json").read_text())

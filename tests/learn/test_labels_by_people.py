@@ -215,7 +215,7 @@ def test_command_lines_of_evaluation(splits, tmp_path, capsys):
         os.fspath(sets / "TESTING_DATASET.H5"),
         "--model",
         os.fspath(model),
-        "--n-draws",
+        "--draws",
         "100",
     ]
     assert main([*given, "--labels", os.fspath(file), "--json"]) == 0

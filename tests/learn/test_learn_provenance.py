@@ -144,7 +144,7 @@ def test_evaluation_on_a_regrouped_training_split_is_reported(small_sets, tmp_pa
                 str(tmp_path / "run"),
                 "--device",
                 "cpu",
-                "--n-draws",
+                "--draws",
                 "100",
                 "--json",
             ]
@@ -165,7 +165,7 @@ def test_evaluation_on_a_regrouped_training_split_is_reported(small_sets, tmp_pa
                 str(tmp_path / "run"),
                 "--device",
                 "cpu",
-                "--n-draws",
+                "--draws",
                 "100",
                 "--allow-leaky-split",
             ]

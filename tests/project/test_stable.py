@@ -331,7 +331,7 @@ OF_JSON = {
     "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --folds 2 --seeds 1 --device cpu",
     "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --folds 2 --seeds 1 --device cpu",
     "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
-    "evaluate": "evaluate {sets} --model {run} --n-draws 100 --out {evaluation} --device cpu",
+    "evaluate": "evaluate {sets} --model {run} --draws 100 --out {evaluation} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "nightly": "nightly {bad} --model {run} --state {state} --device cpu",
     "suggest": "suggest {bad} --model {run} --n 4",
