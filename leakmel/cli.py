@@ -197,10 +197,10 @@ def _build_part(args: argparse.Namespace, common: dict[str, Any]) -> Outcome:
         "--upload": args.upload is not None,
     }
     unused |= {"--fresh": args.fresh, "--mode": args.mode not in ("auto", "stream")}
-    unused["--analysis"] = args.analysis == "full"
+    unused |= {"--analysis": args.analysis == "full", "--check": args.check != _CHECK["default"]}
     remedy = "build the parts of one split, and join them with leakmel join"
     refuse_unused(unused, "together with --part", remedy)
-    options = {name: value for name, value in common.items() if name not in ("mode", "fresh")}
+    options = {name: value for name, value in common.items() if name not in ("mode", "check", "fresh")}
     made = lm.build_part(args.root, part=args.part, split=args.split, out=args.out, **options)
     name = f"part {made.number} of {made.n_parts}"
     what = "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"

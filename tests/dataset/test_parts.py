@@ -38,7 +38,11 @@ from leakmel.core.errors import (
     UsageError,
 )
 from leakmel.dataset.file.writer import OutputLock
+from leakmel.audio.listing import part_range
+from leakmel.dataset.check import verify as verify_module
+from leakmel.dataset.run import existing as existing_module
 from leakmel.dataset.run import open_jobs as open_jobs_module
+from leakmel.dataset.run import ring as ring_module
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, covered_s, read_timeline
 from leakmel.dataset.run import parts as parts_module
@@ -738,26 +742,95 @@ def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("check", "wanted"), [(64, 16), pytest.param(20, 8, marks=pytest.mark.long), (3, 3), (0, 0), (None, None)]
+    ("check", "wanted"),
+    [(64, 64), pytest.param(20, 32, marks=pytest.mark.long), (3, 32), (0, 0), (None, None)],
 )
-def test_rows_to_recompute_are_divided_among_parts_and_recomputed_by_the_join(
-    demo, tmp_path, monkeypatch, check, wanted
-):
+def test_the_join_recomputes_rows_of_each_part(demo, tmp_path, monkeypatch, check, wanted):
+    "Eight rows for each part, its first and last one among them; the processes of the parts recompute none."
     monkeypatch.setattr(parts_module, "PART_SIZE", 30)
-    original, asked = parts_module.run_part, list[int | None]()
+    picked, original = list[list[int]](), verify_module.pick_rows
 
-    def noting(request: Any, *args: Any) -> Any:
-        asked.append(request.check)
-        return original(request, *args)
+    def noting(*args: Any, **more: Any) -> Any:
+        rows = original(*args, **more)
+        picked.append(rows.tolist())
+        return rows
 
-    monkeypatch.setattr(parts_module, "run_part", noting)
+    monkeypatch.setattr(verify_module, "pick_rows", noting)
     with ThreadPoolExecutor(1) as pool:
         made = lm.build(
             demo, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET | {"check": check}
         )
     assert made.summary["parts"] == 4
-    assert asked == [wanted] * 4
-    assert made.verified.checked == (made.rows if check is None else check)
+    assert made.verified.checked == (made.rows if wanted is None else wanted)
+    assert len(picked) == 1
+    if wanted:
+        good = np.array([r.path for r in made.rejections])
+        paths = lm.scan(demo, split="training", progress="none").listings[0].paths
+        starts = [part_range(len(paths), k, 4)[0] for k in (2, 3, 4)]
+        edges = [paths[start + d] for start in starts for d in (-1, 0)]
+        rows = {path: k for k, path in enumerate(path for path in paths if path not in good)}
+        assert {rows[path] for path in edges if path in rows} <= set(picked[0])
+
+
+def test_a_cluster_does_not_look_at_the_recordings_of_new_parts_again(demo, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
+    looked, original = list[int](), existing_module.stamps_of
+
+    def counted(listing: Any, numbers: Any) -> Any:
+        looked.append(len(numbers))
+        return original(listing, numbers)
+
+    build_part(demo, part=(2, 4), split="training", out=tmp_path / "x.h5", **QUIET)
+    monkeypatch.setattr(existing_module, "stamps_of", counted)
+    monkeypatch.setattr(open_jobs_module, "stamps_of", counted)
+    with ThreadPoolExecutor(1) as pool:
+        made = lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
+    assert made.path.read_bytes() == whole
+    first, end = part_range(made.found, 2, 4)  # that part was complete before
+    assert sum(looked) <= end - first + 3 * len(made.rejections)
+
+
+def test_a_recording_that_changes_while_a_cluster_builds_is_read_by_the_next_build(tmp_path, monkeypatch):
+    "As in a build on one machine: the row is that of the recording as it was read."
+    write_demo(tmp_path / "d", n_files=60)
+    path, other = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))[:2]
+    right = built(tmp_path / "d", tmp_path / "y.h5")
+    original = parts_module.run_part
+
+    def changing(*args: Any) -> Any:
+        part = original(*args)
+        path.write_bytes(other.read_bytes())
+        return part
+
+    monkeypatch.setattr(parts_module, "run_part", changing)
+    with ThreadPoolExecutor(1) as pool:
+        options = {"split": "training", "out": tmp_path / "x.h5", "check": 0, **QUIET}
+        assert lm.build(tmp_path / "d", cluster=pool, **options).path.read_bytes() == right
+    again = lm.build(tmp_path / "d", **options)
+    assert again.summary["changes"] == {"added": 0, "changed": 1, "removed": 0}
+    assert again.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
+
+
+def test_a_part_has_no_parsed_names_no_report_and_no_journal(demo, tmp_path):
+    build_parts(demo, tmp_path / "x.h5", 1)
+    folder = parts_folder(tmp_path / "x.h5")
+    part = finished_parts(folder, 1)[1]
+    with h5py.File(part) as f:
+        assert {"path", "digest", "sample_rate"} <= set(f["files"])
+        assert not {"sensor", "recording", "start_time", "gain"} & set(f["files"])
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        [part.name, f".{part.name}.state", "listing.npz", "plan.json"]
+    )
+
+
+def test_a_part_that_fails_leaves_no_file(demo, tmp_path, monkeypatch):
+    def fail(*args: Any, **more: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ring_module, "publish", fail)
+    with raises("machine", MachineError):
+        build_part(demo, part=(1, 2), split="training", out=tmp_path / "x.h5", **QUIET)
+    assert sorted(p.name for p in parts_folder(tmp_path / "x.h5").iterdir()) == ["listing.npz", "plan.json"]
 
 
 def test_progress_of_parts_is_that_of_the_furthest_attempt(tmp_path):

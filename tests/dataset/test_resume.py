@@ -586,6 +586,7 @@ def test_failed_clean_up_keeps_rows_of_other_splits(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job.__new__(Job)
+    job.is_closed = False
 
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")

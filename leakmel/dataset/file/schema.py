@@ -299,7 +299,7 @@ class Metadata:
     spec: MelSpec
     attributes: dict[str, Any]  # of the root
     labels: np.ndarray  # [B] int16
-    columns: Mapping[str, np.ndarray]  # FILE_COLUMNS and those of `extra_columns`, [B] each
+    columns: Mapping[str, np.ndarray]  # FILE_COLUMNS (of a part: some) and those of `extra_columns`, [B] each
     row_digests: np.ndarray  # [B] S32
     rejected: tuple[Rejected, ...]
     waveform_digests: np.ndarray | None = None  # [B] S32, where the file has waveforms
@@ -320,7 +320,8 @@ def _columns_of(meta: Metadata) -> dict[str, np.ndarray]:
     "Return the HDF5 data sets of the metadata, without the dimension scales, in the order in which they are written."
     others = sorted(meta.columns.keys() - set(FILE_COLUMNS))
     columns = {LABELS: meta.labels}
-    columns |= {f"files/{name}": meta.columns[name] for name in (*FILE_COLUMNS, *others)}
+    names = (*(name for name in FILE_COLUMNS if name in meta.columns), *others)
+    columns |= {f"files/{name}": meta.columns[name] for name in names}
     columns["digests/rows"] = meta.row_digests
     if meta.waveform_digests is not None:
         columns["digests/waveforms"] = meta.waveform_digests

@@ -250,9 +250,10 @@ def _is_unchanged(
     numbers: np.ndarray,  # [k] candidates
     stamps: np.ndarray,  # [k] STAMP, when they were processed
     unread: np.ndarray,  # [k] value of _UNREAD, 0 for files that were read
+    was_listed: bool,  # they were processed after they were listed: the files are not looked at again
 ) -> np.ndarray:  # [k] bool
     "Return which recordings are as they were when they were processed."
-    now = stamps_of(listing, numbers)
+    now = stamps if was_listed else stamps_of(listing, numbers)
     same = (stamps == now) & (now["size"] == listing.sizes[numbers])
     same &= (now["mtime_ns"] == listing.mtimes_ns[numbers]) | (now["size"] < 0)
     return same & (listing.label_ids[numbers].clip(max=0) == unread)
@@ -274,6 +275,8 @@ def write_rejected(
 def read_rejected(
     path: Path,  # of `write_rejected`
     listing: Listing,
+    *,
+    was_listed: bool = False,  # it was written after the listing was made: the files are not looked at again
 ) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
     "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
     try:
@@ -289,7 +292,7 @@ def read_rejected(
             raise ValueError("not all files have a stamp")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return [], np.zeros(0, np.int64)
-    same = _is_unchanged(listing, numbers, stamps, unread)
+    same = _is_unchanged(listing, numbers, stamps, unread, was_listed)
     return [rejected[k] for k in np.flatnonzero(same)], numbers[same]
 
 
@@ -299,6 +302,8 @@ def open_existing(
     fingerprint: str,  # fingerprint of spec and engine
     with_waveforms: bool,
     engine: str,  # its identity
+    *,
+    was_listed: bool = False,  # it was built after the listing was made: the files are not looked at again
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."
     if (state := read_state(target)) is None:
@@ -322,7 +327,7 @@ def open_existing(
     met = np.flatnonzero(places >= 0)
     of = places[met]
     unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
-    same = _is_unchanged(listing, met, state.stamps[of], unread[of])
+    same = _is_unchanged(listing, met, state.stamps[of], unread[of], was_listed)
     is_row = same & (of < n_rows)
     is_lost = same & (of >= n_rows)
     known = known[of[is_row]]

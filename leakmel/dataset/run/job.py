@@ -8,6 +8,7 @@ __all__ = [
     "segment_view",
     "store_waveforms",
     "BuildRequest",
+    "PartFile",
     "Parts",
     "BuildContext",
     "Job",
@@ -19,8 +20,9 @@ import os, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -37,6 +39,7 @@ from ..check.expected import Sources
 from leakmel.dataset.file.schema import (
     Metadata,
     Rejected,
+    byte_column,
     extra_columns,
     mapped_zeros,
     name_columns,
@@ -139,14 +142,19 @@ class BuildRequest:
             )
 
 
+class PartFile(NamedTuple):
+    "File of a complete part."
+
+    path: Path  # .empty: a part without a row; .joined: joined before
+    is_new: bool  # built by this run, so after the listing
+
+
 @dataclass(frozen=True)
 class Parts:
     "Files of the parts of a data set."
 
     n_parts: int
-    files: Iterator[
-        Path
-    ]  # in order, each when it is complete; .empty: a part without a row; .joined: joined before
+    files: Iterator[PartFile]  # in order, each when it is complete
     keep: bool = False  # keep the files after their rows are copied
 
 
@@ -235,6 +243,7 @@ class Job:
         self.gains = np.zeros(0)  # [rows] of the published data set, by the names
         self.report: VerifyReport | None = None  # of the published data set
         self.published_s: float | None = None  # on the timeline's clock
+        self.is_closed = False
 
     def is_complete(self) -> bool:
         "Return whether nothing is left to read."
@@ -305,15 +314,16 @@ class Job:
     def close(self, *, keep: bool) -> int:
         "Remove unpublished files or keep them for a later build; return the number of rows that can be resumed."
         self.copies.close()
-        journal, self.journal = self.journal, None
-        if journal is None:
+        if self.is_closed:
             return 0
-        if keep:  # without an open journal all is entered, as when a data set is checked, or there is no room
-            with suppress(OSError, LeakmelError):
-                journal.enter(self.entry)
-        n_kept = journal.n_entered if keep else 0
-        with suppress(OSError):
-            journal.close(remove=not n_kept)
+        journal, self.journal, self.is_closed, n_kept = self.journal, None, True, 0
+        if journal is not None:
+            if keep:  # without an open journal (a data set is checked, or there is no room) all is entered
+                with suppress(OSError, LeakmelError):
+                    journal.enter(self.entry)
+                n_kept = journal.n_entered
+            with suppress(OSError):
+                journal.close(remove=not n_kept)
         with suppress(OSError):
             self.file.abort(keep=n_kept > 0)
         return n_kept
@@ -383,8 +393,11 @@ def job_metadata(
     def rows(values: np.ndarray) -> np.ndarray:
         return values if is_whole else values[keep]
 
-    columns = _name_columns(job, keep)
-    columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
+    if run.manifest.part_of:  # the join parses the names, and reads the table
+        columns = {"path": byte_column(list(compress(listing.paths, job.good.tolist())))}
+    else:
+        columns = _name_columns(job, keep)
+        columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
     columns |= {"encoding": _status_column(job, keep, 0), "status": _status_column(job, keep, 1)}
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)

@@ -213,8 +213,10 @@ def _reserve_job(
     listing: Listing,
     target: Path,
 ) -> Job:  # raises OutputError, SpaceError
-    "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
+    "Return a job with journal and partial file: new ones, or those of a matching interrupted build; a part has no journal."
     path, request, config = journal_path(target), run.request, run.request.config
+    if run.manifest.part_of:  # each attempt has its own name, and a part is built again from its start
+        return _new_job(run, listing, target, "new")
     if request.fresh:
         path.unlink(missing_ok=True)
     identity = journal_identity(
@@ -301,7 +303,7 @@ def _join_parts(
         run.timeline.span("write", "main", split=job.split) as moved,
     ):
         entered = pool.submit(lambda: None)  # the last part
-        for number, path in enumerate(parts.files, start=1):
+        for number, (path, is_new) in enumerate(parts.files, start=1):
             start, _ = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == JOINED or path.with_suffix(JOINED).exists():  # by another join, in the meantime
@@ -311,11 +313,12 @@ def _join_parts(
                 continue
             own = job.listing.part(number, parts.n_parts)
             if path.suffix == ".empty":
-                rejected, numbers = read_rejected(path, own)
+                rejected, numbers = read_rejected(path, own, was_listed=is_new)
                 job.keep(Entry(np.zeros(0, KNOWN)), rejected, numbers + start)
                 changes["changed"] += len(own) - len(numbers)
                 continue
-            found = open_existing(path, own, run.fingerprint, request.with_waveforms, run.engine.identity)
+            settings = (run.fingerprint, request.with_waveforms, run.engine.identity)
+            found = open_existing(path, own, *settings, was_listed=is_new)
             if found is None:
                 raise DataError(
                     "the data set of a part is damaged, or was built with other settings",

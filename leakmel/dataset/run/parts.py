@@ -24,7 +24,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
 import json, logging, os, re, shutil, stat, threading, time, uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -51,7 +51,7 @@ from ..file.writer import OutputLock, output_error
 from .config import PipelineConfig
 from .existing import read_state, write_rejected
 from .inputs import SpecLike, checked_inputs
-from .job import BuildRequest, Parts
+from .job import BuildRequest, PartFile, Parts
 from .journal import recordings_digest
 from .open_jobs import JOINED
 from .targets import build_targets, list_for_build, listing_of_split
@@ -318,12 +318,11 @@ def run_part(
     "Build a part; runs in any process."
     (mine,), (number, n_parts) = own.listings, own.part_of or (1, 1)
     folder = parts_folder(target)
-    # the whole data set is judged, compressed and synced by `join`: a part may have any share of bad files;
-    # a journal would not be read: each attempt has its own name, and a part is built again from its start
-    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False, journal_bytes=0)
+    # the whole data set is judged, compressed, checked and synced by `join`: a part may have any share of bad files
+    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False, monitor_interval_s=0)
     if n_together and config.compute_workers is None:
         config = replace(config, compute_workers=cores_of_task(n_together))
-    request = replace(request, config=config)
+    request = replace(request, config=config, check=0)
 
     def check_engine(engine: Engine) -> None:
         if n_together and engine.device != "cpu" and engine.n_lanes > 1:
@@ -385,7 +384,6 @@ def build_part(
     pipeline: PipelineConfig
     | None = None,  # speed settings; the rules for rejected files are applied by `join`
     manifest: Manifest | None = None,  # result of `scan`, or a stored one: the folder is not listed again
-    check: int | None = 64,  # rows of the part to recompute in float64; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # as for `build`
     labels: LabelTable | None = None,  # as for `build`
@@ -397,7 +395,7 @@ def build_part(
         spec=spec,
         engine=engine,
         config=PipelineConfig() if pipeline is None else pipeline,
-        check=check,
+        check=0,
         progress=progress,
         with_waveforms=with_waveforms,
     )
@@ -492,7 +490,8 @@ def join(
     pipeline: PipelineConfig
     | dict[str, Any]
     | None = None,  # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
-    check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
+    check: int
+    | None = 64,  # rows to recompute in float64 before publishing, at least 8 for each part; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
@@ -519,7 +518,7 @@ def join(
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
     _warn_of_new_recordings(Manifest.load(folder / LISTING_NAME), target)
-    files = (parts[k] for k in range(1, n_parts + 1))
+    files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
     joining = _Joining(pipeline, check, progress, Timeline(), keep_parts=keep_parts)
     return joining.join(target, plan, files)
 
@@ -540,7 +539,7 @@ class _Joining:
         self,
         target: Path,
         plan: dict[str, Any],
-        files: Iterable[Path],  # of the parts in order; taken one by one, so they can be built meanwhile
+        files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
     ) -> BuildResult:  # raises LeakmelError
         "Make the data set of all parts."
         from leakmel import __version__
@@ -603,7 +602,6 @@ class _Joining:
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
 PART_SIZE = 65_536  # most recordings of a part
 _MIN_PART_SIZE = 2_000
-_MIN_CHECK = 8  # rows of a part that are recomputed; the rows to check are divided among the parts
 _PARTS_PER_PROCESS = 4  # parts are joined while others are built, so the last ones have to be small
 
 
@@ -660,7 +658,7 @@ def _add_lane(
 
 def _count_done(
     sizes: dict[tuple[Path, int], int],  # data set and number of a part -> recordings
-    done: dict[tuple[Path, int], Path],  # complete parts
+    done: Mapping[tuple[Path, int], PartFile],  # complete parts
     left: dict[Path, int],  # data set -> parts
 ) -> int:
     "Count the recordings of complete parts, and those of parts that are being built."
@@ -742,28 +740,26 @@ def _build_parts(
             own = replace(quiet, stop_file=parts_folder(target) / stop)
             plan = _start_parts(whole, target, spec, request, wanted)
             left[target] = n_parts = int(plan["n_parts"])
-            if own.check is not None:  # `join` recomputes as many rows again
-                own = replace(own, check=min(own.check, max(_MIN_CHECK, -(-own.check // n_parts))))
             calls += [(own, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
             of += [target] * n_parts
         if not calls:
             return [results[target] for _, target in targets]
         sizes = {(target, int(own.part_of[0])): len(own) for _, own, target, *_ in calls}
-        done = dict[tuple[Path, int], Path]()
+        done = dict[tuple[Path, int], PartFile]()
         lanes = dict[tuple[str, str], str]()
         splits = {target: listing.split or listing.folder.name for listing, target in targets}
         n_done = partial(_count_done, sizes, done, left)
         bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
         with bar, closing(run_tasks(client, run_part, calls, names)) as finished, _follow(bar, n_done):
 
-            def in_order(target: Path) -> Iterator[Path]:
+            def in_order(target: Path) -> Iterator[PartFile]:
                 "Yield the parts of a data set, each when it is complete."
                 for k in range(1, left[target] + 1):
                     while (target, k) not in done:
                         with timeline.span("wait", "main", split=splits[target]):
                             i, part = next(finished)
-                        done[of[i], part.number] = part.path
+                        done[of[i], part.number] = PartFile(part.path, is_new=not part.was_complete)
                         if part.lane is not None:
                             _add_lane(timeline, part.lane, splits[of[i]], lanes)
                         bar.update(n_done(), f"{len(done):,} of {len(calls):,} parts")

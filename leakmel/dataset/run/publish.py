@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...audio.content import Columns, content_problems
+from ...audio.listing import part_range
 from ...audio.manifest import Manifest, unlabelled_hint
 from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
 from ...core.errors import DataError, OutputError, VerifyError, show_path
@@ -169,8 +170,6 @@ def split_problems(
     columns, listing = job.columns, job.listing
     if columns is None:
         raise ValueError(f"{job.split} is not published")
-    if manifest.part_of:
-        return ()  # those of the whole data set are reported by `join`
     others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not listing and x.place)
     before = [x.columns for x in takewhile(lambda x: x is not job, jobs) if x.columns is not None]
     found = [
@@ -222,7 +221,8 @@ def publish(
         if config.compression == "gzip":
             job.file.compress(meta, stopped=stopped)
         moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
-        note_columns(job, meta, run.manifest.label_names)
+        if not run.manifest.part_of:
+            note_columns(job, meta, run.manifest.label_names)
         del meta
         if len(job.listing) >= _MANY_FILES:
             with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
@@ -234,9 +234,7 @@ def publish(
                 job.file.sync()
 
         synced = pool.submit(sync) if config.fsync else None
-        with span("verify") as moved:
-            report = _check(run, job)
-            moved.n_files = report.checked
+        report = _check(run, job, lane)
         if synced is not None:
             synced.result()
     with span("publish"):
@@ -257,39 +255,40 @@ def publish(
     if config.fsync:
         with span("sync"):
             sync_folder(target.parent)  # the name too
-    job.report = report
-    job.published_s = run.timeline.now_s()
+    job.report, job.published_s = report, run.timeline.now_s()
 
 
 _READ_TWICE = 16  # rows that are read back when they are written and in the complete file
 
 
-def _check(run: BuildContext, job: Job) -> VerifyReport:
-    "Compare a sample of the rows with the recordings; raises DataError or VerifyError."
+def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
+    "Compare a sample of the rows with the recordings; a part is checked by the join. Raises DataError or VerifyError."
+    if run.manifest.part_of:
+        return None
     sources, job.sources = job.sources, None
 
     def note(n: int, total: int) -> None:
         job.checked = n, total
 
     unread = ~job.matched[job.good]
-    if run.manifest.part_of:
-        unread[:] = False  # the join reads all rows of a part and compares their digests
-    elif run.request.check is None:
+    if run.request.check is None:
         unread[:] = True
     else:  # rows lie where they are expected, also in the complete file
         unread[np.linspace(0, len(unread) - 1, _READ_TWICE).astype(int)] = True
-    report = check_data_set(
-        job.file.partial,
-        root=run.manifest.root,
-        sample=run.request.check,
-        accounting=False,
-        unread=unread,
-        edges=np.searchsorted(np.flatnonzero(job.good), _batch_edges(run)).tolist(),  # as rows
-        table=None if run.manifest.part_of else run.manifest.table_path,  # a part lacks most of the table
-        columns=run.manifest.table_columns,
-        sources=sources,
-        progress=note,
-    )
+    with run.timeline.span("verify", lane, split=job.split) as moved:
+        report = check_data_set(
+            job.file.partial,
+            root=run.manifest.root,
+            sample=_n_checked(run, job),
+            accounting=False,
+            unread=unread,
+            edges=np.searchsorted(np.flatnonzero(job.good), _edges(run, job)).tolist(),  # as rows
+            table=run.manifest.table_path,
+            columns=run.manifest.table_columns,
+            sources=sources,
+            progress=note,
+        )
+        moved.n_files = report.checked
     report.path = os.fspath(job.file.target)
     if report.ok:
         return report
@@ -311,9 +310,20 @@ def _check(run: BuildContext, job: Job) -> VerifyReport:
     )
 
 
-def _batch_edges(run: BuildContext) -> list[int]:
-    "Return the candidates at the edges of the first batches."
-    return [k * run.workers.files_per_batch + d for k in (1, 2, 3) for d in (-1, 0)]
+_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average, because each part may have been built by another machine
+
+
+def _n_checked(run: BuildContext, job: Job) -> int | None:
+    "Return how many rows are recomputed; None: all."
+    wanted = run.request.check
+    return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
+
+
+def _edges(run: BuildContext, job: Job) -> list[int]:
+    "Return the candidates at the edges of the first batches, and of the parts."
+    starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
+    starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
+    return [start + d for start in starts for d in (-1, 0)]
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #6f7cfeb3
@@ -325,10 +335,10 @@ def read_ahead_for_check(
 ) -> None:
     "Compute the expected rows of the verification sample and the columns of names, job by job."
     for job in jobs:
-        check, labels, sources = run.request.check, job.listing.label_ids, job.sources
+        check, labels, sources = _n_checked(run, job), job.listing.label_ids, job.sources
         if stopped() or not check or sources is None:
             break  # None: another publisher has finished the job
-        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _batch_edges(run))
+        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _edges(run, job))
         with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
             moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
         if not stopped():

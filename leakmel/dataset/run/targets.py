@@ -215,7 +215,7 @@ def build_targets(
                     with _open_readers(run, jobs):
                         _run_ring(run, to_do)
         finally:  # also after an error in a later split: published data sets get their reports while they are locked
-            published = [job for job in jobs if job.published_s is not None]
+            published = [job for job in jobs if job.report is not None]  # a part is no data set, and has none
             results = [result_of(run, job, jobs) for job in published]
     return [replace(x, run_s=timeline.now_s() - listed_s) for x in results]
 
