@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, suppress
 from email.utils import formatdate
 from multiprocessing import get_context
@@ -33,6 +33,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.core import store as store_module
 from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
+from leakmel.dataset.run import parts as parts_module
 from leakmel.dataset.run.parts import build_part, join
 from leakmel.dataset.source import objects as objects_module
 from leakmel.dataset.source.loader import BadFilesError
@@ -236,6 +237,16 @@ def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
         made = lm.build(url, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
     assert nothing_is_left(tmp_path)
+
+
+def test_a_cluster_lists_a_bucket_once(url, whole, tmp_path, monkeypatch):
+    def listed_again(*args: Any) -> None:
+        raise AssertionError("the bucket is listed by the join too")
+
+    monkeypatch.setattr(parts_module, "found_below", listed_again)
+    with ThreadPoolExecutor(1) as pool:
+        made = lm.build(url, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
+    assert made.path.read_bytes() == whole
 
 
 # ---------------------------------------------------------------- update and resume

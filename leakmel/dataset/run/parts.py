@@ -532,6 +532,7 @@ class _Joining:
     progress: str
     timeline: Timeline
     listed_s: float = 0.0  # from here the time of the build counts
+    is_current: bool = False  # the listing is that of this run
     fresh: bool = False
     keep_parts: bool = False
 
@@ -554,7 +555,7 @@ class _Joining:
             (listing,) = manifest.listings
             if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
                 raise ValueError("the listing is not that of the plan")
-            listing = _with_current_objects(listing)
+            listing = listing if self.is_current else _with_current_objects(listing)
         except (KeyError, TypeError, ValueError, SpecError) as e:
             raise DataError(
                 "the plan of the parts is damaged",
@@ -726,7 +727,9 @@ def _build_parts(
     stop = f"{uuid.uuid4().hex[:8]}.stop"
     request = replace(request, spec=spec, mode="stream", preloaded=None)
     quiet = replace(request, progress="none", fresh=False)
-    joining = _Joining(request.config, request.check, "none", timeline, listed_s, fresh=request.fresh)
+    joining = _Joining(
+        request.config, request.check, "none", timeline, listed_s, is_current=True, fresh=request.fresh
+    )
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()

@@ -63,7 +63,9 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
         if job.published_s is not None:
             phase = "published"
         elif job.is_complete():
-            phase = "checking {:,} of {:,} rows".format(*job.checked)
+            phase = (
+                "checking {:,} of {:,} rows".format(*job.checked) if job.checked[1] else "completing the file"
+            )
         note = f"{len(job.rejected):,} rejected, {phase}" if job.rejected else phase
         bars[job.split].update(job.n_done, note)
         if phase == "published":
