@@ -178,7 +178,8 @@ def part_costs(record: dict[str, Any]) -> dict[str, float]:
     return {
         "worker_start_s": both["worker_start_s"],
         "first_build_s": both["first_build_s"] - both["second_build_s"],
-        "part_s": (both["busy_in_parts_s"] - both["busy_in_one_part_s"]) / (record["parts"] - 1),
+        # 0: less than the differences between rounds
+        "part_s": max(0.0, both["busy_in_parts_s"] - both["busy_in_one_part_s"]) / (record["parts"] - 1),
         "join_s_per_gb": per_gb,
         "worker_files_per_s": record["recordings"] / both["busy_in_one_part_s"],
         "bytes_per_row": record["file_bytes"][str(large)] / record["recordings"],
@@ -193,7 +194,8 @@ def part_costs_table(record: dict[str, Any]) -> str:
             f"{record['recordings']:,} recordings, least of {len(record['rounds'])} rounds, files in the page cache",
             f"start of a worker              {c['worker_start_s']:6.2f} s, without the queue of the cluster",
             f"imports in its first build     {c['first_build_s']:6.2f} s",
-            f"each further part              {1000 * c['part_s']:6.0f} ms",
+            f"each further part              {1000 * c['part_s']:6.0f} ms"
+            + ", less than the noise" * (not c["part_s"]),
             f"join                           {c['join_s_per_gb']:6.2f} s for each GB of the data set",
             f"a worker with one thread       {c['worker_files_per_s']:6,.0f} recordings/s",
         ]
