@@ -230,7 +230,7 @@ def _add_join(p: argparse.ArgumentParser) -> Options:
     add_field_options(p, lm.PipelineConfig, "speed, and rejected files (default: as given to the first part)")
     return {
         "out": dict(help="file of the data set, as given to leakmel build --part"),
-        "--check": _CHECK,
+        "--check": _CHECK | dict(help=f"{_CHECK['help']}, at least 8 for each part"),
         "--keep-parts": dict(action="store_true", help="keep the folder of the parts"),
     }
 

@@ -36,11 +36,14 @@ from leakmel.core.errors import (
     OutputError,
     RecordingError,
     UsageError,
+    VerifyError,
 )
 from leakmel.dataset.file.writer import OutputLock
 from leakmel.audio.listing import part_range
 from leakmel.dataset.check import verify as verify_module
+from leakmel.audio.conform import digests_of
 from leakmel.dataset.run import existing as existing_module
+from leakmel.dataset.run import job as job_module
 from leakmel.dataset.run import open_jobs as open_jobs_module
 from leakmel.dataset.run import ring as ring_module
 from leakmel.core.progress import Progress
@@ -764,12 +767,14 @@ def test_the_join_recomputes_rows_of_each_part(demo, tmp_path, monkeypatch, chec
     assert made.verified.checked == (made.rows if wanted is None else wanted)
     assert len(picked) == 1
     if wanted:
-        good = np.array([r.path for r in made.rejections])
+        lost = {r.path for r in made.rejections}
         paths = lm.scan(demo, split="training", progress="none").listings[0].paths
-        starts = [part_range(len(paths), k, 4)[0] for k in (2, 3, 4)]
-        edges = [paths[start + d] for start in starts for d in (-1, 0)]
-        rows = {path: k for k, path in enumerate(path for path in paths if path not in good)}
-        assert {rows[path] for path in edges if path in rows} <= set(picked[0])
+        of_part = [
+            [path for path in paths[slice(*part_range(len(paths), k, 4))] if path not in lost]
+            for k in (1, 2, 3, 4)
+        ]
+        rows = {path: k for k, path in enumerate(path for path in paths if path not in lost)}
+        assert {rows[own[k]] for own in of_part for k in (0, -1)} <= set(picked[0])
 
 
 def test_a_cluster_does_not_look_at_the_recordings_of_new_parts_again(demo, whole, tmp_path, monkeypatch):
@@ -787,7 +792,27 @@ def test_a_cluster_does_not_look_at_the_recordings_of_new_parts_again(demo, whol
         made = lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
     first, end = part_range(made.found, 2, 4)  # that part was complete before
-    assert sum(looked) <= end - first + 3 * len(made.rejections)
+    assert sum(looked) <= end - first + 4 * len(made.rejections)
+
+
+def around_the_parts(monkeypatch, before: Callable[[], Any], after: Callable[[], Any]) -> None:
+    "Have something done before and after each part of a build."
+    original = parts_module.run_part
+
+    def run_part(*args: Any) -> Any:
+        before()
+        try:
+            return original(*args)
+        finally:
+            after()
+
+    monkeypatch.setattr(parts_module, "run_part", run_part)
+
+
+def on_a_thread(root: Path, target: Path, **options: Any) -> Any:
+    "Build on a cluster of one thread, in parts of ten recordings."
+    with ThreadPoolExecutor(1) as pool:
+        return lm.build(root, split="training", out=target, cluster=pool, **QUIET | options)
 
 
 def test_a_recording_that_changes_while_a_cluster_builds_is_read_by_the_next_build(tmp_path, monkeypatch):
@@ -795,20 +820,88 @@ def test_a_recording_that_changes_while_a_cluster_builds_is_read_by_the_next_bui
     write_demo(tmp_path / "d", n_files=60)
     path, other = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))[:2]
     right = built(tmp_path / "d", tmp_path / "y.h5")
-    original = parts_module.run_part
-
-    def changing(*args: Any) -> Any:
-        part = original(*args)
-        path.write_bytes(other.read_bytes())
-        return part
-
-    monkeypatch.setattr(parts_module, "run_part", changing)
-    with ThreadPoolExecutor(1) as pool:
-        options = {"split": "training", "out": tmp_path / "x.h5", "check": 0, **QUIET}
-        assert lm.build(tmp_path / "d", cluster=pool, **options).path.read_bytes() == right
-    again = lm.build(tmp_path / "d", **options)
+    around_the_parts(monkeypatch, lambda: None, lambda: path.write_bytes(other.read_bytes()))
+    assert on_a_thread(tmp_path / "d", tmp_path / "x.h5", check=0).path.read_bytes() == right
+    again = lm.build(tmp_path / "d", split="training", out=tmp_path / "x.h5", **QUIET)
     assert again.summary["changes"] == {"added": 0, "changed": 1, "removed": 0}
     assert again.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
+
+
+def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 10)
+    write_demo(tmp_path / "d", n_files=60)
+    path, other = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))[:2]
+    around_the_parts(monkeypatch, lambda: None, lambda: path.write_bytes(other.read_bytes()))
+    with raises("recordings-changed", DataError) as e:
+        on_a_thread(tmp_path / "d", tmp_path / "x.h5", check=None)
+    assert f"leakmel join {tmp_path / 'x.h5'}" in e.value.remedy
+    made = join(tmp_path / "x.h5", progress="none")
+    assert made.summary["resumed_rows"] == made.rows - 1 == made.found - 1
+    assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
+
+
+@pytest.mark.parametrize("kind", ["changed", "unreadable"])
+def test_a_recording_that_a_worker_cannot_read_is_read_by_the_join(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 10)
+    write_demo(tmp_path / "d", n_files=40)
+    right = built(tmp_path / "d", tmp_path / "y.h5")
+    path = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))[3]
+
+    def hide() -> None:
+        path.rename(tmp_path / "away")
+        if kind == "unreadable":
+            path.mkdir()
+
+    def show() -> None:
+        if kind == "unreadable":
+            path.rmdir()
+        (tmp_path / "away").rename(path)
+
+    around_the_parts(monkeypatch, hide, show)
+    made = on_a_thread(tmp_path / "d", tmp_path / "x.h5")
+    assert made.path.read_bytes() == right
+    assert not made.rejections
+
+
+def test_a_rejected_recording_that_is_repaired_with_its_old_time_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 10)
+    write_demo(tmp_path / "d", n_files=40)
+    path = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))[3]
+    good, times = path.read_bytes(), path.stat()
+
+    def write(data: bytes) -> None:
+        path.write_bytes(data)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    write(b"?" * len(good))
+    time.sleep(0.1)  # a file that is younger than the clock's step is read again in any case
+    around_the_parts(monkeypatch, lambda: None, lambda: write(good))
+    made = on_a_thread(tmp_path / "d", tmp_path / "x.h5")
+    assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
+    assert not made.rejections
+
+
+def test_wrong_rows_of_a_part_are_found_and_all_parts_can_be_built_again(demo, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "PART_SIZE", 30)
+    with monkeypatch.context() as patch:
+        original = parts_module.run_part
+
+        def wrong(request: Any, own: Any, *args: Any) -> Any:
+            with patch.context() as inner:
+                if own.part_of == (2, 4):
+                    inner.setattr(job_module.RowFile, "write", write_more)
+                    inner.setattr(job_module, "digests_of", lambda rows: digests_of(rows + np.float16(1)))
+                return original(request, own, *args)
+
+        def write_more(self: Any, first: int, rows: np.ndarray) -> int:
+            return right_write(self, first, rows + np.float16(1))
+
+        right_write = job_module.RowFile.write
+        patch.setattr(parts_module, "run_part", wrong)
+        with raises("wrong-rows", VerifyError):
+            on_a_thread(demo, tmp_path / "x.h5")
+    assert not (tmp_path / "x.h5").exists()
+    assert on_a_thread(demo, tmp_path / "x.h5").path.read_bytes() == whole
 
 
 def test_a_part_has_no_parsed_names_no_report_and_no_journal(demo, tmp_path):

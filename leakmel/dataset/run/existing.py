@@ -250,10 +250,11 @@ def _is_unchanged(
     numbers: np.ndarray,  # [k] candidates
     stamps: np.ndarray,  # [k] STAMP, when they were processed
     unread: np.ndarray,  # [k] value of _UNREAD, 0 for files that were read
-    was_listed: bool,  # they were processed after they were listed: the files are not looked at again
+    look: np.ndarray,  # [k] bool, files to look at; the others were processed after they were listed
 ) -> np.ndarray:  # [k] bool
     "Return which recordings are as they were when they were processed."
-    now = stamps if was_listed else stamps_of(listing, numbers)
+    now = stamps.copy()
+    now[look] = stamps_of(listing, numbers[look])
     same = (stamps == now) & (now["size"] == listing.sizes[numbers])
     same &= (now["mtime_ns"] == listing.mtimes_ns[numbers]) | (now["size"] < 0)
     return same & (listing.label_ids[numbers].clip(max=0) == unread)
@@ -275,8 +276,6 @@ def write_rejected(
 def read_rejected(
     path: Path,  # of `write_rejected`
     listing: Listing,
-    *,
-    was_listed: bool = False,  # it was written after the listing was made: the files are not looked at again
 ) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
     "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
     try:
@@ -292,7 +291,7 @@ def read_rejected(
             raise ValueError("not all files have a stamp")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return [], np.zeros(0, np.int64)
-    same = _is_unchanged(listing, numbers, stamps, unread, was_listed)
+    same = _is_unchanged(listing, numbers, stamps, unread, np.ones(len(numbers), bool))
     return [rejected[k] for k in np.flatnonzero(same)], numbers[same]
 
 
@@ -303,7 +302,7 @@ def open_existing(
     with_waveforms: bool,
     engine: str,  # its identity
     *,
-    was_listed: bool = False,  # it was built after the listing was made: the files are not looked at again
+    was_listed: bool = False,  # it was built after the listing was made: only its rejected files are looked at again
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."
     if (state := read_state(target)) is None:
@@ -327,7 +326,8 @@ def open_existing(
     met = np.flatnonzero(places >= 0)
     of = places[met]
     unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
-    same = _is_unchanged(listing, met, state.stamps[of], unread[of], was_listed)
+    look = (of >= n_rows) | (not was_listed)  # a machine may have rejected what this one can read
+    same = _is_unchanged(listing, met, state.stamps[of], unread[of], look)
     is_row = same & (of < n_rows)
     is_lost = same & (of >= n_rows)
     known = known[of[is_row]]

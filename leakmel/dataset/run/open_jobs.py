@@ -313,7 +313,7 @@ def _join_parts(
                 continue
             own = job.listing.part(number, parts.n_parts)
             if path.suffix == ".empty":
-                rejected, numbers = read_rejected(path, own, was_listed=is_new)
+                rejected, numbers = read_rejected(path, own)
                 job.keep(Entry(np.zeros(0, KNOWN)), rejected, numbers + start)
                 changes["changed"] += len(own) - len(numbers)
                 continue

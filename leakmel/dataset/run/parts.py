@@ -42,7 +42,7 @@ from ...audio.listing import Listing, found_below
 from ...audio.manifest import Manifest, scan
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from ...core.errors import DataError, EngineError, SpecError, UsageError, show_path
+from ...core.errors import DataError, EngineError, SpecError, UsageError, VerifyError, show_path
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
@@ -523,6 +523,28 @@ def join(
     return joining.join(target, plan, files)
 
 
+def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
+    "Refuse parts of another release, and those whose table of labels has changed since."
+    from leakmel import __version__
+
+    others = {"leakmel_version": __version__, "decoders": decoders()}
+    if any(plan.get(name) != here for name, here in others.items()):
+        raise DataError(
+            "the parts were built by another release of leakmel or of its decoders",
+            code="other-plan",
+            path=folder,
+            found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
+            remedy="join with the installation that built the parts",
+        )
+    if plan.get("table") not in (None, _table_digest(manifest)):
+        raise DataError(
+            "the table of labels has changed since the first part was built",
+            code="table-changed",
+            path=manifest.table_path,
+            remedy=f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
+        )
+
+
 @dataclass(frozen=True)
 class _Joining:
     "How parts are joined."
@@ -543,8 +565,6 @@ class _Joining:
         files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
     ) -> BuildResult:  # raises LeakmelError
         "Make the data set of all parts."
-        from leakmel import __version__
-
         folder = parts_folder(target)
         try:
             given, stored = self.pipeline, PipelineConfig(**plan["pipeline"])
@@ -564,22 +584,7 @@ class _Joining:
                 found=f"{type(e).__name__}: {e}",
                 remedy="remove the folder of the parts and build them again",
             ) from e
-        others = {"leakmel_version": __version__, "decoders": decoders()}
-        if any(plan.get(name) != here for name, here in others.items()):
-            raise DataError(
-                "the parts were built by another release of leakmel or of its decoders",
-                code="other-plan",
-                path=folder,
-                found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
-                remedy="join with the installation that built the parts",
-            )
-        if plan.get("table") not in (None, _table_digest(manifest)):
-            raise DataError(
-                "the table of labels has changed since the first part was built",
-                code="table-changed",
-                path=manifest.table_path,
-                remedy=f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
-            )
+        _check_origin(plan, manifest, folder)
         request = BuildRequest(
             root=manifest.root,
             spec=spec,
@@ -592,9 +597,14 @@ class _Joining:
         )
         manifest = replace(manifest, listings=(listing,))
         parts = Parts(n_parts, iter(files), self.keep_parts)
-        (made,) = build_targets(
-            request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
-        )
+        try:
+            (made,) = build_targets(
+                request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
+            )
+        except VerifyError:  # the rows of joined parts are removed, and all parts have to be built again
+            if not self.keep_parts:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         if not self.keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
             shutil.rmtree(folder, ignore_errors=True)
         return made

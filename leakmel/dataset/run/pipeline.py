@@ -69,7 +69,8 @@ def build(
     pipeline: PipelineConfig
     | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
+    check: int
+    | None = 64,  # rows to recompute in float64 before publishing (on a cluster at least 8 for each part); None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
@@ -112,7 +113,8 @@ def build_all(
     pipeline: PipelineConfig
     | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    check: int | None = 64,  # rows of each data set to recompute in float64 before publishing; None: all
+    check: int
+    | None = 64,  # rows of each data set to recompute in float64 before publishing, as for `build`; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`

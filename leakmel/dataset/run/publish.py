@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import compress, takewhile
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -282,7 +283,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             sample=_n_checked(run, job),
             accounting=False,
             unread=unread,
-            edges=np.searchsorted(np.flatnonzero(job.good), _edges(run, job)).tolist(),  # as rows
+            edges=_edges(np.searchsorted(np.flatnonzero(job.good), _starts(run, job))),
             table=run.manifest.table_path,
             columns=run.manifest.table_columns,
             sources=sources,
@@ -299,14 +300,17 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy="build again when no other program changes the recordings",
+            remedy=f"leakmel join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
+            if job.n_parts
+            else "build again when no other program changes the recordings",
         )
+    again = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
     raise VerifyError(
         "the computed rows failed verification, so nothing was published",
         code="wrong-rows",
         path=job.file.target,
         found=found,
-        remedy="build again with fresh=True (--fresh), and with engine='reference' if that fails too; please report the error",
+        remedy=f"build {again}, and with engine='reference' if that fails too; please report the error",
     )
 
 
@@ -319,11 +323,16 @@ def _n_checked(run: BuildContext, job: Job) -> int | None:
     return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
 
 
-def _edges(run: BuildContext, job: Job) -> list[int]:
-    "Return the candidates at the edges of the first batches, and of the parts."
+def _starts(run: BuildContext, job: Job) -> np.ndarray:
+    "Return the candidates at which the first batches and the parts begin."
     starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
     starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
-    return [start + d for start in starts for d in (-1, 0)]
+    return np.array(starts)
+
+
+def _edges(starts: np.ndarray) -> list[int]:
+    "Return the first row of each batch or part, and the row before it."
+    return [int(start) + d for start in starts for d in (-1, 0)]
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #6f7cfeb3
@@ -338,7 +347,7 @@ def read_ahead_for_check(
         check, labels, sources = _n_checked(run, job), job.listing.label_ids, job.sources
         if stopped() or not check or sources is None:
             break  # None: another publisher has finished the job
-        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _edges(run, job))
+        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _edges(_starts(run, job)))
         with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
             moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
         if not stopped():
