@@ -904,6 +904,19 @@ def test_wrong_rows_of_a_part_are_found_and_all_parts_can_be_built_again(demo, w
     assert on_a_thread(demo, tmp_path / "x.h5").path.read_bytes() == whole
 
 
+def test_a_part_that_ends_early_while_it_is_copied_costs_no_other_part(demo, whole, tmp_path, monkeypatch):
+    build_parts(demo, tmp_path / "x.h5", 3)
+
+    def cut(*args: Any) -> None:
+        raise VerifyError("the file is shorter than its header says", code="file-ends-early")
+
+    with monkeypatch.context() as patch, raises("file-ends-early", VerifyError):
+        patch.setattr(open_jobs_module, "read_at", cut)
+        join(tmp_path / "x.h5", progress="none")
+    assert len(finished_parts(parts_folder(tmp_path / "x.h5"), 3)) == 3
+    assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == whole
+
+
 def test_a_part_has_no_parsed_names_no_report_and_no_journal(demo, tmp_path):
     build_parts(demo, tmp_path / "x.h5", 1)
     folder = parts_folder(tmp_path / "x.h5")

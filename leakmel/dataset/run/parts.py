@@ -601,8 +601,10 @@ class _Joining:
             (made,) = build_targets(
                 request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
             )
-        except VerifyError:  # the rows of joined parts are removed, and all parts have to be built again
-            if not self.keep_parts:
+        except VerifyError as e:
+            if (
+                e.code == "wrong-rows" and not self.keep_parts
+            ):  # all parts were moved, and their rows are removed
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if not self.keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
