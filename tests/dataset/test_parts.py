@@ -627,10 +627,16 @@ def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_
     target, copied = tmp_path / "x.h5", open_jobs_module._copy_rows
     build_parts(demo, target, 4)
 
+    calls = list[int]()
+
     def interrupt(*args: Any) -> Any:
-        if suffixes(target, 4)[1] == ".joined":
-            raise error("stopped", code="engine-missing") if error is EngineError else error
-        return copied(*args)
+        calls.append(0)
+        if len(calls) < 3:
+            return copied(*args)
+        deadline = time.monotonic() + 60
+        while suffixes(target, 4)[1] != ".joined" and time.monotonic() < deadline:
+            time.sleep(0.01)  # the second part is entered in the journal by a thread of its own
+        raise error("stopped", code="engine-missing") if error is EngineError else error
 
     with monkeypatch.context() as patch:
         patch.setattr(open_jobs_module, "_copy_rows", interrupt)
