@@ -14,6 +14,7 @@ __all__ = [
     "int16_moments",
     "digest_file_rows",
     "read_rows",
+    "read_and_compute",
     "stat_files",
     "prefetch_files",
     "self_check",
@@ -25,13 +26,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ..core.machine_code import load_compiled
+from ..core.machine_code import BoundCall, load_compiled
 from ..core.monitor import usable_cores
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
 
-CODE = load_compiled("leakmel.audio.native_code", "leakmel.audio.digests", "leakmel.audio.wav")
+CODE = load_compiled(
+    "leakmel.audio.native_code", "leakmel.audio.digests", "leakmel.audio.wav", "leakmel.core.machine_code"
+)
 _FUNCTIONS = CODE.functions
 # outcomes of reading; from 1 up: errno of opening or reading
 READ = CODE.constants["READ"]
@@ -123,14 +126,52 @@ def read_rows(
     np.ndarray, np.ndarray, np.ndarray
 ]:  # [n] outcome: READ, USE_FALLBACK or errno; [n] ctime in ns; [n] digest S32, where it was READ and `can_digest`
     "Read canonical recordings into their rows; raises nothing but ValueError for arrays of other lengths."
+    nothing = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint16)
+    return _read(paths, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
+
+
+def read_and_compute(
+    paths: list[bytes],  # [n], like the next three as for `read_rows`
+    wanted: np.ndarray,
+    mtimes_ns: np.ndarray,
+    header: bytes,
+    call: BoundCall,  # computes a row of uint16 [1, words] from a recording [1, bytes]
+    rows: np.ndarray,  # [n, ...] float16, contiguous; rows of recordings that are READ are filled
+) -> tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.ndarray, float
+]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] float64 moments of READ recordings; seconds of computing
+    "Read canonical recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
+    given, made = call.arrays[:2]
+    words = rows.reshape(len(rows), -1).view(np.uint16)
+    if words.shape[1:] != made.shape[1:]:
+        raise ValueError(f"the rows have {words.shape[1]} words, not {made.shape[1]}")
+    samples = given.view(np.int16)
+    outcomes, ctimes_ns, digests, sums, seconds = _read(
+        paths, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
+    )
+    return outcomes, ctimes_ns, digests, sums.astype(np.float64), seconds
+
+
+def _read(
+    paths: list[bytes],
+    wanted: np.ndarray,
+    mtimes_ns: np.ndarray,
+    header: bytes,
+    samples: np.ndarray,
+    n_rows: int,
+    *computing: np.ndarray,  # places, words and rows of the compiled function
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    "Read recordings for `read_rows` and `read_and_compute`."
     n = len(paths)
-    if not n == len(wanted) == len(mtimes_ns) == len(samples):
+    if not n == len(wanted) == len(mtimes_ns) == n_rows:
         raise ValueError(
-            f"the arguments differ in length: {n} paths, {len(wanted)} wanted, {len(mtimes_ns)} mtimes_ns, {len(samples)} samples"
+            f"the arguments differ in length: {n} paths, {len(wanted)} wanted, {len(mtimes_ns)} mtimes_ns, {n_rows} rows"
         )
     outcomes = np.full(n, USE_FALLBACK, np.int32)
     ctimes_ns = np.zeros(n, np.int64)
     words = np.zeros((n, 2), np.uint64)
+    sums = np.zeros((n, 5), np.int64)
+    clock = np.zeros(3, np.int64)
     if n:
         names, starts = as_bytes(paths)
         head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
@@ -147,8 +188,11 @@ def read_rows(
             outcomes,
             ctimes_ns,
             words,
+            *computing,
+            sums,
+            clock,
         )
-    return outcomes, ctimes_ns, to_hex(words)
+    return outcomes, ctimes_ns, to_hex(words), sums, 1e-9 * float(clock[2])
 
 
 # %% ../../nbs/audio/native.ipynb #6dc08ea6

@@ -10,6 +10,7 @@ __all__ = [
     "statx",
     "fadvise",
     "close",
+    "clock_gettime",
     "errno_at",
     "HERE",
     "ENDED",
@@ -19,6 +20,7 @@ __all__ = [
     "CONSTANTS",
     "declare_function",
     "int32_at",
+    "call_at",
 ]
 
 # %% ../../nbs/audio/native_code.ipynb #6e630003
@@ -33,6 +35,7 @@ from numba.extending import intrinsic
 from .digests import MIN_BYTES, hash_rows, moments, write_digest
 from .wav import OPEN_FLAGS
 from ..core.jit import address, compiled
+from ..core.machine_code import DONE
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
@@ -58,6 +61,7 @@ preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.i
 statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
 fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
 close = declare_function("close", types.int32, types.int32)
+clock_gettime = declare_function("clock_gettime", types.int32, types.int32, types.intp)
 errno_at = declare_function(
     "__errno_location", types.intp
 )  # address of the error number of this thread's last failed call
@@ -74,6 +78,19 @@ def int32_at(typing_context: Any, place: Any) -> Any:
         return builder.load(builder.inttoptr(args[0], ir.PointerType(ir.IntType(32))))
 
     return types.int32(place), codegen
+
+
+@intrinsic
+def call_at(typing_context: Any, function: Any, result: Any, error: Any, words: Any) -> Any:
+    "Call a compiled function by address with the addresses of its result, its error and its words; returns its status."
+
+    def codegen(context, builder, signature, args):
+        place = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.IntType(32), [place] * 3)
+        called = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(called, [builder.inttoptr(x, place) for x in args[1:]])
+
+    return types.int32(function, result, error, words), codegen
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a
@@ -123,12 +140,41 @@ def _time_ns(stat, word):
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000d
+_MONOTONIC = 1  # CLOCK_MONOTONIC
+# words of a bound call that hold addresses
+_RECORDING = 0
+_ROW = 3
+
+
+@njit(inline="always")
+def _now_ns(clock):
+    clock_gettime(_MONOTONIC, address(clock))
+    return clock[0] * 1_000_000_000 + clock[1]
+
+
 @compiled(
-    "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])",
+    "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1],"
+    " i8[::1], i8[::1], u2[:, ::1], i8[:, ::1], i8[::1])",
 )
 def _read_rows(
-    wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests
-):
+    wanted,
+    paths,
+    starts,
+    mtimes_ns,
+    header,
+    head,
+    pieces,
+    stat,
+    samples,
+    outcomes,
+    ctimes_ns,
+    digests,
+    places,
+    words,
+    rows,
+    sums,
+    clock,
+):  # without `places`, no row is computed; else `samples` has room for one recording
     n_head = len(header)
     n_row = 2 * samples.shape[1]
     # three pieces, each an address and bytes: header, samples, one byte more
@@ -145,7 +191,8 @@ def _read_rows(
         if fd < 0:
             outcomes[i] = int32_at(errno_at())  # why the last call of this thread failed
             continue
-        pieces[2] = address(samples[i])
+        row = samples[i] if len(places) == 0 else samples[0]
+        pieces[2] = address(row)
         outcomes[i] = READ
         got = preadv(fd, address(pieces), 3, 0)
         if got < 0:
@@ -162,6 +209,15 @@ def _read_rows(
                     outcomes[i] = USE_FALLBACK
             if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
                 write_digest((pieces[2], n_row, address(digests[i])))
+            if outcomes[i] == READ and len(places):
+                began_ns = _now_ns(clock)
+                moments(samples, sums[i : i + 1])
+                words[_RECORDING] = pieces[2]
+                words[_ROW] = address(rows[i])
+                status = call_at(places[0], places[1], places[2], places[3])
+                if status != DONE[0] and status != DONE[1]:
+                    outcomes[i] = USE_FALLBACK  # computed again, where the error is reported
+                clock[2] += _now_ns(clock) - began_ns
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000f

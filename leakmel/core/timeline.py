@@ -46,7 +46,7 @@ STAGE_MEANING = {
     "resample": "resample recordings to the sample rate of the data set",
     "stage": "copy cached samples from memory or a cache file into a slot",
     "copy_in": "copy samples from host memory to a device",
-    "compute": "compute mels from samples; includes the copies if the engine has no device",
+    "compute": "compute mels from samples; includes the copies if the engine has no device; the cpu engine alternates with reading, drawn after it",
     "copy_out": "copy mels from a device to host memory",
     "write": "write rows into the file, read them back, and store their properties and digests",
     "publish": "write columns and attributes of the data set, compress, rename",

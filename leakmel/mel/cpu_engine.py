@@ -24,7 +24,7 @@ import numpy as np
 
 from ..audio.conform import int16_moments, moments_of
 from ..core.errors import EngineError
-from ..core.machine_code import load_compiled
+from ..core.machine_code import BoundCall, CompiledFunction, load_compiled
 from ..core.monitor import usable_cores
 from .engines import DeviceOptions, Engine, UnsupportedSpec
 from .reference import hann_periodic
@@ -173,6 +173,19 @@ class CpuEngine(Engine):
         if machine not in ("x86_64", "AMD64"):
             return machine
         return "" if has_fma() else "without-fma"
+
+    def row_call(self) -> BoundCall | None:
+        "Return the kernel for one recording of int16 and its row of float16; None if its frames do not fill LANES, or numba calls the kernel."
+        spec = self.spec
+        if len(spec.grid.distinct[0]) < LANES or not isinstance(kernel, CompiledFunction):
+            return None
+        samples, row = (
+            np.zeros((1, 2 * spec.n_samples), np.uint8),
+            np.zeros((1, int(np.prod(spec.row_shape))), np.uint16),
+        )
+        numbers = np.array([2, 1, *self._numbers], np.int64)
+        tables = self._tables[np.dtype(np.int16)]
+        return kernel.bind(samples, row, *work_space(spec.n_fft // 2, spec.n_mels), numbers, *tables)
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute all recordings in one call; thread-safe. Rejects arrays of the wrong shape, which the kernel would overrun."

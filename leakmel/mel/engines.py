@@ -44,6 +44,7 @@ import numpy as np
 
 from ..audio.conform import check_range, moments_of
 from ..core.errors import EngineError, LeakmelError, RecordingError, SpecError, UsageError
+from ..core.machine_code import BoundCall
 from ..core.timeline import Timeline
 from .reference import Reference, compare, reference_features, reference_log_mel
 from .spec import MelSpec
@@ -144,6 +145,10 @@ class Engine(ABC):
     @abstractmethod
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Fill `out` [B, L, S, M, T] (float16 or float32, dB) from `samples` [B, N]; returns the moments [B, 5] float64."
+
+    def row_call(self) -> BoundCall | None:
+        "Return a call for one thread that computes a row of float16 [1, words] from a recording of int16 [1, bytes]; None: only `run` computes."
+        return None
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
         "Open lane `k`, for one thread to submit batches in; the caller closes it."

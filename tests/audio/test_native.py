@@ -1,6 +1,7 @@
 "Compiled reading, digests, moments and row checks: bit-identical to Python, and no faulty file is read as a recording."
 
 import ast
+import ctypes
 import errno
 import importlib.abc
 import json
@@ -25,7 +26,8 @@ import leakmel as lm
 from leakmel.audio import conform, native
 from leakmel.audio.conform import digests_of, int16_moments
 from leakmel.core import machine_code
-from leakmel.audio.native import USE_FALLBACK, READ, read_rows
+from leakmel.core.machine_code import BoundCall
+from leakmel.audio.native import USE_FALLBACK, READ, read_and_compute, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
 from leakmel.core.errors import MachineError, VerifyError
@@ -256,6 +258,109 @@ def test_reading_releases_the_interpreter_lock(tmp_path: Path) -> None:
     assert max(counts) > 1000, counts
 
 
+# ---- rows computed while their recordings are read
+
+
+def computed(
+    engine: cpu_engine.CpuEngine, paths: list[bytes], times: np.ndarray, call: BoundCall
+) -> tuple[Any, ...]:
+    "Rows, and what `read_and_compute` returns."
+    rows = np.zeros((len(paths), *engine.spec.row_shape), np.float16)
+    header = canonical_header(4096, engine.spec.n_samples)
+    return rows, *read_and_compute(paths, np.ones(len(paths), bool), times, header, call, rows)
+
+
+def row_call(engine: cpu_engine.CpuEngine) -> BoundCall:
+    call = engine.row_call()
+    assert call is not None
+    return call
+
+
+@pytest.mark.parametrize("changes", [{}, {"preset": "disjoint"}, {"power": 1.0, "n_mels": 40, "n_fft": 256}])
+def test_rows_are_the_same_when_they_are_computed_while_reading(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    spec = lm.MelSpec.preset(
+        changes.get("preset", "overlap"), **{k: v for k, v in changes.items() if k != "preset"}
+    )
+    x, header = noise(5, spec.n_samples), canonical_header(4096, spec.n_samples)
+    x[1], x[2] = 0, -32_768
+    paths = [written(tmp_path / f"{k}.wav", row, header) for k, row in enumerate(x)]
+    times, right = mtimes(paths), np.zeros((5, *spec.row_shape), np.float16)
+    times[3] += 1  # modified since it was listed
+    paths.append(os.fsencode(tmp_path / "gone.wav"))
+    with cpu_engine.CpuEngine(spec) as engine:
+        moments = engine.run(x, right)
+        rows, outcomes, _, digests, found, seconds = computed(
+            engine, paths, np.append(times, 0), row_call(engine)
+        )
+    good = [0, 1, 2, 4]
+    assert outcomes.tolist() == [READ, READ, READ, USE_FALLBACK, READ, errno.ENOENT]
+    assert np.array_equal(rows[good].view(np.uint16), right[good].view(np.uint16))
+    assert not rows[[3, 5]].any()
+    assert np.array_equal(found[good], moments[good])
+    assert digests[good].tolist() == digests_of(x[good]).tolist()
+    assert 0 < seconds < 60
+
+
+def test_short_recordings_are_computed_together() -> None:
+    "One of them alone would leave lanes of the kernel empty."
+    for duration_s, is_alone in ((1, False), (2, True)):
+        with cpu_engine.CpuEngine(lm.MelSpec.preset("disjoint", duration_s=duration_s)) as engine:
+            assert (engine.row_call() is not None) == is_alone
+
+
+def test_rows_of_another_size_do_not_reach_machine_code() -> None:
+    with cpu_engine.CpuEngine(lm.MelSpec()) as engine:
+        call = row_call(engine)
+        with pytest.raises(ValueError, match="words"):
+            read_and_compute(
+                [b"x"], np.ones(1, bool), np.zeros(1, np.int64), HEADER, call, np.zeros((1, 7), np.float16)
+            )
+
+
+def test_a_computation_that_fails_leaves_its_recording_to_python(tmp_path: Path) -> None:
+    spec = lm.MelSpec()
+    header = canonical_header(4096, spec.n_samples)
+    paths = [written(tmp_path / f"{k}.wav", row, header) for k, row in enumerate(noise(3, spec.n_samples))]
+    statuses = iter([-2, 1, 0])
+    fake = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(
+        lambda *_: next(statuses)
+    )
+    with cpu_engine.CpuEngine(spec) as engine:
+        call = row_call(engine)
+        call.places[0] = ctypes.cast(fake, ctypes.c_void_p).value or 0
+        outcomes = computed(engine, paths, mtimes(paths), call)[1]
+    assert outcomes.tolist() == [READ, USE_FALLBACK, READ]
+
+
+@pytest.mark.parametrize("waveforms", [False, True])
+def test_a_build_is_the_same_when_rows_are_computed_after_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waveforms: bool
+) -> None:
+    "Of a folder with recordings of every kind: some batches are computed in two ways, some rows are float32."
+    write_messy(tmp_path / "data")
+    spec = {"sample_rate": 4096, "duration_s": 1.0, "short_hop": 128}
+    with cpu_engine.CpuEngine(lm.MelSpec.preset("overlap", **spec)) as engine:
+        row_call(engine)  # enough frames to be computed alone
+    made = list[list[bytes]]()
+    for how in ("while", "after"):
+        if how == "after":
+            monkeypatch.setattr(cpu_engine.CpuEngine, "row_call", lambda self: None)
+        built = lm.build_all(
+            tmp_path / "data",
+            out_dir=tmp_path / how,
+            spec=spec,
+            engine="cpu",
+            with_waveforms=waveforms,
+            **QUIET,
+        )
+        n = sum(s.n_files for s in built[0].timeline.spans if s.stage == "compute")
+        assert n == sum(r.found for r in built)
+        made.append([r.path.read_bytes() for r in built])
+    assert made[0] == made[1]
+
+
 # ---- rows that were written
 
 
@@ -396,19 +501,21 @@ def test_only_canonical_files_are_read_by_compiled_code(
     assert (r.rows, slow) == (9, [3])
 
 
+@pytest.mark.parametrize("seconds", [1, 2])  # computed after reading, and while it goes on
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
 def test_a_fault_of_the_machine_rejects_no_recording(
-    tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int, seconds: int
 ) -> None:
     for k in range(10):
-        make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=4096 * seconds, seed=k)
+    name = "read_rows" if seconds == 1 else "read_and_compute"
 
-    def broken(paths, *a):
-        outcomes, *others = read_rows(paths, *a)
+    def broken(*a):
+        outcomes, *others = getattr(native, name)(*a)
         outcomes[-1] = code
         return outcomes, *others
 
-    monkeypatch.setattr(loader, "native", lambda: SimpleNamespace(**vars(native) | {"read_rows": broken}))
+    monkeypatch.setattr(loader, "native", lambda: SimpleNamespace(**vars(native) | {name: broken}))
     with pytest.raises(MachineError, match=errno.errorcode[code]) as caught:
         lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
     assert str(tmp_path / "data") in str(caught.value)
@@ -498,6 +605,7 @@ CHILD = """
 import sys
 import leakmel as lm
 from leakmel.core import machine_code
+from leakmel.core.machine_code import BoundCall
 if sys.argv[1] == "no place": machine_code.cache_folders = lambda: []
 from leakmel.audio.conform import native
 r = lm.build(sys.argv[2], out=sys.argv[3], progress="none")

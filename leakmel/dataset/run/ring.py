@@ -160,11 +160,28 @@ def _read(ring: Ring, lane: str, slot: Slot, batch: Batch) -> None:
 
 
 def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
-    "Store the moments of a computed slot."
-    slot.moments[: slot.n] = moments
+    "Store the moments of a slot that the engine has computed, except those of rows that the reader has computed."
+    left = ~slot.computed
+    slot.moments[: slot.n][left] = moments
     if slot.wide_rows:
-        whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"])
+        whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"] & left)
         slot.moments[whole] = int16_moments(slot.samples[whole])
+
+
+def _compute(ring: Ring, lane: str, slot: Slot) -> None:
+    "Compute the rows that the reader has not computed."
+    left = np.flatnonzero(~slot.computed)
+    if not len(left):
+        return
+    samples, rows, is_whole = slot.input, slot.mels[: slot.n], len(left) == slot.n
+    if not is_whole:
+        samples, rows = samples[left], rows[left]
+    with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
+        with _engine_errors(ring.run.engine, slot):
+            _keep_moments(slot, ring.run.engine.run(samples, rows))
+        if not is_whole:
+            slot.mels[left] = rows
+        moved.n_files, moved.n_bytes = len(left), samples.nbytes
 
 
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
@@ -186,12 +203,11 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
 def _run_worker(ring: Ring, k: int, lane: str) -> None:
     "Read, compute and write batches in one thread."
     slot = ring.free.get()
+    if slot is not None and not ring.run.request.with_waveforms:  # these need the samples
+        slot.row_call = ring.run.engine.row_call()
     while slot is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
-        with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-            with _engine_errors(ring.run.engine, slot):
-                _keep_moments(slot, ring.run.engine.run(slot.input, slot.mels[: slot.n]))
-            moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
+        _compute(ring, lane, slot)
         _write(ring, lane, slot)
     ring.free.put(slot)
     if ring.leave("worker"):

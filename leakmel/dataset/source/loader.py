@@ -47,6 +47,7 @@ from leakmel.audio.wav import (
     read_payload,
 )
 from ...core.errors import DataError, MachineError, RecordingError, show_path
+from ...core.machine_code import BoundCall
 from ..file.schema import Rejected
 from ...mel.spec import MelSpec
 
@@ -84,7 +85,9 @@ class Slot:
         self.samples = host_array((n_files, spec.n_samples), np.int16)
         self.mels = host_array((n_files, *spec.row_shape), np.float16)
         self.moments = np.zeros((n_files, 5))
+        self.row_call: BoundCall | None = None  # computes rows as soon as their recordings are read
         self._facts = np.zeros(n_files, FACTS)
+        self._computed = np.zeros(n_files, bool)
         self._wide: np.ndarray | None = None
         self.begin(None, 0, 0, 0)
 
@@ -97,6 +100,7 @@ class Slot:
         self.ticket: Any = None  # of the engine, while it computes
         self.wide_rows = False
         self.facts[:] = np.zeros((), FACTS)
+        self.computed[:] = False
         self.unusual: dict[int, tuple[str, str]] = {}  # row -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
         self.parts: dict[str, tuple[float, int]] = {}  # stage -> seconds, and recordings
@@ -105,6 +109,11 @@ class Slot:
     def facts(self) -> np.ndarray:
         "Facts about the recordings, [n] FACTS."
         return self._facts[: self.n]
+
+    @property
+    def computed(self) -> np.ndarray:
+        "Which rows and moments the reader has computed, [n] bool; `samples` does not hold these recordings."
+        return self._computed[: self.n]
 
     @property
     def input(self) -> np.ndarray:
@@ -337,10 +346,17 @@ class BatchReader:
             return np.zeros(slot.n, bool)
         mine = slice(slot.first, slot.first + slot.n)
         paths = [self.base + path for path in self.listing.paths[mine]]
-        samples = slot.samples[: slot.n]
-        outcomes, ctimes_ns, digests = module.read_rows(
-            paths, wanted, self.listing.mtimes_ns[mine], self.header, samples
-        )
+        samples, call = slot.samples[: slot.n], slot.row_call
+        given = paths, wanted, self.listing.mtimes_ns[mine], self.header
+        if call is not None and module.can_digest(samples[0].nbytes):
+            outcomes, ctimes_ns, digests, moments, seconds = module.read_and_compute(
+                *given, call, slot.mels[: slot.n]
+            )
+            slot.computed[:] = outcomes == module.READ
+            slot.moments[: slot.n] = moments
+            slot.parts["compute"] = seconds, int(slot.computed.sum())
+        else:
+            outcomes, ctimes_ns, digests = module.read_rows(*given, samples)
         for i in np.flatnonzero(outcomes > 0):
             if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), paths[i]), MachineError):
                 raise fault
