@@ -1867,6 +1867,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'leakmel/dataset/run/ring.py'),
                                           'leakmel.dataset.run.ring._keep_moments': ( 'dataset/run/ring.html#_keep_moments',
                                                                                       'leakmel/dataset/run/ring.py'),
+                                          'leakmel.dataset.run.ring._left': ('dataset/run/ring.html#_left', 'leakmel/dataset/run/ring.py'),
                                           'leakmel.dataset.run.ring._publish_jobs': ( 'dataset/run/ring.html#_publish_jobs',
                                                                                       'leakmel/dataset/run/ring.py'),
                                           'leakmel.dataset.run.ring._read': ('dataset/run/ring.html#_read', 'leakmel/dataset/run/ring.py'),

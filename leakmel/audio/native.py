@@ -141,11 +141,12 @@ def read_and_compute(
     np.ndarray, np.ndarray, np.ndarray, np.ndarray, float
 ]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] float64 moments of READ recordings; seconds of computing
     "Read canonical recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
-    given, made = call.arrays[:2]
-    words = rows.reshape(len(rows), -1).view(np.uint16)
-    if words.shape[1:] != made.shape[1:]:
-        raise ValueError(f"the rows have {words.shape[1]} words, not {made.shape[1]}")
-    samples = given.view(np.int16)
+    samples, n_words = call.arrays[0].view(np.int16), call.arrays[1].shape[1]
+    if not rows.flags.c_contiguous or rows.dtype != np.float16 or rows.size != len(rows) * n_words:
+        raise ValueError(
+            f"the rows are {rows.dtype} {rows.shape}, not contiguous float16 of {n_words} values each"
+        )
+    words = rows.reshape(len(rows), n_words).view(np.uint16)
     outcomes, ctimes_ns, digests, sums, seconds = _read(
         paths, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
     )

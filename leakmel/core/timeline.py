@@ -92,8 +92,8 @@ class SpanCounts:
 
     n_files: int = 0
     n_bytes: int = 0
-    # stage -> seconds of the body, number of recordings
-    parts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    # stage -> seconds of the body, number of recordings, bytes
+    parts: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
 
 
 # %% ../../nbs/core/timeline.ipynb #a4c7d211
@@ -141,9 +141,9 @@ class Timeline:
                 yield counts
         finally:
             end_s = self.now_s()
-            for part, (seconds, n_files) in reversed(list(counts.parts.items())):
+            for part, (seconds, n_files, n_bytes) in reversed(list(counts.parts.items())):
                 began_s = max(start_s, end_s - seconds)
-                self.spans.append(Span(part, lane, began_s, end_s, split, batch, n_files))
+                self.spans.append(Span(part, lane, began_s, end_s, split, batch, n_files, n_bytes))
                 end_s = began_s
             self.spans.append(Span(stage, lane, start_s, end_s, split, batch, counts.n_files, counts.n_bytes))
 

@@ -139,6 +139,9 @@ def make_tables(
 
 
 # %% ../../nbs/mel/cpu_engine.ipynb #268fb17c
+_MIN_FILLED = 0.75  # of the lanes; with fewer, computing recordings together is faster than computing each after reading
+
+
 class CpuEngine(Engine):
     "Engine: log-mel features by the compiled kernel, in float32."
 
@@ -175,9 +178,11 @@ class CpuEngine(Engine):
         return "" if has_fma() else "without-fma"
 
     def row_call(self) -> BoundCall | None:
-        "Return the kernel for one recording of int16 and its row of float16; None if its frames do not fill LANES, or numba calls the kernel."
+        "Return the kernel for one recording of int16 and its row of float16; None if its frames fill few lanes, or numba calls the kernel."
         spec = self.spec
-        if len(spec.grid.distinct[0]) < LANES or not isinstance(kernel, CompiledFunction):
+        n_frames = len(spec.grid.distinct[0])
+        fills_lanes = n_frames >= _MIN_FILLED * LANES * -(-n_frames // LANES)
+        if not fills_lanes or not isinstance(kernel, CompiledFunction):
             return None
         samples, row = (
             np.zeros((1, 2 * spec.n_samples), np.uint8),

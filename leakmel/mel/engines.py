@@ -147,7 +147,7 @@ class Engine(ABC):
         "Fill `out` [B, L, S, M, T] (float16 or float32, dB) from `samples` [B, N]; returns the moments [B, 5] float64."
 
     def row_call(self) -> BoundCall | None:
-        "Return a call for one thread that computes a row of float16 [1, words] from a recording of int16 [1, bytes]; None: only `run` computes."
+        "Return a call for one thread: a row of float16 [1, words] from a recording of int16 [1, bytes], with the bits of `run`; None: only `run` computes."
         return None
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:

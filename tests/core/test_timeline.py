@@ -34,14 +34,14 @@ def test_parts_follow_the_body_and_add_up():
     clock = iter([1.0, 5.0, 6.0, 7.0])
     timeline.now_s = lambda: next(clock)  # type: ignore[method-assign]
     with timeline.span("read", "reader-0", split="T", batch=3) as moved:
-        moved.n_files, moved.n_bytes, moved.parts = 32, 99, {"decode": (1.0, 20), "resample": (2.0, 7)}
+        moved.n_files, moved.n_bytes, moved.parts = 32, 99, {"decode": (1.0, 20, 0), "resample": (2.0, 7, 5)}
     assert sorted(timeline.spans, key=lambda s: s.start_s) == [
         Span("read", "reader-0", 1.0, 2.0, "T", 3, 32, 99),
         Span("decode", "reader-0", 2.0, 3.0, "T", 3, 20),
-        Span("resample", "reader-0", 3.0, 5.0, "T", 3, 7),
+        Span("resample", "reader-0", 3.0, 5.0, "T", 3, 7, 5),
     ]
     with timeline.span("read", "reader-0") as moved:
-        moved.parts = {"decode": (1.5, 1)}  # a clock of its own may say a little more than there was
+        moved.parts = {"decode": (1.5, 1, 0)}  # a clock of its own may say a little more than there was
     assert [(s.stage, s.start_s, s.end_s) for s in timeline.spans[-2:]] == [
         ("decode", 6.0, 7.0),
         ("read", 6.0, 6.0),

@@ -131,14 +131,19 @@ class Ring:
         self.entries.put(None)
 
 
+def _left(done: np.ndarray) -> list[slice]:
+    "Return the stretches of what is not done."
+    edges = np.flatnonzero(np.diff(done, prepend=True, append=True)).tolist()
+    return [slice(*pair) for pair in zip(edges[::2], edges[1::2])]
+
+
 def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[Batch]:
     "Yield all batches in order, and report each to the prefetcher."
     for job in jobs:
         seen, number = 0, 0
-        edges = np.flatnonzero(np.diff(job.kept, prepend=True, append=True)).tolist()
-        for start, end in zip(edges[::2], edges[1::2]):  # candidates that are left to do
-            for first in range(start, end, step):
-                n = min(step, end - first)
+        for left in _left(job.kept):  # candidates
+            for first in range(left.start, left.stop, step):
+                n = min(step, left.stop - first)
                 if ahead is not None:
                     ahead.take(first + n - seen)
                 yield Batch(job, number, first, n)
@@ -159,29 +164,26 @@ def _read(ring: Ring, lane: str, slot: Slot, batch: Batch) -> None:
         moved.parts = slot.parts
 
 
-def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
-    "Store the moments of a slot that the engine has computed, except those of rows that the reader has computed."
-    left = ~slot.computed
-    slot.moments[: slot.n][left] = moments
+def _keep_moments(slot: Slot, own: slice, moments: np.ndarray) -> None:
+    "Store the moments of rows of a slot that the engine has computed."
+    slot.moments[own] = moments
     if slot.wide_rows:
-        whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"] & left)
+        facts = slot.facts[own]
+        whole = own.start + np.flatnonzero(facts["good"] & ~facts["figured"])
         slot.moments[whole] = int16_moments(slot.samples[whole])
 
 
 def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     "Compute the rows that the reader has not computed."
-    left = np.flatnonzero(~slot.computed)
-    if not len(left):
+    if slot.computed.all():
         return
-    samples, rows, is_whole = slot.input, slot.mels[: slot.n], len(left) == slot.n
-    if not is_whole:
-        samples, rows = samples[left], rows[left]
     with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-        with _engine_errors(ring.run.engine, slot):
-            _keep_moments(slot, ring.run.engine.run(samples, rows))
-        if not is_whole:
-            slot.mels[left] = rows
-        moved.n_files, moved.n_bytes = len(left), samples.nbytes
+        for own in _left(slot.computed):
+            samples = slot.input[own]
+            with _engine_errors(ring.run.engine, slot):
+                _keep_moments(slot, own, ring.run.engine.run(samples, slot.mels[own]))
+            moved.n_files += len(samples)
+            moved.n_bytes += samples.nbytes
 
 
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
@@ -283,7 +285,7 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
     "Write the rows of computed slots and return the slots."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
         with _engine_errors(ring.run.engine, slot):
-            _keep_moments(slot, slot.ticket.wait())
+            _keep_moments(slot, slice(0, slot.n), slot.ticket.wait())
         _write(ring, lane, slot)
         ring.free.put(slot)
     if ring.leave("writer"):

@@ -103,7 +103,7 @@ class Slot:
         self.computed[:] = False
         self.unusual: dict[int, tuple[str, str]] = {}  # row -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
-        self.parts: dict[str, tuple[float, int]] = {}  # stage -> seconds, and recordings
+        self.parts: dict[str, tuple[float, int, int]] = {}  # stage -> seconds, recordings, bytes
 
     @property
     def facts(self) -> np.ndarray:
@@ -127,8 +127,8 @@ class Slot:
         try:
             yield
         finally:
-            seconds, n = self.parts.get(stage, (0.0, 0))
-            self.parts[stage] = seconds + time.perf_counter() - began, n + n_files
+            seconds, n, n_bytes = self.parts.get(stage, (0.0, 0, 0))
+            self.parts[stage] = seconds + time.perf_counter() - began, n + n_files, n_bytes
 
     def widen(self, i: int, row: np.ndarray) -> None:
         "Store float32 samples at row i; the slot's input is float32 from now on."
@@ -138,9 +138,9 @@ class Slot:
         self._wide[i] = row
 
     def scale_whole_rows(self) -> None:
-        "Fill the 16-bit rows of a slot whose input is float32."
+        "Fill the 16-bit rows that are left to compute, in a slot whose input is float32."
         if self.wide_rows and self._wide is not None:
-            for i in np.flatnonzero(~self.facts["good"] | self.facts["whole"]):
+            for i in np.flatnonzero((~self.facts["good"] | self.facts["whole"]) & ~self.computed):
                 np.multiply(self.samples[i], np.float32(1 / 32_768), out=self._wide[i])
 
 
@@ -354,7 +354,8 @@ class BatchReader:
             )
             slot.computed[:] = outcomes == module.READ
             slot.moments[: slot.n] = moments
-            slot.parts["compute"] = seconds, int(slot.computed.sum())
+            n = int(slot.computed.sum())
+            slot.parts["compute"] = seconds, n, n * samples[0].nbytes
         else:
             outcomes, ctimes_ns, digests = module.read_rows(*given, samples)
         for i in np.flatnonzero(outcomes > 0):
