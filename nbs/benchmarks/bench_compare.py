@@ -24,7 +24,7 @@ from leakmel.ops.bench import (
     touch_memory,
 )
 from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
-from contestants import TOOLS, list_split
+from contestants import LIMIT, TOOLS, list_split
 from process_tree import Took, run_command
 
 
@@ -387,7 +387,7 @@ def best_peer(
     rates = {
         name: spread([r["files_per_s"] for r in e["rounds"][setting]])["median"]
         for name, e in every.items()
-        if setting in e["rounds"] and not name.startswith("leakmel")
+        if setting in e["rounds"] and not name.startswith("leakmel") and name != LIMIT
     }
     return "dali" if "dali" in rates else max(rates, key=lambda name: rates[name], default=None)
 
@@ -404,13 +404,22 @@ def add_figures(every: Mapping[str, dict[str, Any]]) -> dict[str, str | None]:  
         peers[setting] = peer = best_peer(every, setting)
         if peer is None:
             continue
-        base = [r["files_per_s"] for r in every[peer]["rounds"][setting]]
         for e in every.values():
             if setting in e["rounds"]:
-                e["ratio"][setting] = spread(
-                    [r["files_per_s"] / b for r, b in zip(e["rounds"][setting], base)]
-                )
+                e["ratio"][setting] = ratio_of_rounds(e, every[peer], setting)
     return peers
+
+
+def ratio_of_rounds(
+    entry: Mapping[str, Any], other: Mapping[str, Any], setting: str
+) -> dict[str, float]:  # median, least, most
+    "Rate of a contestant against another one's in the same round."
+    return spread(
+        [
+            one["files_per_s"] / base["files_per_s"]
+            for one, base in zip(entry["rounds"][setting], other["rounds"][setting])
+        ]
+    )
 
 
 def bench_compare(
@@ -466,6 +475,7 @@ def _chosen(who: Mapping[str, Contestant], only: str | None) -> dict[str, Contes
 
 
 TARGETS = (5, 9)  # of `leakmel cpu` against DALI: must, aim
+SHARE_OF_LIMIT = 0.75  # of `leakmel cpu`: must
 
 
 def against_targets(
@@ -482,6 +492,19 @@ def against_targets(
 
     return {
         setting: reached(setting) for setting in (f"{geometry}, warm" for geometry in figures["settings"])
+    }
+
+
+def shares_of_limit(
+    figures: Mapping[str, Any],  # of `bench_compare`
+    name: str = "leakmel cpu",
+) -> dict[str, dict[str, float]]:  # median, least, most by setting; empty where C was not measured
+    "Rates of an engine as shares of those of C without checks."
+    own, limit = (figures["contestants"].get(who, {}) for who in (name, LIMIT))
+    return {
+        setting: ratio_of_rounds(own, limit, setting)
+        for setting in limit.get("rounds", {})
+        if setting in own.get("rounds", {})
     }
 
 
@@ -578,6 +601,10 @@ def _below(figures: dict[str, Any]) -> list[str]:
         for setting, good in against_targets(figures).items()
         if good is not None
     ]
+    for setting, share in shares_of_limit(figures).items():
+        lines.append(
+            f"leakmel cpu against {LIMIT} in {setting}: {share['median']:.2f} ({share['least']:.2f} to {share['most']:.2f}), must be {SHARE_OF_LIMIT}"
+        )
     if short := short_runs(figures):
         lines.append(short)
     lines += [

@@ -11,6 +11,7 @@ from leakmel.insight.plots import STAGE_COLORS, _TEXT, _apply_style
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from bench_compare import geometry_line, preset_spec, short_runs
 from bench_parts import fsync_words
+from contestants import LIMIT
 
 
 if TYPE_CHECKING:
@@ -359,8 +360,10 @@ def front_table(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
         for row in rows
     ]
-    what = [geometry_words(figures, g) for g in figures["settings"]]
-    return "\n".join([*lines, "", "; ".join(what), about_words(figures, "warm page cache")])
+    notes = ["; ".join(geometry_words(figures, g) for g in figures["settings"])]
+    if LIMIT in figures["contestants"]:
+        notes.append(f"{LIMIT}: verifies nothing; the limit of the processor")
+    return "\n".join([*lines, "", *notes, about_words(figures, "warm page cache")])
 
 
 def rate_figure(

@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+import re
+import shutil
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 import bench_compare as suite
+import contestants
 import pytest
 from bench_compare import (
     Contestant,
@@ -21,7 +24,7 @@ from bench_compare import (
     part_of,
     run_once,
 )
-from contestants import TOOLS, list_split
+from contestants import LIMIT, TOOLS, compiled_c, list_split
 from process_tree import run_command
 
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
@@ -253,7 +256,7 @@ def few(demo, tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",  # "read first" computes as torchaudio does
-    [pytest.param(name, marks=pytest.mark.long if name == "read first" else []) for name in TOOLS],
+    [pytest.param(n, marks=pytest.mark.long if n == "read first" else []) for n in TOOLS if n != LIMIT],
 )
 def test_each_tool_is_correct_with_overlapping_segments(name, few, tmp_path):
     "On a number of recordings that fills no whole batch; what is not installed says so."
@@ -269,6 +272,47 @@ def test_each_tool_is_correct_with_overlapping_segments(name, few, tmp_path):
     verdict = check_file(out, few, geometry_spec("B"))
     assert verdict["ok"], verdict
     assert verdict["checked"] == done["n_files"]
+
+
+@pytest.mark.parametrize("geometry", ["A", "B"])
+def test_c_without_checks_is_correct(geometry, few, tmp_path):
+    try:
+        compiled_c()
+    except EngineUnavailable as e:
+        with pytest.raises(EngineUnavailable, match=re.escape(str(e))):
+            run_once(all_contestants()[LIMIT], few, tmp_path / "T.H5", geometry)
+        return
+    done = run_once(all_contestants()[LIMIT], few, tmp_path / "T.H5", geometry)
+    verdict = check_file(tmp_path / "T.H5", few, geometry_spec(geometry))
+    assert (verdict["ok"], verdict["checked"], done["n_files"]) == (True, 19, 19), verdict
+
+
+def test_c_ends_with_the_error_of_a_recording(few, tmp_path):
+    try:
+        compiled_c()
+    except EngineUnavailable:
+        return  # the test above shows that it is reported
+    cut = shutil.copytree(few, tmp_path / "cut")
+    Path(list_split(cut)[0][17]).write_bytes(b"RIFF")
+    with pytest.raises(LeakmelError, match="status 1"):
+        run_once(all_contestants()[LIMIT], cut, tmp_path / "T.H5", "A")
+
+
+@pytest.mark.parametrize("absent", ["gcc", "AVX-512"])
+def test_c_needs_gcc_and_avx_512(absent, tmp_path, monkeypatch):
+    source = tmp_path / "limit.c"
+    source.write_text("int has_avx512(void) { return 0; }")
+    monkeypatch.setattr(contestants, "C_SOURCE", source)
+    if absent == "gcc":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif shutil.which("gcc") is None:
+        return
+    with pytest.raises(EngineUnavailable, match=absent):
+        compiled_c.__wrapped__()
+    source.write_text("no C")
+    if absent != "gcc":
+        with pytest.raises(EngineUnavailable, match="does not compile limit.c: .*error"):
+            compiled_c.__wrapped__()
 
 
 def test_every_engine_for_cpus_takes_part():
@@ -343,6 +387,14 @@ def test_ratios_are_taken_within_rounds():
     assert against_targets(
         {"contestants": without, "settings": {"A": {}}, "ratio_to": {"A, warm": "librosa"}}
     ) == {"A, warm": None}
+    with_limit = rounds_of(leakmel_cpu=[60.0, 40.0], librosa=[5.0, 5.0]) | {
+        LIMIT: {"rounds": {"A, warm": [{"files_per_s": r} for r in (100.0, 50.0)]}}
+    }
+    assert add_figures(with_limit) == {"A, warm": "librosa"}, "C without checks is no tool"
+    assert suite.shares_of_limit({"contestants": with_limit}) == {
+        "A, warm": {"median": 0.7, "least": 0.6, "most": 0.8}
+    }
+    assert suite.shares_of_limit({"contestants": without}) == {}
     alone = rounds_of(leakmel_cpu=[60.0])
     assert add_figures(alone) == {"A, warm": None}
     assert alone["leakmel cpu"]["ratio"] == {}
