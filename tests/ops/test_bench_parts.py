@@ -57,7 +57,14 @@ def in_this_process(monkeypatch) -> None:
 
 def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, in_this_process):
     monkeypatch.setattr(bench_parts, "core_counts", lambda: [1])
+    read = list[list[str]]()
+    monkeypatch.setattr(
+        bench_parts, "read_into_cache", lambda files: read.append([Path(f).suffix for f in files])
+    )
     figures = bench_parts.bench_parts(tmp_path / "work", n_files=24, rounds=1)
+    n_reading = sum(part.startswith(("read", "write", "pass")) for part in PARTS)
+    each = [[".wav"] * 24] * len(BUILDS) + [[".wav"] * 24 + [".h5"]] * n_reading
+    assert [[s.lower() for s in files] for files in read] == 2 * 2 * each, "a warming round, two geometries"
     text = parts_table(figures)
     assert (figures["suite"], figures["n_files"], figures["cores"], figures["not_measured"]) == (
         "parts",
