@@ -362,7 +362,7 @@ def front_table(
     ]
     notes = ["; ".join(geometry_words(figures, g) for g in figures["settings"])]
     if LIMIT in figures["contestants"]:
-        notes.append(f"{LIMIT}: verifies nothing; the limit of the processor")
+        notes.append(f"{LIMIT}: a C program for such recordings only, which shows the limit of the processor")
     return "\n".join([*lines, "", *notes, about_words(figures, "warm page cache")])
 
 
