@@ -90,7 +90,7 @@ _TOOL = str(Path(__file__).with_name("contestants.py"))
 
 
 def all_contestants() -> dict[str, Contestant]:
-    "leakmel's engines for CPUs, then the other tools."
+    "leakmel's engines for CPUs, then the other tools and C without checks."
 
     def build(engine: str) -> Contestant:
         return Contestant(f"leakmel build --engine {engine}", lambda *where: build_command(engine, *where))
@@ -475,7 +475,7 @@ def _chosen(who: Mapping[str, Contestant], only: str | None) -> dict[str, Contes
 
 
 TARGETS = (5, 9)  # of `leakmel cpu` against DALI: must, aim
-SHARE_OF_LIMIT = 0.75  # of `leakmel cpu`: must
+SHARE_OF_LIMIT = 0.75  # least share of the rate of C without checks that `leakmel cpu` is to reach
 
 
 def against_targets(
@@ -602,8 +602,11 @@ def _below(figures: dict[str, Any]) -> list[str]:
         if good is not None
     ]
     for setting, share in shares_of_limit(figures).items():
+        missed = (
+            "" if share["median"] >= SHARE_OF_LIMIT else f"; the target of {SHARE_OF_LIMIT} is not reached"
+        )
         lines.append(
-            f"leakmel cpu against {LIMIT} in {setting}: {share['median']:.2f} ({share['least']:.2f} to {share['most']:.2f}), must be {SHARE_OF_LIMIT}"
+            f"leakmel cpu against {LIMIT} in {setting}: {share['median']:.2f} ({share['least']:.2f} to {share['most']:.2f}){missed}"
         )
     if short := short_runs(figures):
         lines.append(short)

@@ -200,6 +200,18 @@ def about_words(
     )
 
 
+def limit_notes(
+    figures: Mapping[str, Any],  # of `bench_compare`
+) -> list[str]:  # empty where it was not measured
+    "What the contestant C without checks is."
+    measured = figures["contestants"].get(LIMIT, {}).get("figures")
+    return (
+        [f"{LIMIT}: a C program for such recordings only, to show what the processor can do"]
+        if measured
+        else []
+    )
+
+
 def machine_words(figures: Mapping[str, Any]) -> str:
     "Machine, date and commit of a record."
     machine, commit = figures.get("machine", {}), (figures.get("commit") or "")[:8]
@@ -302,7 +314,11 @@ def compare_figure(
                 pale,
             )
         )
-    about = "\n".join(filter(None, (about_words(figures, f"{cache} cache"), short_runs(figures, cache))))
+    about = "\n".join(
+        filter(
+            None, (about_words(figures, f"{cache} cache"), *limit_notes(figures), short_runs(figures, cache))
+        )
+    )
     return bar_figure(
         names,
         [
@@ -361,9 +377,7 @@ def front_table(
         for row in rows
     ]
     notes = ["; ".join(geometry_words(figures, g) for g in figures["settings"])]
-    if LIMIT in figures["contestants"]:
-        notes.append(f"{LIMIT}: a C program for such recordings only, which shows the limit of the processor")
-    return "\n".join([*lines, "", *notes, about_words(figures, "warm page cache")])
+    return "\n".join([*lines, "", *notes, *limit_notes(figures), about_words(figures, "warm page cache")])
 
 
 def rate_figure(
@@ -392,7 +406,12 @@ def rate_figure(
         names,
         panels,
         finding(figures),
-        "\n".join(filter(None, (about_words(figures, "page cache warm"), short_runs(figures, "warm")))),
+        "\n".join(
+            filter(
+                None,
+                (about_words(figures, "page cache warm"), *limit_notes(figures), short_runs(figures, "warm")),
+            )
+        ),
     )
 
 

@@ -1,6 +1,6 @@
-"""The same log-mel file by other tools (torchaudio, librosa, SciPy, DALI), and by C without checks as the limit of the machine."""
+"""The same log-mel file by other tools (torchaudio, librosa, SciPy, DALI), and by C without checks."""
 
-import argparse, ctypes, hashlib, json, os, shutil, subprocess, sys, time
+import argparse, ctypes, hashlib, json, os, platform, subprocess, sys, time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -255,24 +255,31 @@ def fill_dali(job: Job, rows: h5py.Dataset) -> None:
 C_SOURCE = Path(__file__).with_name("limit.c")
 
 
+_C_FLAGS = ("-O3", "-mavx512f", "-mfma", "-mtune=native", "-shared", "-fPIC", "-pthread")
+
+
 @cache
 def compiled_c() -> ctypes.CDLL:  # raises EngineUnavailable without gcc or AVX-512
     "Compile limit.c, once for each version of it."
-    library = (
-        C_SOURCE.parent / "__pycache__" / f"limit-{hashlib.sha256(C_SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    )
-    if not library.exists():
-        if shutil.which("gcc") is None:
-            raise EngineUnavailable("gcc is not installed")
-        library.parent.mkdir(exist_ok=True)
-        new = library.with_suffix(f".{os.getpid()}")
-        flags = ("-O3", "-mavx512f", "-mfma", "-mtune=native", "-shared", "-fPIC", "-pthread")
-        done = subprocess.run(["gcc", *flags, "-o", new, C_SOURCE, "-lm"], capture_output=True, text=True)
-        if done.returncode:
-            reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
-            raise EngineUnavailable(f"gcc does not compile {C_SOURCE.name}: {reason}")
-        os.replace(new, library)
-    loaded = ctypes.CDLL(os.fspath(library))
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise EngineUnavailable("the processor has no AVX-512")
+    try:
+        key = hashlib.sha256(C_SOURCE.read_bytes() + " ".join(_C_FLAGS).encode()).hexdigest()[:16]
+        library = C_SOURCE.parent / "__pycache__" / f"limit-{key}.so"
+        if not library.exists():
+            library.parent.mkdir(exist_ok=True)
+            new = library.with_suffix(f".{os.getpid()}")
+            words = ["gcc", *_C_FLAGS, "-o", str(new), str(C_SOURCE), "-lm"]
+            done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+            if done.returncode:
+                lines = [line for line in done.stderr.splitlines() if "error" in line or "cannot" in line]
+                raise EngineUnavailable(
+                    f"gcc does not compile {C_SOURCE.name}: {(lines or ['no reason given'])[0]}"
+                )
+            os.replace(new, library)
+        loaded = ctypes.CDLL(os.fspath(library))
+    except OSError as e:
+        raise EngineUnavailable(f"{C_SOURCE.name} cannot be compiled or loaded: {e}") from e
     if not loaded.has_avx512():
         raise EngineUnavailable("the processor has no AVX-512")
     return loaded
@@ -298,8 +305,10 @@ class _CJob(ctypes.Structure):
 
 
 def fill_c(job: Job, rows: h5py.Dataset) -> None:
-    "A C file with AVX-512 that checks nothing: the limit of the machine."
+    "A C program with AVX-512 for such recordings only, without any check."
     spec, (starts, index) = job.spec, (a.astype(np.int32).ravel() for a in job.spec.grid.distinct)
+    if (spec.n_fft, spec.n_mels, spec.power, spec.row_shape[-1]) != (512, 64, 2, 1):
+        raise EngineUnavailable(f"{C_SOURCE.name} computes frames of 512 samples, 64 bands and power 2 only")
     window = (hann_periodic(spec.n_fft) / 32_768).astype(np.float32)
     bank = np.ascontiguousarray(spec.filterbank, np.float32)
     paths = (ctypes.c_char_p * len(job.paths))(*map(os.fsencode, job.paths))
@@ -407,7 +416,7 @@ def run_tool(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    "Run one contestant and print its figures as JSON; a package that is not installed is a figure too."
+    "Run one contestant and print its figures as JSON, or what it needs and lacks."
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("name", choices=TOOLS)
     parser.add_argument("root")

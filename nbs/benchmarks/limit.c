@@ -143,13 +143,14 @@ static void *work(void *arg) {
             int source = open(job->paths[i + j], O_RDONLY);
             ssize_t got = source < 0 ? -1 : read(source, wav, n_bytes);
             if (source >= 0) close(source);
-            if (got != (ssize_t)n_bytes) { *own->failed = errno ? errno : EIO; break; }
+            if (got != (ssize_t)n_bytes) { *own->failed = errno ? errno : EIO; goto end; }
             for (int f = 0; f < job->n_starts; f += LANES)
                 sixteen_frames(job, (const int16_t *)(wav + HEADER), job->starts + f, job->n_starts - f < LANES ? job->n_starts - f : LANES, mels + f);
             for (int f = 0; f < job->n_frames; f++) memcpy(rows + j * row + (size_t)f * BANDS, mels[job->index[f]], sizeof *mels);
         }
         if (pwrite(job->file, rows, n * row * 2, job->offset + i * row * 2) != (ssize_t)(n * row * 2)) *own->failed = errno ? errno : EIO;
     }
+end:
     free(wav); free(mels); free(rows);
     return NULL;
 }
@@ -170,7 +171,9 @@ int fill(const Job *job, int n_threads) {   /* 0, or a number of errno */
     atomic_int failed = 0;
     pthread_t threads[n_threads];
     Worker worker = {job, &next, &failed};
-    for (int t = 0; t < n_threads; t++) pthread_create(&threads[t], NULL, work, &worker);
-    for (int t = 0; t < n_threads; t++) pthread_join(threads[t], NULL);
+    int n_started = 0, status = 0;
+    while (n_started < n_threads && !(status = pthread_create(&threads[n_started], NULL, work, &worker))) n_started++;
+    if (status) failed = status;
+    while (n_started) pthread_join(threads[--n_started], NULL);
     return failed;
 }

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import bench_compare as suite
+import bench_figures
 import contestants
 import pytest
 from bench_compare import (
@@ -29,6 +31,7 @@ from process_tree import run_command
 
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.mel.engines import EngineUnavailable
+from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench_gpu import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
@@ -298,6 +301,12 @@ def test_c_ends_with_the_error_of_a_recording(few, tmp_path):
         run_once(all_contestants()[LIMIT], cut, tmp_path / "T.H5", "A")
 
 
+def test_c_refuses_another_geometry():
+    spec = MelSpec.preset("disjoint", n_mels=32)
+    with pytest.raises(EngineUnavailable, match="64 bands"):
+        contestants.fill_c(contestants.Job([], spec, 1), None)
+
+
 @pytest.mark.parametrize("absent", ["gcc", "AVX-512"])
 def test_c_needs_gcc_and_avx_512(absent, tmp_path, monkeypatch):
     source = tmp_path / "limit.c"
@@ -305,14 +314,23 @@ def test_c_needs_gcc_and_avx_512(absent, tmp_path, monkeypatch):
     monkeypatch.setattr(contestants, "C_SOURCE", source)
     if absent == "gcc":
         monkeypatch.setenv("PATH", str(tmp_path))
-    elif shutil.which("gcc") is None:
+    elif platform.machine() in ("x86_64", "AMD64") and shutil.which("gcc") is None:
         return
     with pytest.raises(EngineUnavailable, match=absent):
         compiled_c.__wrapped__()
-    source.write_text("no C")
-    if absent != "gcc":
-        with pytest.raises(EngineUnavailable, match="does not compile limit.c: .*error"):
+    if absent == "gcc" or platform.machine() not in ("x86_64", "AMD64"):
+        return
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contestants.ctypes, "CDLL", refuse)
+        with pytest.raises(EngineUnavailable, match="limit.c cannot be compiled or loaded: .*failed to map"):
             compiled_c.__wrapped__()
+    source.write_text("no C")
+    with pytest.raises(EngineUnavailable, match="does not compile limit.c: .*error"):
+        compiled_c.__wrapped__()
 
 
 def test_every_engine_for_cpus_takes_part():
@@ -395,6 +413,9 @@ def test_ratios_are_taken_within_rounds():
         "A, warm": {"median": 0.7, "least": 0.6, "most": 0.8}
     }
     assert suite.shares_of_limit({"contestants": without}) == {}
+    assert len(bench_figures.limit_notes({"contestants": with_limit})) == 1
+    absent = without | {LIMIT: {"status": "not installed", "rounds": {}, "figures": {}}}
+    assert bench_figures.limit_notes({"contestants": absent}) == [], "no note without a row"
     alone = rounds_of(leakmel_cpu=[60.0])
     assert add_figures(alone) == {"A, warm": None}
     assert alone["leakmel cpu"]["ratio"] == {}
