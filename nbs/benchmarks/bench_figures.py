@@ -368,9 +368,9 @@ def front_table(
             continue
         rates = [_measured(figures, name, f"{g}, warm", "files_per_s") for g in figures["settings"]]
         took = [_measured(figures, name, f"{g}, warm", "seconds") for g in figures["settings"]]
-        seconds = [t["median"] for t in took if t]
+        seconds = sorted(round(t["median"]) for t in took if t)
         cells = ["-" if rate is None else f"{rate['median']:,.0f}" for rate in rates]
-        rows.append([name, *cells, f"{min(seconds):.0f} to {max(seconds):.0f}"])
+        rows.append([name, *cells, " to ".join(map(str, dict.fromkeys((seconds[0], seconds[-1]))))])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
