@@ -132,7 +132,50 @@ def hash_rows(
 
 
 # %% ../../nbs/audio/digests.ipynb #3239eed8
-_PART = 1 << 14  # samples whose sums fit into 32 bits
+_SHORTS, _PAIRS = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(32), 16)
+_PART = 1 << 19  # samples whose sum fits into the 16 lanes of `_PAIRS`
+
+
+def _pair_sums(x: Vector, y: Vector) -> Vector:
+    "Products of int16 lanes, summed in pairs: one instruction of x86 processors."
+    builder, wide = x.builder, ir.VectorType(ir.IntType(32), 32)
+    product = Vector(builder, builder.mul(builder.sext(x.value, wide), builder.sext(y.value, wide)))
+    return product.picked(range(0, 32, 2)) + product.picked(range(1, 32, 2))
+
+
+def _reduced(x: Vector, how: str) -> ir.Value:
+    "Reduce all lanes to one 64-bit integer: `add`, `smin` or `smax`."
+    kind = x.value.type
+    name = f"llvm.vector.reduce.{how}.v{kind.count}i{kind.element.width}"
+    function = cgutils.get_or_insert_function(x.builder.module, ir.FunctionType(kind.element, [kind]), name)
+    number = x.builder.call(function, [x.value])
+    return number if kind.element == WORD else x.builder.sext(number, WORD)
+
+
+@emitted
+def _write_moments(builder: ir.IRBuilder, data: ir.Value, n: ir.Value, out: ir.Value) -> None:
+    "Write lowest and highest of n times 64 samples, at most _PART, their sum and the sum of their squares to an address."
+    kinds = ((_SHORTS, 32_767), (_SHORTS, -32_768), (_SUMS, 0), (_SUMS, 0), (_PAIRS, 0), (_PAIRS, 0))
+    kept = [cgutils.alloca_once_value(builder, constant(*kind)) for kind in kinds]
+    ones = Vector(builder, constant(_SHORTS, 1))
+    with cgutils.for_range(builder, n) as loop:
+        low, high, squares, upper, *totals = (Vector(builder, builder.load(k)) for k in kept)
+        place = builder.add(data, builder.mul(loop.index, WORD(128)))
+        for i in range(2):  # two totals, because an addition to one waits for the one before
+            x = load(builder, moved(builder, place, 64 * i), _SHORTS, 2)
+            low, high = x.where(x < low, low), high.where(x < high, x)
+            pairs = _pair_sums(x, x).bits(_SUMS)  # each word holds two sums, from 0 to 2^31
+            squares, upper = squares + pairs, upper + pairs.high(32)
+            totals[i] = totals[i] + _pair_sums(x, ones)
+        for k, value in zip(kept, (low, high, squares, upper, *totals)):
+            builder.store(value.value, k)
+    low, high, squares, upper, *totals = (Vector(builder, builder.load(k)) for k in kept)
+    lower = squares - (upper << 32)  # what the upper sums carry is subtracted, whatever overflows
+    wide = Vector(builder, builder.sext((totals[0] + totals[1]).value, ir.VectorType(WORD, 16)))
+    for i, word in enumerate(
+        (_reduced(low, "smin"), _reduced(high, "smax"), _reduced(wide, "add"), _reduced(lower + upper, "add"))
+    ):
+        builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
 
 
 @compiled("void(i2[:, ::1], i8[:, ::1])")
@@ -143,25 +186,19 @@ def moments(
     "Write the moments of each recording of 16-bit samples."
     for i in range(len(rows)):
         x = rows[i]
-        low = np.int16(32_767)
-        high = np.int16(-32_768)
+        low, high, total, squares = np.int64(32_767), np.int64(-32_768), np.int64(0), np.int64(0)
         for start in range(0, len(x), _PART):
-            part = x[start : start + _PART]
-            total = np.int32(0)
-            low_square = np.uint32(0)
-            high_square = np.uint32(0)
-            for k in range(len(part)):
-                low = min(low, part[k])
-                high = max(high, part[k])
-                value = np.int32(part[k])
-                square = np.uint32(value * value)
-                total = np.int32(total + value)
-                low_square = np.uint32(low_square + (square & np.uint32(0xFFFF)))
-                high_square = np.uint32(high_square + (square >> np.uint32(16)))
-            out[i, 2] += total
-            out[i, 3] += np.int64(low_square) + (np.int64(high_square) << 16)
-        out[i, 0] = low
-        out[i, 1] = high
+            n = min(_PART, len(x) - start) // 64
+            _write_moments((address(x) + 2 * start, n, address(out[i])))
+            low, high = min(low, out[i, 0]), max(high, out[i, 1])
+            total += out[i, 2]
+            squares += out[i, 3]
+        for k in range(len(x) // 64 * 64, len(x)):
+            value = np.int64(x[k])
+            low, high = min(low, value), max(high, value)
+            total += value
+            squares += value * value
+        out[i, 0], out[i, 1], out[i, 2], out[i, 3] = low, high, total, squares
         if high == 32_767 or low <= -32_767:
             for k in range(len(x)):
                 out[i, 4] += x[k] == 32_767 or x[k] <= -32_767
