@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "CODE",
+    "HERE",
     "READ",
     "USE_FALLBACK",
     "as_bytes",
@@ -37,6 +38,7 @@ CODE = load_compiled(
 )
 _FUNCTIONS = CODE.functions
 # outcomes of reading; from 1 up: errno of opening or reading
+HERE = CODE.constants["HERE"]
 READ = CODE.constants["READ"]
 USE_FALLBACK = CODE.constants["USE_FALLBACK"]
 _MIN_BYTES = CODE.constants["MIN_BYTES"]
@@ -202,6 +204,7 @@ _FILES_PER_THREAD = 2000  # for fewer, another thread does not pay
 
 def stat_files(
     paths: list[bytes],
+    folder: int = HERE,  # descriptor of the folder that relative paths start from; HERE: the working folder
 ) -> (
     np.ndarray
 ):  # [n, 4] int64: kind of file as in `stat.S_IFMT`, bytes, mtime and ctime in ns; kind 0 on failure
@@ -210,9 +213,8 @@ def stat_files(
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
     def look(start: int) -> None:
-        _FUNCTIONS["stat_files"](
-            *as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step]
-        )
+        some = as_bytes(paths[start : start + step])
+        _FUNCTIONS["stat_files"](np.array([folder]), *some, np.zeros(32, np.int64), out[start : start + step])
 
     if 0 < len(paths) <= step:
         look(0)

@@ -228,10 +228,11 @@ _MODE = 24 // 8
 _SIZE = 40 // 8
 
 
-@compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])")
-def _stat_files(paths, starts, words, out):
+@compiled("void(i8[::1], u1[::1], i8[::1], i8[::1], i8[:, ::1])")
+def _stat_files(folder, paths, starts, words, out):
     for i in range(len(starts)):
-        if statx(HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
+        name = address(paths) + starts[i]
+        if statx(np.int32(folder[0]), name, _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
             out[i, 0] = (words[_MODE] >> 32) & 0o170000
             out[i, 1] = words[_SIZE]
             out[i, 2] = _time_ns(words, _MTIME)
@@ -262,4 +263,4 @@ FUNCTIONS = {
     "stat_files": _stat_files,
     "prefetch_files": _prefetch_files,
 }
-CONSTANTS = {"READ": READ, "USE_FALLBACK": USE_FALLBACK, "ENDED": ENDED, "MIN_BYTES": MIN_BYTES}
+CONSTANTS = {"HERE": HERE, "READ": READ, "USE_FALLBACK": USE_FALLBACK, "ENDED": ENDED, "MIN_BYTES": MIN_BYTES}

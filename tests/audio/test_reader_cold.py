@@ -624,9 +624,9 @@ def counting() -> tuple[list[int], Callable]:
     calls: list[int] = []
     real = native.stat_files
 
-    def stat_files(paths: list[bytes]) -> np.ndarray:
+    def stat_files(paths: list[bytes], folder: int) -> np.ndarray:
         calls.append(len(paths))
-        return real(paths)
+        return real(paths, folder)
 
     return calls, stat_files
 
@@ -649,8 +649,8 @@ def test_file_that_changes_during_listing_is_examined_again(
     right = seen(scan(tree))
     real = native.stat_files
 
-    def stat_files(paths: list[bytes]) -> np.ndarray:
-        out = real(paths)
+    def stat_files(paths: list[bytes], folder: int) -> np.ndarray:
+        out = real(paths, folder)
         out[::3, 0] = 0
         out[1::3, 0] = stat.S_IFIFO
         return out
@@ -681,7 +681,7 @@ def test_compiled_code_is_loaded_for_many_recordings(tree: Path, monkeypatch: py
 
 
 def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {**native._FUNCTIONS, "stat_files": lambda paths, starts, words, out: out.fill(7)}
+    wrong = {**native._FUNCTIONS, "stat_files": lambda folder, paths, starts, words, out: out.fill(7)}
     monkeypatch.setattr(native, "_FUNCTIONS", wrong)
     with pytest.raises(ImportError, match="remove the compiled code"):
         native.self_check()
