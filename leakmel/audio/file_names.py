@@ -119,9 +119,10 @@ def _times(texts: np.ndarray) -> np.ndarray:
     usual &= (letters[:, :4] != ord("0")).any(axis=1)  # NumPy has a year 0
     column = np.zeros((len(wide), TIME_BYTES), np.uint8)
     for to, start, n in _MOVES:
-        column[usual, to : to + n] = letters[usual, start : start + n]
+        column[:, to : to + n] = letters[:, start : start + n]
     for at, letter in _DASHES:
-        column[usual, at] = letter
+        column[:, at] = letter
+    column[~usual] = 0
     times = column.view(f"S{TIME_BYTES}").ravel()
     try:
         times[usual].astype("M8[s]")  # raises for a day or an hour that does not exist

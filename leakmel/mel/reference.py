@@ -84,7 +84,8 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
     window = hann_periodic(spec.n_fft) / (32768 if samples.dtype == np.int16 else 1)  # a power of two: exact
     n_long, n_short, n_frames = spec.grid.shape
     long, short, t = np.ogrid[:n_long, :n_short, :n_frames]
-    starts = (long * spec.long_hop + short * spec.short_hop + t * spec.hop_length).ravel()
+    places = (long * spec.long_hop + short * spec.short_hop + t * spec.hop_length).ravel()
+    starts, frames = np.unique(places, return_inverse=True)  # segments that overlap share frames
     windows = np.lib.stride_tricks.sliding_window_view(
         samples, spec.n_fft, axis=-1
     )  # [..., start, n_fft], nothing copied
@@ -99,8 +100,8 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
         strongest[..., some] = 20 * np.log10(np.maximum(magnitude.max(axis=-1), 1e-30))
     shape = (*samples.shape[:-1], n_long, n_short, n_frames)
     return Reference(
-        np.ascontiguousarray(db.reshape(*shape, spec.n_mels).swapaxes(-1, -2)),
-        strongest.reshape(shape)[..., None, :],
+        np.ascontiguousarray(db[..., frames, :].reshape(*shape, spec.n_mels).swapaxes(-1, -2)),
+        strongest[..., frames].reshape(shape)[..., None, :],
     )
 
 

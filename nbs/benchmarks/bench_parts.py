@@ -20,7 +20,7 @@ from leakmel.dataset.check.verify import check_data_set
 from leakmel.dataset.file.writer import RowFile
 from leakmel.dataset.run.config import PipelineConfig, plan_workers
 from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
+from leakmel.dataset.run.journal import Journal, folder_inodes, journal_identity, journal_path
 from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, Engine, EngineUnavailable, open_engine
@@ -184,7 +184,9 @@ def journal_only(g: Ground) -> dict[str, Any]:
     job.good[:] = True
     journal = Journal(
         journal_path(job.file.target),
-        journal_identity(g.listing, "measured", g.spec.row_shape, False),
+        journal_identity(
+            g.listing, folder_inodes(g.listing, range(g.n)), "measured", g.spec.row_shape, False
+        ),
         sync=False,
     )
     every = max(1, journal.every_bytes // job.file.row_bytes)

@@ -701,7 +701,7 @@ def journal_forged(target: Path) -> None:
     ]
     for changes in forgeries:
         body = json.loads(lines[1][33:]) | changes
-        journal_path(target).write_bytes(lines[0] + journal._line(body))
+        journal_path(target).write_bytes(lines[0] + journal._line(json.dumps(body).encode()))
         assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, (
             changes
         )
@@ -1110,7 +1110,7 @@ def test_forged_journal_entries_are_ignored(data: Path, interrupted: Path, forge
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
     lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
     journal_path(interrupted).write_bytes(
-        lines[0] + journal._line(json.loads(lines[1][33:]) | FORGERIES[forgery])
+        lines[0] + journal._line(json.dumps(json.loads(lines[1][33:]) | FORGERIES[forgery]).encode())
     )
     result = build(data, interrupted)
     assert (result.rows, result.summary["resumed_rows"]) == (30, 0)

@@ -114,7 +114,7 @@ def stamps_at_build(
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
     rejected: Sequence[Rejected],
     began_ns: int,  # when listing began, by the clock of the files
-    folders: np.ndarray | None = None,  # [n] `folder_inodes` of all candidates, as they were read
+    folders: np.ndarray | None = None,  # [n] `folder_inodes` of all candidates, before they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
     "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)

@@ -49,7 +49,7 @@ from leakmel.dataset.file.schema import (
 from ..file.writer import RowFile
 from .config import PipelineConfig, Workers
 from .inputs import SpecDecision, SpecLike
-from .journal import KNOWN, Entry, Journal, folder_inodes
+from .journal import KNOWN, Entry, Journal
 from .modes import MODES, Preloaded
 from ..source.loader import FACTS, PLAIN, BatchReader, RecordingSource, Slot
 from ...mel.engines import Engine
@@ -236,7 +236,7 @@ class Job:
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
-        self.folders: np.ndarray | None = None  # `folder_inodes` of all candidates
+        self.folders: np.ndarray | None = None  # `folder_inodes` of all candidates, before they are read
         self.sources: Sources | None = None  # expected rows for verification
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
@@ -251,7 +251,6 @@ class Job:
 
     def parse_names(self) -> None:
         "Compute what depends on the names of all candidates while they are read, so that it does not follow the last row."
-        self.folders = folder_inodes(self.listing, range(len(self.listing)))
         if self.listing.parts is None and self.listing.naming.source == "folders":
             self.named = name_columns(self.listing.paths)
 

@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/journal.ipynb #381de27c
-import base64, functools, json, logging, os, stat, sys, threading, time
+import base64, json, logging, os, stat, sys, threading, time
 from contextlib import suppress
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,10 @@ class Entry:
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43f2ac84
-def _line(body: dict[str, Any]) -> bytes:
+def _line(text: bytes) -> bytes:
     "Return a line of the journal: digest and JSON."
     import xxhash
 
-    text = json.dumps(body, separators=(",", ":")).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + b" " + text + b"\n"
 
 
@@ -78,8 +77,9 @@ def _body(line: bytes) -> dict[str, Any]:
 
 def _entry_line(entry: Entry) -> bytes:
     "Return an entry as a line."
-    known = base64.b64encode(np.ascontiguousarray(entry.known).tobytes()).decode()
-    return _line({"known": known, "unusual": {str(k): v for k, v in entry.unusual.items()}})
+    known = base64.b64encode(np.ascontiguousarray(entry.known).tobytes())  # no character that JSON escapes
+    unusual = json.dumps({str(k): v for k, v in entry.unusual.items()}).encode()
+    return _line(b'{"known":"%s","unusual":%s}' % (known, unusual))
 
 
 def _entry_of(body: dict[str, Any], n: int) -> Entry:
@@ -101,20 +101,18 @@ JOURNAL_SCHEMA = 4
 
 def folder_inodes(
     listing: Listing,
-    numbers: Iterable[int],  # k candidates
+    numbers: Sequence[int] | np.ndarray,  # k candidates
 ) -> np.ndarray:  # [k] int64; -1 if the folder does not exist
     "Return the inode numbers of the folders of some files, because renaming a folder does not change its files; 0 for objects."
     if isinstance(listing.folder, StorePath):
-        return np.zeros(len(list(numbers)), np.int64)
+        return np.zeros(len(numbers), np.int64)
     base = os.fsencode(listing.folder) + b"/"
-
-    @functools.cache
-    def inode(folder: bytes) -> int:
+    folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
+    inodes = dict.fromkeys(folders, -1)
+    for folder in inodes:
         with suppress(OSError):
-            return os.stat(base + folder).st_ino & (2**63 - 1)
-        return -1
-
-    return np.fromiter((inode(listing.paths[k].rpartition(b"/")[0]) for k in numbers), np.int64)
+            inodes[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
+    return np.fromiter(map(inodes.__getitem__, folders), np.int64, len(folders))
 
 
 def _digest_of_paths(listing: Listing) -> Any:
@@ -139,6 +137,7 @@ def recordings_digest(
 
 def journal_identity(
     listing: Listing,
+    folders: np.ndarray,  # `folder_inodes` of all candidates
     fingerprint: str,  # fingerprint of spec and engine
     row_shape: tuple[int, ...],
     with_waveforms: bool,
@@ -157,7 +156,7 @@ def journal_identity(
         "with_waveforms": with_waveforms,
         "n_candidates": len(listing),
         "recordings": _digest_of_paths(listing).hexdigest(),
-        "folders": xxhash.xxh3_128_hexdigest(folder_inodes(listing, range(len(listing))).tobytes()),
+        "folders": xxhash.xxh3_128_hexdigest(folders.tobytes()),
         "decoders": decoders(),
         "known": str(KNOWN.descr),
         "byteorder": sys.byteorder,
@@ -307,7 +306,7 @@ class Journal:
             if n_bytes:
                 os.ftruncate(self.fd, n_bytes)
             else:
-                self._append(_line(self.identity | {"began_ns": time.time_ns()}))
+                self._append(_line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
         except OSError as e:
             self._give_up(e)
 

@@ -30,7 +30,7 @@ from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.store import StorePath
 from ...core.timeline import Timeline
-from ..source.sample_cache import cache_folder, cache_path, open_cache
+from ..source.sample_cache import SUFFIX, cache_folder, cache_path, open_cache
 from .config import PipelineConfig
 from .inputs import SpecLike, decide_spec, list_recordings
 from leakmel.dataset.source.sample_cache import (
@@ -258,8 +258,10 @@ def pick_mode(
         need = 2 * spec.n_samples * sum(map(len, listings))
         return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
     folder = cache_folder(config.cache_dir)
-    cached = asked == "auto" and all(
-        cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings
+    cached = (
+        asked == "auto"
+        and any(folder.glob(f"*{SUFFIX}"))  # a key takes a digest of all paths
+        and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
     )
     need = 2 * spec.n_samples * sum(map(len, listings))
     return choose_mode(asked, need, config, cached=cached, kept=kept)

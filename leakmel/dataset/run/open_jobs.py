@@ -34,7 +34,7 @@ from leakmel.dataset.file.writer import (
 )
 from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
 from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
-from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
+from .journal import KNOWN, Entry, Journal, folder_inodes, journal_identity, journal_path
 from .publish import report_paths, note_columns
 from ..source.loader import BadFilesError, check_rejected_share, first_bad_file
 
@@ -219,8 +219,9 @@ def _reserve_job(
         return _new_job(run, listing, target, "new")
     if request.fresh:
         path.unlink(missing_ok=True)
+    folders = folder_inodes(listing, range(len(listing)))
     identity = journal_identity(
-        listing, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
+        listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
     )
     journal = Journal(path, identity, every_bytes=config.journal_bytes, sync=config.fsync)
     if why := journal.past.refusal:
@@ -230,7 +231,7 @@ def _reserve_job(
             why,
         )
     job = _new_job(run, listing, target, "resume" if journal.past.entries else "new")
-    job.journal = journal
+    job.journal, job.folders = journal, folders
     return job
 
 
