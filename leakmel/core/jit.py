@@ -301,7 +301,8 @@ def object_code(
         raise ValueError(f"the C library lacks {', '.join(missing)}")
     if _RELEASE in used:
         whole.link_in(binding.parse_assembly(f"define void @{_RELEASE}(i8* %0) {{ ret void }}"))
+    # addresses relative to the code instead of 64-bit constants: code and data are loaded into one block
     machine = binding.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small", jit=True
     )
     return machine.emit_object(whole), found, [name for name in used if name != _RELEASE]

@@ -135,7 +135,7 @@ def _link(body: bytes, functions: Mapping[str, Any]) -> dict[str, CompiledFuncti
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(jit=True)
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine, use_lmm=True)  # one block
     engine.add_object_file(binding.ObjectFileRef.from_data(body))
     engine.finalize_object()
     _LOADED.append(engine)

@@ -293,12 +293,14 @@ def _later_passes(work, n_points, radices, where, angles):
 
 @njit(inline="always")
 def _to_bins(work, bins, n_points, where, turns, power):
-    "Unpack the spectrum of the points to magnitudes of the samples' spectrum, or their squares."
-    for k in range(n_points // 2 + 1):
-        here, there = work + where[k], work + where[n_points - k if k else 0]
-        if power == 1:
+    "Unpack the spectrum of the points to magnitudes of the samples' spectrum, or their squares; unsigned indices need no check."
+    if power == 1:
+        for k in range(n_points // 2 + 1):
+            here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
             _magnitudes((here, there, turns + 8 * k, bins + VECTOR * k, bins + VECTOR * (n_points - k)))
-        else:
+    else:
+        for k in range(n_points // 2 + 1):
+            here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
             _squares((here, there, turns + 8 * k, bins + VECTOR * k, bins + VECTOR * (n_points - k)))
 
 
