@@ -28,12 +28,15 @@ __all__ = [
 # %% ../../nbs/audio/listing.ipynb #433a12cf
 import errno, os, stat, sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import compress, islice
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -229,7 +232,8 @@ class FoundFiles:
 
 
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
-_MAX_BATCH = 8 * _MIN_BATCH  # an entry takes several times the memory of its result
+_MAX_BATCH = 4 * _MIN_BATCH  # an entry takes several times the memory of its result
+_AT_ONCE = 4  # batches that are examined while the next one is listed
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
@@ -239,35 +243,46 @@ _LISTED_LINK = "the link was not followed: its folder is already listed under an
 _LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
 
 
-def _stat_batch(
-    folder: bytes, entries: list[os.DirEntry], cut: int, found: FoundFiles, on_found: Callable[[int], None]
-) -> list[os.DirEntry]:
-    "Add the regular recordings among many entries to `found`; return the other entries."
+class _Batch:
+    "Entries of a folder, of which the plain files are examined by compiled code in another thread."
+
+    def __init__(self, pool: ThreadPoolExecutor, code: ModuleType, folder: bytes, entries: list[os.DirEntry]):
+        self.folder = folder
+        self.entries = entries
+        self.is_plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
+        self.names = [e.name for e in compress(entries, self.is_plain)]
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)  # a name is found faster than a whole path
+
+        def examine() -> np.ndarray:
+            try:
+                return code.stat_files(self.names, descriptor)
+            finally:
+                os.close(descriptor)
+
+        self.status = pool.submit(examine)
+
+    def settle(self, cut: int, found: FoundFiles) -> list[os.DirEntry]:
+        "Wait, and add the regular recordings to `found`; return the other entries."
+        status = self.status.result()
+        is_regular = status[:, 0] == stat.S_IFREG
+        regular = np.array(self.is_plain, bool)
+        regular[regular] = is_regular
+        status = status[is_regular]
+        inside = os.path.join(self.folder[cut:], b"")
+        found.paths += [inside + name for name in compress(self.names, is_regular.tolist())]
+        found.sizes.frombytes(status[:, 1].tobytes())
+        found.mtimes_ns.frombytes(status[:, 2].tobytes())
+        return list(compress(self.entries, ~regular))
+
+
+def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
+    "Compiled code, where it pays to examine entries together."
     is_loaded = sys.modules.get("leakmel.audio.native") is not None
-    if len(entries) < _MIN_BATCH or not (is_loaded or len(found) >= _MANY):
-        return entries
+    if n_entries < _MIN_BATCH or not (is_loaded or n_found >= _MANY):
+        return None
     from leakmel.audio.conform import native
 
-    code = native()
-    if code is None:
-        return entries
-    plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
-    names = [e.name for e in compress(entries, plain)]
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)  # a name is found faster than a whole path
-    try:
-        status = code.stat_files(names, descriptor)
-    finally:
-        os.close(descriptor)
-    is_regular = status[:, 0] == stat.S_IFREG
-    regular = np.array(plain, bool)
-    regular[regular] = is_regular
-    status = status[is_regular]
-    inside = os.path.join(folder[cut:], b"")
-    found.paths += [inside + name for name in compress(names, is_regular.tolist())]
-    found.sizes.frombytes(status[:, 1].tobytes())
-    found.mtimes_ns.frombytes(status[:, 2].tobytes())
-    on_found(len(status))
-    return list(compress(entries, ~regular))
+    return native()
 
 
 def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[FoundFiles, list[Problem]]:
@@ -302,6 +317,7 @@ def found_below(
     found = FoundFiles()
     left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
     listed, by_link = set[tuple[int, int]](), False
+    batches = deque[_Batch]()
 
     def leave_out(kind: str, path: bytes, message: str) -> None:
         with suppress(FileNotFoundError):  # removed meanwhile
@@ -331,24 +347,43 @@ def found_below(
         elif wanted:
             leave_out("special", entry.path, "the entry is not a regular file and was left out")
 
-    while waiting or links:
-        by_link = by_link or not waiting  # a real folder below `folder` is always listed
-        path = waiting.pop() if waiting else heappop(links)
+    def settle(batch: _Batch) -> None:
+        n = len(found)
         try:
-            here = os.stat(path)
-            if (here.st_dev, here.st_ino) in listed and by_link:
-                leave_out("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
-                continue
-            listed.add((here.st_dev, here.st_ino))
-            found.folders.append(path[cut:])
-            with os.scandir(path) as entries:
-                while some := list(islice(entries, _MAX_BATCH)):
-                    for entry in _stat_batch(path, some, cut, found, on_found):
-                        take(entry)
-            if not os.path.samestat(here, os.stat(path)):
-                raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
+            others = batch.settle(cut, found)
+            on_found(len(found) - n)
+            for entry in others:
+                take(entry)
         except OSError as e:
-            raise list_error(e, path) from e
+            raise list_error(e, batch.folder) from e
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        while waiting or batches or links:
+            if not waiting and batches:
+                settle(batches.popleft())
+                continue
+            by_link = by_link or not waiting  # a real folder below `folder` is always listed
+            path = waiting.pop() if waiting else heappop(links)
+            try:
+                here = os.stat(path)
+                if (here.st_dev, here.st_ino) in listed and by_link:
+                    leave_out("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
+                    continue
+                listed.add((here.st_dev, here.st_ino))
+                found.folders.append(path[cut:])
+                with os.scandir(path) as entries:
+                    while some := list(islice(entries, _MAX_BATCH)):
+                        if (code := _code_for(len(some), len(found))) is None:
+                            for entry in some:
+                                take(entry)
+                            continue
+                        batches.append(_Batch(pool, code, path, some))
+                        if len(batches) > _AT_ONCE:
+                            settle(batches.popleft())
+                if not os.path.samestat(here, os.stat(path)):
+                    raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
+            except OSError as e:
+                raise list_error(e, path) from e
     found.sort()
     left = sorted(left_out.values())
     return found, [Problem(kind, show_place("", path), message) for path, kind, message in left]

@@ -199,7 +199,7 @@ def _read(
 
 
 # %% ../../nbs/audio/native.ipynb #6dc08ea6
-_FILES_PER_THREAD = 2000  # for fewer, another thread does not pay
+_FILES_PER_THREAD = 4000  # for fewer, another thread does not pay
 
 
 def stat_files(

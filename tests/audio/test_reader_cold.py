@@ -631,14 +631,23 @@ def counting() -> tuple[list[int], Callable]:
     return calls, stat_files
 
 
-def test_compiled_and_python_listing_are_equal(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "n_at_most", [2, 4000]
+)  # entries of a batch: some are examined while others are listed
+def test_compiled_and_python_listing_are_equal(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, n_at_most: int
+) -> None:
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     right = seen(scan(tree))
     monkeypatch.undo()
     calls, stat_files = counting()
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
+    monkeypatch.setattr(listing_module, "_MAX_BATCH", n_at_most)
     monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
+    counts = list[int]()
+    found, _ = listing_module.found_below(tree, tree, counts.append)
+    assert sum(counts) == len(found), "each recording is reported once"
     assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
 
 
