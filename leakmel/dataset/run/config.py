@@ -140,7 +140,7 @@ class Workers:
     warmup_slots: int = 1
 
 
-BATCH_FILES = {"cpu": 128, "cuda": 512}
+BATCH_FILES = {"cpu": 256, "cuda": 512}
 # of a CPU with many cores: only one thread at a time runs Python, once for each batch
 BATCH_FILES_OF_MANY = 496  # from 501 values on, NumPy gives the lock away in each call
 MANY_WORKERS = 8
