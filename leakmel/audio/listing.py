@@ -30,8 +30,8 @@ import errno, os, stat, sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import compress, islice
@@ -246,20 +246,21 @@ _LISTED_BELOW_LINK = "the folder below a link was not listed again: it is alread
 class _Batch:
     "Entries of a folder, of which the plain files are examined by compiled code in another thread."
 
-    def __init__(self, pool: ThreadPoolExecutor, code: ModuleType, folder: bytes, entries: list[os.DirEntry]):
+    def __init__(self, folder: bytes, entries: list[os.DirEntry]):
         self.folder = folder
         self.entries = entries
         self.is_plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
         self.names = [e.name for e in compress(entries, self.is_plain)]
-        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)  # a name is found faster than a whole path
+        # a name is found faster than a whole path; closed when no thread uses it any more
+        self.descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        self.status: Future[np.ndarray] = Future()
 
-        def examine() -> np.ndarray:
-            try:
-                return code.stat_files(self.names, descriptor)
-            finally:
-                os.close(descriptor)
-
-        self.status = pool.submit(examine)
+    def start(self, pool: ThreadPoolExecutor, code: ModuleType) -> None:
+        "Examine the files in another thread; raises OSError if none can be started."
+        try:
+            self.status = pool.submit(code.stat_files, self.names, self.descriptor)
+        except RuntimeError as e:
+            raise OSError(errno.ENOMEM, str(e)) from e
 
     def settle(self, cut: int, found: FoundFiles) -> list[os.DirEntry]:
         "Wait, and add the regular recordings to `found`; return the other entries."
@@ -273,6 +274,79 @@ class _Batch:
         found.sizes.frombytes(status[:, 1].tobytes())
         found.mtimes_ns.frombytes(status[:, 2].tobytes())
         return list(compress(self.entries, ~regular))
+
+
+def _require_same(here: os.stat_result, there: os.stat_result) -> None:
+    if not os.path.samestat(here, there):
+        raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
+
+
+class _LeftOut:
+    "Entries that are not read, each once, under the first of its paths."
+
+    def __init__(self, root: bytes):
+        self.root = root
+        self.notes: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
+
+    def add(self, kind: str, path: bytes, message: str) -> None:
+        "Note an entry, unless it was removed meanwhile."
+        with suppress(FileNotFoundError):
+            own = os.lstat(path)
+            note = (os.path.relpath(path, self.root), kind, message)
+            key = (own.st_dev, own.st_ino)
+            self.notes[key] = min(note, self.notes.get(key, note))
+
+    def problems(self) -> list[Problem]:
+        "Return the entries in the order of their paths."
+        left = sorted(self.notes.values())
+        return [Problem(kind, show_place("", path), message) for path, kind, message in left]
+
+
+class _Batches(AbstractContextManager):
+    "Batches that are examined while other entries are listed."
+
+    def __init__(
+        self,
+        cut: int,  # bytes of each path before the relative one
+        found: FoundFiles,
+        on_found: Callable[[int], None],  # called with the number of new recordings
+        take: Callable[[os.DirEntry], None],  # examines another entry by its path
+    ):
+        self.cut, self.found, self.on_found, self.take = cut, found, on_found, take
+        self.pool = ThreadPoolExecutor(_AT_ONCE)
+        self.waiting = deque[_Batch]()
+
+    def add(self, folder: bytes, here: os.stat_result, entries: list[os.DirEntry]) -> None:
+        "Examine few entries; begin a batch of many, and settle the oldest one if there are too many."
+        if (code := _code_for(len(entries), len(self.found))) is None:
+            for entry in entries:
+                self.take(entry)
+            return
+        batch = _Batch(folder, entries)
+        self.waiting.append(batch)
+        _require_same(here, os.fstat(batch.descriptor))
+        batch.start(self.pool, code)
+        if len(self.waiting) > _AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        "Settle the oldest batch."
+        batch, n = self.waiting[0], len(self.found)
+        try:
+            others = batch.settle(self.cut, self.found)
+            self.on_found(len(self.found) - n)
+            for entry in others:
+                self.take(entry)
+            if others:
+                _require_same(os.fstat(batch.descriptor), os.stat(batch.folder))
+        except OSError as e:
+            raise list_error(e, batch.folder) from e
+        os.close(self.waiting.popleft().descriptor)
+
+    def __exit__(self, *exc) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        for batch in self.waiting:  # after an error
+            os.close(batch.descriptor)
 
 
 def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
@@ -315,16 +389,8 @@ def found_below(
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
     found = FoundFiles()
-    left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
+    left_out = _LeftOut(os.fsencode(root))
     listed, by_link = set[tuple[int, int]](), False
-    batches = deque[_Batch]()
-
-    def leave_out(kind: str, path: bytes, message: str) -> None:
-        with suppress(FileNotFoundError):  # removed meanwhile
-            own = os.lstat(path)
-            note = (os.path.relpath(path, os.fsencode(root)), kind, message)
-            key = (own.st_dev, own.st_ino)
-            left_out[key] = min(note, left_out.get(key, note))
 
     def take(entry: os.DirEntry) -> None:
         wanted = is_recording_name(entry.name)
@@ -335,7 +401,7 @@ def found_below(
         except (FileNotFoundError, NotADirectoryError):
             return  # removed while the folder was listed
         if st is None:
-            leave_out("link", entry.path, _NOT_FOLLOWED)
+            left_out.add("link", entry.path, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
@@ -345,48 +411,30 @@ def found_below(
             else:
                 waiting.append(entry.path)
         elif wanted:
-            leave_out("special", entry.path, "the entry is not a regular file and was left out")
+            left_out.add("special", entry.path, "the entry is not a regular file and was left out")
 
-    def settle(batch: _Batch) -> None:
-        n = len(found)
-        try:
-            others = batch.settle(cut, found)
-            on_found(len(found) - n)
-            for entry in others:
-                take(entry)
-        except OSError as e:
-            raise list_error(e, batch.folder) from e
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        while waiting or batches or links:
-            if not waiting and batches:
-                settle(batches.popleft())
+    with _Batches(cut, found, on_found, take) as batches:
+        while waiting or batches.waiting or links:
+            if not waiting and batches.waiting:
+                batches.settle()
                 continue
             by_link = by_link or not waiting  # a real folder below `folder` is always listed
             path = waiting.pop() if waiting else heappop(links)
             try:
                 here = os.stat(path)
                 if (here.st_dev, here.st_ino) in listed and by_link:
-                    leave_out("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
+                    left_out.add("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
                     continue
                 listed.add((here.st_dev, here.st_ino))
                 found.folders.append(path[cut:])
                 with os.scandir(path) as entries:
                     while some := list(islice(entries, _MAX_BATCH)):
-                        if (code := _code_for(len(some), len(found))) is None:
-                            for entry in some:
-                                take(entry)
-                            continue
-                        batches.append(_Batch(pool, code, path, some))
-                        if len(batches) > _AT_ONCE:
-                            settle(batches.popleft())
-                if not os.path.samestat(here, os.stat(path)):
-                    raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
+                        batches.add(path, here, some)
+                _require_same(here, os.stat(path))
             except OSError as e:
                 raise list_error(e, path) from e
     found.sort()
-    left = sorted(left_out.values())
-    return found, [Problem(kind, show_place("", path), message) for path, kind, message in left]
+    return found, left_out.problems()
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3

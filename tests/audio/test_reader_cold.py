@@ -22,7 +22,7 @@ from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
 from leakmel.audio import page_cache
-from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.source import sample_cache as held
 from leakmel.dataset.source import read_ahead
@@ -667,6 +667,62 @@ def test_file_that_changes_during_listing_is_examined_again(
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
+
+
+def linked(folder: Path) -> Path:
+    "Recordings, links to recordings, and a second folder."
+    for name in ("a", "z"):
+        (folder / name).mkdir(parents=True)
+    for i in range(9):
+        (folder / "z" / f"{i}.wav").touch()
+        (folder / "a" / f"{i}.wav").touch()
+        (folder / "a" / f"link {i}.wav").symlink_to(f"../z/{i}.wav")
+    return folder
+
+
+def test_folder_that_is_renamed_while_it_is_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Its links are examined by their paths, after the folder was found to be the same."
+    root, same, examined = linked(tmp_path / "root"), os.path.samestat, list[int]()
+
+    def samestat(here: os.stat_result, there: os.stat_result) -> bool:
+        examined.append(here.st_ino)
+        outcome = same(here, there)
+        if examined.count(here.st_ino) == 2 and here.st_ino == inode:
+            (root / "a").rename(root / "b")
+        return outcome
+
+    inode = (root / "a").stat().st_ino
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
+    assert len(listing_module.found_below(root, root)[0]) == 27
+    monkeypatch.setattr(os.path, "samestat", samestat)
+    with pytest.raises(LeakmelError, match="cannot be listed|while listing"):
+        listing_module.found_below(root, root)
+
+
+@pytest.mark.parametrize("fault", ["no thread", "interrupt"])
+def test_listing_that_fails_closes_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    root, n_open = linked(tmp_path / "root"), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
+    monkeypatch.setattr(listing_module, "_MAX_BATCH", 2)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupt(n: int) -> None:
+        raise KeyboardInterrupt
+
+    if fault == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(MachineError, match="Raise the limit"):
+            listing_module.found_below(root, root)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            listing_module.found_below(root, root, interrupt)
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_listing_works_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/journal.ipynb #381de27c
-import base64, json, logging, os, stat, sys, threading, time
+import base64, functools, json, logging, os, stat, sys, threading, time
 from contextlib import suppress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,18 +101,20 @@ JOURNAL_SCHEMA = 4
 
 def folder_inodes(
     listing: Listing,
-    numbers: Sequence[int] | np.ndarray,  # k candidates
+    numbers: Iterable[int],  # k candidates
 ) -> np.ndarray:  # [k] int64; -1 if the folder does not exist
     "Return the inode numbers of the folders of some files, because renaming a folder does not change its files; 0 for objects."
     if isinstance(listing.folder, StorePath):
-        return np.zeros(len(numbers), np.int64)
+        return np.zeros(len(list(numbers)), np.int64)
     base = os.fsencode(listing.folder) + b"/"
-    folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
-    inodes = dict.fromkeys(folders, -1)
-    for folder in inodes:
+
+    @functools.cache
+    def inode(folder: bytes) -> int:
         with suppress(OSError):
-            inodes[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
-    return np.fromiter(map(inodes.__getitem__, folders), np.int64, len(folders))
+            return os.stat(base + folder).st_ino & (2**63 - 1)
+        return -1
+
+    return np.fromiter((inode(listing.paths[k].rpartition(b"/")[0]) for k in numbers), np.int64)
 
 
 def _digest_of_paths(listing: Listing) -> Any:

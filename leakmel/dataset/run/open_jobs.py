@@ -215,11 +215,13 @@ def _reserve_job(
 ) -> Job:  # raises OutputError, SpaceError
     "Return a job with journal and partial file: new ones, or those of a matching interrupted build; a part has no journal."
     path, request, config = journal_path(target), run.request, run.request.config
+    folders = folder_inodes(listing, range(len(listing)))
     if run.manifest.part_of:  # each attempt has its own name, and a part is built again from its start
-        return _new_job(run, listing, target, "new")
+        job = _new_job(run, listing, target, "new")
+        job.folders = folders
+        return job
     if request.fresh:
         path.unlink(missing_ok=True)
-    folders = folder_inodes(listing, range(len(listing)))
     identity = journal_identity(
         listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
     )
