@@ -312,7 +312,10 @@ class _Batches(AbstractContextManager):
         on_found: Callable[[int], None],  # called with the number of new recordings
         take: Callable[[os.DirEntry], None],  # examines another entry by its path
     ):
-        self.cut, self.found, self.on_found, self.take = cut, found, on_found, take
+        self.cut = cut
+        self.found = found
+        self.on_found = on_found
+        self.take = take
         self.pool = ThreadPoolExecutor(_AT_ONCE)
         self.waiting = deque[_Batch]()
 
@@ -337,7 +340,7 @@ class _Batches(AbstractContextManager):
             self.on_found(len(self.found) - n)
             for entry in others:
                 self.take(entry)
-            if others:
+            if others:  # `take` used their paths
                 _require_same(os.fstat(batch.descriptor), os.stat(batch.folder))
         except OSError as e:
             raise list_error(e, batch.folder) from e
