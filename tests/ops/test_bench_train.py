@@ -20,6 +20,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.settings import TrainSettings, with_length
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task
 from leakmel.ops import bench_train as suite
@@ -98,8 +99,10 @@ def test_table_fits_and_marks_a_rehearsal(figures):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_cpu_and_gpu_plans_are_comparable():
-    assert ON_CPU.batch_size == ON_GPU.batch_size, "figures that can be held beside each other"
+def test_plans_train_the_network_of_large_sets_though_the_benchmark_has_few_items():
+    usual = with_length(TrainSettings(), 1_000_000)
+    assert ON_CPU.batch_size == usual.batch_size
+    assert {p.settings("as trained", 1).channels for p in (ON_CPU, ON_GPU)} == {usual.channels}
     for plan in (ON_GPU, ON_CPU):
         for name in plan.changes:
             assert plan.settings(name, 7).epochs == 7

@@ -54,7 +54,9 @@ from .provenance import Provenance, from_plain, to_plain
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
-_MAX_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
+_MAX_ITEMS_ON_CPU = (
+    256  # that a classifier is given at once: what its layers hand on stays in the caches of a core
+)
 _PLAIN_FIELDS = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
 _DETECTOR_HEADER = re.compile(
     rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL

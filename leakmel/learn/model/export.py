@@ -85,6 +85,7 @@ class SamplesToScores(nn.Module):
         self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model
         self.classifier = deepcopy(detector.classifier).cpu().eval().requires_grad_(False)
+        self.classifier.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
     def forward(
         self,

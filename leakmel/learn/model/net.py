@@ -134,6 +134,7 @@ class LeakNet(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(2 * n_in, n_in), nn.ReLU(inplace=True))
         self.classes = nn.Linear(n_in, s.n_classes)
         self.leak = nn.Linear(n_in, 1)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(
         self,

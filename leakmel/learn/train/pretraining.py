@@ -45,6 +45,7 @@ from leakmel.learn.data.segments import (
     source_list,
 )
 from ..model.detector import image_shape, spec_differences
+from ..model.devices import keep_freed_memory
 from ..model.files import latest_checkpoint, list_checkpoints, remove_file, save_checkpoint
 from ..model.net import LeakNet, NetSettings, add_power, augment, band_statistics, segment_images
 from ..model.provenance import Provenance, provenance_of
@@ -165,6 +166,8 @@ class Pretraining:
         made = NetSettings(*shape, self.n_classes, s.channels, s.dropout)
         statistics = band_statistics(self.ds)
         size = s.channels[-1]
+        if self.device == "cpu":
+            keep_freed_memory()
         with seeded_random(step_seed(s.seed, 0, 3), torch.device("cpu")):
             self.net = LeakNet(made, *statistics).to(self.device)
             self.projector = nn.Sequential(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ...core.errors import MachineError
 from ..data.segments import Batch
 from ..data.task import Task
-from ..model.devices import is_out_of_memory
+from ..model.devices import is_out_of_memory, keep_freed_memory
 from leakmel.learn.model.net import (
     LeakNet,
     augment,
@@ -136,13 +136,17 @@ class Stepper:
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        if not on_gpu:
+            keep_freed_memory()
         self.settings = settings
         self.n_steps = n_steps
         self.half = half_type(settings, self.device)
         self.net: LeakNet = net.to(self.device)
         last = settings.channels_last
-        if on_gpu and self.half is not None if last == "auto" else last:
-            self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if last == "auto":
+            last = not on_gpu or self.half is not None
+        if not last:
+            self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net) if settings.use_compile else self.net
         params = list(net.parameters())
         decaying = [p for p in params if p.ndim > 1]  # not norms and biases: those are vectors
@@ -150,7 +154,7 @@ class Stepper:
             {"params": decaying, "weight_decay": settings.weight_decay},
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=on_gpu)
+        self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
         self.scaler = self._new_scaler()
         self.weights = loss_weights(task, settings, class_counts, self.device)
         self.generator = torch.Generator(self.device)
@@ -274,7 +278,7 @@ class Stepper:
         "Resume after the step at which a state was saved."
         optimiser = deepcopy(state["optimiser"])
         for group in optimiser["param_groups"]:
-            group["fused"] = self.device.type == "cuda"  # saved on another device, perhaps
+            group["fused"] = True  # a training of an earlier version on a CPU was not
         self.optimiser.load_state_dict(optimiser)
         # a fused kernel goes through a weight and its state as they lie in memory
         for weight, held in self.optimiser.state.items():
