@@ -20,8 +20,10 @@ from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.export import export_detector
 from leakmel.learn.model.files import load_plain
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model import spectral
 from leakmel.learn.model.spectral import (
     SpectralClassifier,
+    SpectralSettings,
     fit_spectral,
     spectral_features,
     window_numbers,
@@ -87,6 +89,74 @@ def test_a_model_file_gives_the_same_scores(sets, trained, kind):
         assert np.array_equal(score_rows(again, ds), scores, equal_nan=True)
         assert np.allclose(score_rows(again, ds, files_per_batch=1), scores, atol=1e-6, equal_nan=True)
     assert 0 <= np.nanmin(scores) <= np.nanmax(scores) <= 1
+
+
+def random_trees(depth: int, seed: int) -> SpectralClassifier:
+    "Two forests of three full trees over four features; every second leaf lies one level higher."
+    rng, n_trees, n = np.random.default_rng(seed), 3, 2**depth - 1
+    settings = SpectralSettings(
+        n_mels=2, n_classes=3, window=2, n_nodes=2 * n_trees * n, n_trees=n_trees, depth=depth
+    )
+    classifier = SpectralClassifier(settings)
+    at, first = np.arange(n), np.repeat(n * np.arange(2 * n_trees), n)
+    is_leaf = (2 * at + 2 >= n) | ((4 * at + 6 >= n) & (at % 2 == 0))
+    arrays = {
+        "feature": rng.integers(0, 4, 6 * n),
+        "threshold": np.round(rng.normal(0, 1, 6 * n), 1),  # 0.1 and most others are not float32
+        "left": np.tile(np.where(is_leaf, at, 2 * at + 1), 6) + first,
+        "right": np.tile(np.where(is_leaf, at, 2 * at + 2), 6) + first,
+        "share": rng.dirichlet(np.ones(3), 6 * n),
+        "root": n * np.arange(6).reshape(2, 3),
+    }
+    for name, values in arrays.items():
+        classifier.get_buffer(name).copy_(torch.from_numpy(values))
+    return classifier
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 100])
+@pytest.mark.parametrize("depth", [1, 2, 6])
+def test_compiled_trees_are_those_of_torch(n, depth, monkeypatch):
+    assert spectral._compiled() is not None
+    classifier, other = random_trees(depth, 0), random_trees(depth, 1)
+    values = np.round(np.random.default_rng(n).normal(0, 1, (n, 4)), 1)  # often equal to a threshold
+    values[::7, 1], values[::9, 2] = np.nan, np.inf
+    features = torch.from_numpy(values.astype(np.float32))
+    found = [classifier.tree_probabilities(features, forest) for forest in (0, 1)]
+    classifier.load_state_dict(other.state_dict())  # other trees: those of before are forgotten
+    found += [classifier.tree_probabilities(features, forest) for forest in (0, 1)]
+    monkeypatch.setattr(spectral, "_compiled", lambda: None)
+    right = [each.tree_probabilities(features, k) for each in (random_trees(depth, 0), other) for k in (0, 1)]
+    for a, b in zip(found, right, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.allclose(a, b, atol=1e-6)
+        assert torch.allclose(a.sum(1), torch.ones(n))
+
+
+def test_trees_that_lead_in_a_circle_end():
+    classifier = random_trees(6, 0)
+    left = classifier.get_buffer("left")
+    left[left > 20] = 0
+    assert torch.isfinite(classifier.tree_probabilities(torch.zeros(5, 4), 0)).all()
+
+
+def test_compiled_trees_refuse_another_number_of_features():
+    with pytest.raises(ValueError, match="5 features, not 4"):
+        random_trees(2, 0).tree_probabilities(torch.zeros(3, 5), 0)
+
+
+def test_trees_are_evaluated_without_compiled_code(monkeypatch, caplog):
+    features, right = torch.zeros(5, 4), random_trees(3, 0).tree_probabilities(torch.zeros(5, 4), 1)
+    spectral._compiled.cache_clear()
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    try:
+        for _ in range(2):
+            found = random_trees(3, 0).tree_probabilities(features, 1)
+            assert torch.allclose(found, right, atol=1e-6)
+    finally:
+        spectral._compiled.cache_clear()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "NUMBA_DISABLE_JIT" in record.getMessage()
 
 
 @pytest.mark.parametrize("kind", KINDS)

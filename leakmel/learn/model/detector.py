@@ -54,9 +54,7 @@ from .provenance import Provenance, from_plain, to_plain
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
-_MAX_ITEMS_ON_CPU = (
-    256  # that a classifier is given at once: what its layers hand on stays in the caches of a core
-)
+_MAX_ITEMS_ON_CPU = 256  # of a network at once: what its layers hand on stays in the caches of a core
 _PLAIN_FIELDS = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
 _DETECTOR_HEADER = re.compile(
     rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL
@@ -164,7 +162,8 @@ class Detector:
         if not n:
             return out
         self.classifier.eval()
-        at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) if rows.device.type == "cpu" else n
+        in_parts = rows.device.type == "cpu" and self.kind != "spectral"
+        at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) if in_parts else n
         has = np.ones((n, n_long), bool) if counts is None else np.arange(n_long) < counts[:, None]
         with torch.inference_mode(), full_float32_precision():
             if has.all():

@@ -110,7 +110,7 @@ class AdaptiveBatches:
         self.n_ran_out = 0
         self._trim = trim
 
-    def _evaluate_kind(self, n: int, work: Callable[[], T]) -> tuple[T] | None:
+    def _attempt(self, n: int, work: Callable[[], T]) -> tuple[T] | None:
         "Return the result; None: memory ran out."
         try:
             return (work(),)
@@ -143,7 +143,7 @@ class AdaptiveBatches:
         start = 0
         while start < n:
             part = slice(start, min(n, start + self.most))
-            if (done := self._evaluate_kind(part.stop - start, partial(work, part))) is not None:
+            if (done := self._attempt(part.stop - start, partial(work, part))) is not None:
                 found.append(done[0])
                 start = part.stop
         return found
@@ -153,6 +153,6 @@ class AdaptiveBatches:
         make: Callable[[int], T],  # from a number of rows
     ) -> T:  # raises MachineError if a single row does not fit into memory
         "Call a function with the largest number of rows that fits into memory."
-        while (done := self._evaluate_kind(self.most, partial(make, self.most))) is None:
+        while (done := self._attempt(self.most, partial(make, self.most))) is None:
             pass
         return done[0]

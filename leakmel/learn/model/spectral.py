@@ -20,7 +20,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import DataError, UsageError
+from ...core.machine_code import CompiledCode, load_compiled
 from ...core.monitor import usable_cores
 from ...dataset.file.reader import read_rows
 from ..data.segments import Segments
@@ -35,6 +38,8 @@ from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
     from sklearn.ensemble import ExtraTreesClassifier
+
+_LOG = logging.getLogger("leakmel")
 
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000005
@@ -45,7 +50,8 @@ def segment_statistics(
 ]:  # [B, L, M] float32 each: mean in dB, and variance in dB^2, over the frames of a segment
     "Compute mean and variance of each band in each long segment."
     frames = rows.float().transpose(2, 3).flatten(3)  # [B, L, M, S*T]
-    return frames.mean(3), frames.var(3, correction=0)
+    mean = frames.mean(3)
+    return mean, (frames - mean[..., None]).square().mean(3)  # faster than `var` for few frames
 
 
 def window_numbers(
@@ -75,8 +81,8 @@ def window_features(
     share = of.float().transpose(1, 2) / counts.clamp_min(1)[:, :, None]  # [B, W, L]
     centre = share @ mean
     # variance of all frames: mean of the variances, and variance of the means (two passes: no cancellation)
-    apart = (mean[:, None] - centre[:, :, None]).square()  # [B, W, L, M]
-    spread = (share @ variance + torch.einsum("bwl,bwlm->bwm", share, apart)).sqrt()
+    apart = (mean - centre.gather(1, numbers[:, :, None].expand(mean.shape))).square()  # [B, L, M]
+    spread = (share @ (variance + apart)).sqrt()
     level = centre.mean(2, keepdim=True)
     parts = [centre - level, spread] + ([level] if keep_level else [])
     return torch.cat(parts, 2), counts
@@ -129,6 +135,16 @@ class SpectralSettings:
         return 2 * self.n_mels + self.keep_level
 
 
+@cache
+def _compiled() -> CompiledCode | None:
+    "Return the compiled code for trees, or None if it cannot be loaded."
+    try:
+        return load_compiled("leakmel.learn.model.tree_code")
+    except Exception as e:  # not installed, no cache folder, damaged cache: torch computes the same
+        _LOG.warning("trees are evaluated without compiled code (slower): %s: %s", type(e).__name__, e)
+        return None
+
+
 class SpectralClassifier(nn.Module):
     "Weighted mean of a logistic regression on whole recordings, of trees on whole recordings and of trees on windows."
 
@@ -152,11 +168,13 @@ class SpectralClassifier(nn.Module):
         # mean and standard deviation of the features over the training recordings, dB; earlier files hold none
         self.register_buffer("centre", torch.zeros(s.n_features, dtype=torch.float64))
         self.register_buffer("scale", torch.ones(s.n_features, dtype=torch.float64))
+        self._nodes: tuple[np.ndarray, ...] = ()  # of the trees, as compiled code takes them
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *given: Any) -> None:
         "Read the buffers; features of files without centre and scale are not standardised."
         for name in ("centre", "scale"):
             state_dict.setdefault(f"{prefix}{name}", self.get_buffer(name))
+        self._nodes = ()
         super()._load_from_state_dict(state_dict, prefix, *given)
 
     @property
@@ -181,6 +199,9 @@ class SpectralClassifier(nn.Module):
         forest: int,  # 0: trees on whole recordings; 1: trees on windows
     ) -> Tensor:  # [n, K] float32
         "Return the mean over the trees of the shares in the leaves that the features lead to."
+        on_cpu = features.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and (code := _compiled()) is not None:
+            return self._compiled_probabilities(features, forest, code)
         feature, threshold, left, right, share, root = map(
             self.get_buffer, ("feature", "threshold", "left", "right", "share", "root")
         )
@@ -189,6 +210,30 @@ class SpectralClassifier(nn.Module):
             goes_left = features.gather(1, feature[node]).double() <= threshold[node]
             node = torch.where(goes_left, left[node], right[node])
         return share[node].mean(1)
+
+    def _compiled_probabilities(self, features: Tensor, forest: int, code: CompiledCode) -> Tensor:
+        "Compute `tree_probabilities` with compiled code."
+        s = self.settings
+        if features.shape[1] != s.n_features:  # compiled code does not check it
+            raise ValueError(f"{features.shape[1]} features, not {s.n_features}")
+        if not self._nodes:
+            threshold = self.get_buffer("threshold").numpy()
+            # a float32 is at most a threshold if it is at most the largest float32 that is
+            nearest = threshold.astype(np.float32)
+            below = np.nextafter(nearest, np.float32(-np.inf))
+            children = np.stack([self.get_buffer(name).numpy() for name in ("right", "left")], 1)
+            self._nodes = (
+                self.get_buffer("feature").numpy().astype(np.uint32),
+                np.where(nearest > threshold, below, nearest),
+                children.astype(np.uint32).ravel(),
+                self.get_buffer("share").numpy(),
+            )
+        total = np.zeros((len(features), s.n_classes))
+        roots = self.get_buffer("root")[forest].numpy().astype(np.uint32)
+        rows = features.float().contiguous().numpy().ravel()
+        work = np.empty(code.constants["ROWS"], np.uint32)
+        code.functions["add_leaves"](rows, *self._nodes, roots, np.array([s.depth]), work, total)
+        return torch.from_numpy((total / s.n_trees).astype(np.float32))
 
     def class_probabilities(
         self,

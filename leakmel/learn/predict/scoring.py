@@ -126,7 +126,7 @@ class DeviceScorer:
         self.too_small: list[MachineError] = []  # of a callback of the stream, which must not raise it
         self.chain: Any = None  # of the engine
         try:
-            self._evaluate_kind(partial(self._open, engine, n_files))
+            self._guard(partial(self._open, engine, n_files))
         except BaseException:
             device.close()
             raise
@@ -156,7 +156,7 @@ class DeviceScorer:
         self.chain = None
         self.on.trim()
 
-    def _evaluate_kind(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
         "Run work on the device; convert its errors to those of leakmel."
         try:
             work()
@@ -190,13 +190,13 @@ class DeviceScorer:
         buffers = self.buffers[self.n_started % self.depth]
         self.n_started += 1
         buffers.block = block
-        self._evaluate_kind(partial(self._send, block, buffers))
+        self._guard(partial(self._send, block, buffers))
         self.under_way.append(buffers)
 
     def finish(self) -> RowBlock:
         "Wait for the block that was started first."
         buffers = self.under_way.popleft()
-        self._evaluate_kind(buffers.done.synchronize)
+        self._guard(buffers.done.synchronize)
         block: RowBlock = buffers.block
         block.scores[: block.n] = buffers.scores_out[: block.n].numpy()
         block.moments[: block.n] = buffers.moments_out[: block.n].numpy()
