@@ -5672,6 +5672,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'leakmel.ops.bench_train._measure_steps': ( 'ops/bench_train.html#_measure_steps',
                                                                                      'leakmel/ops/bench_train.py'),
                                          'leakmel.ops.bench_train._rates': ('ops/bench_train.html#_rates', 'leakmel/ops/bench_train.py'),
+                                         'leakmel.ops.bench_train._spectral_detector': ( 'ops/bench_train.html#_spectral_detector',
+                                                                                         'leakmel/ops/bench_train.py'),
                                          'leakmel.ops.bench_train._train': ('ops/bench_train.html#_train', 'leakmel/ops/bench_train.py'),
                                          'leakmel.ops.bench_train._train_epoch': ( 'ops/bench_train.html#_train_epoch',
                                                                                    'leakmel/ops/bench_train.py'),

@@ -9,6 +9,7 @@ __all__ = [
     "TINY",
     "SET_SIZES",
     "N_FILES",
+    "N_FOR_TREES",
     "MAX_SCORE_DIFFERENCE",
     "TrainPlan",
     "agreement",
@@ -17,9 +18,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench_train.ipynb #4cedfc65
-import itertools, math, os, time
+import math, os, time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ..core.timeline import Timeline
 from ..insight.diagnose import aligned
 from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
+from ..learn.model.spectral import fit_spectral, spectral_features
 from ..learn.train.inputs import open_training
 from ..learn.train.timing import StepTimes
 from ..learn.model.settings import SMALL_SET, TrainSettings, with_length
@@ -62,7 +64,8 @@ class TrainPlan:
     batch_size: int  # long segments
     base: TrainSettings
     changes: dict[str, dict[str, Any]]  # name of a setting -> what it changes
-    files_per_batch: tuple[int, ...]  # of evaluation and prediction
+    files_per_batch: tuple[int, ...]  # of evaluation and prediction; a spectral detector gets the last one
+    least_s: float = 1.0  # a round of evaluation or prediction is repeated until it has taken so long
 
     def settings(self, name: str, n_epochs: int) -> TrainSettings:
         "Return the settings of a training with this number of epochs."
@@ -78,10 +81,11 @@ _CPU = _FIRST | {"small net": {"channels": (24, 48, 64)}, "streamed": {"loader":
 _LARGE = with_length(TrainSettings(), SMALL_SET)  # also where the benchmark has fewer items
 ON_GPU = TrainPlan(5632, _LARGE, _GPU, (64, 256, 512))
 ON_CPU = TrainPlan(_LARGE.batch_size, _LARGE, _CPU, (32, 128))
-TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,))
+TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,), 0.0)
 SET_SIZES = 3  # memory that is touched, in sizes of the set: recordings, data set and rows in memory
 # usual recordings of the training split: the reference set's, or some batches an epoch
-N_FILES = {"cuda": 39_563, "cpu": 400}
+N_FILES = {"cuda": 39_563, "cpu": 2000}
+N_FOR_TREES = 1000  # recordings at most on which the spectral detector is fitted
 
 
 # %% ../../nbs/ops/bench_train.ipynb #4722f897
@@ -147,16 +151,20 @@ def _rates(bench: _Bench, group: str, detector: Detector, n: int, stop_s: float)
     found = []
     with Segments(str(bench.path), level="recording") as rows:
         for k in range(-1, bench.rounds):
-            began = time.perf_counter()
-            if group == "evaluation":
-                n_files = len(score_rows(detector, rows, **options))
-                seconds = time.perf_counter() - began
-            else:
-                p = lm.predict(bench.root, detector, split="training", progress="none", **options)
-                n_files, seconds = p.found, p.seconds
+            n_files, seconds = 0, 0.0
+            while not n_files or (k >= 0 and seconds < bench.plan.least_s):
+                began = time.perf_counter()
+                if group == "evaluation":
+                    n_files += len(score_rows(detector, rows, **options))
+                    seconds += time.perf_counter() - began
+                else:
+                    p = lm.predict(bench.root, detector, split="training", progress="none", **options)
+                    n_files, seconds = n_files + p.found, seconds + p.seconds
             found.append(n_files / seconds)
             when = "warm-up" if k < 0 else f"round {k + 1} of {bench.rounds}"
-            bench.log(f"{group}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s")
+            bench.log(
+                f"{group}, {detector.kind}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s"
+            )
             if k >= 0 and time.monotonic() >= stop_s:
                 break
         figures = {"files_per_s": spread(found[1:]), "rounds": len(found) - 1}
@@ -187,24 +195,42 @@ def agreement(
     return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MAX_SCORE_DIFFERENCE}
 
 
+def _spectral_detector(
+    bench: _Bench,
+    network: Detector,  # of the same task and features
+) -> Detector:
+    "Fit a spectral detector on some of the recordings."
+    with Segments(str(bench.path), level="recording", task=network.task) as rows:
+        some = slice(None, None, -(-len(rows) // N_FOR_TREES))
+        features = spectral_features(rows, rows=rows.rows[some], mask=rows.segment_mask[some])
+        classifier = fit_spectral(features, rows.labels[some], len(network.task.model_names))
+    return replace(network, classifier=classifier)
+
+
 def _measure_steps(
     bench: _Bench,
     figures: dict[str, Any],  # gets what is measured, errors, and what was not measured
     keep: Callable[[dict[str, Any]], object],
     ends_s: float,  # no step but the first is started later
 ) -> bool:  # False: every training failed
-    "Measure trainings, then evaluation and prediction with the first detector; check the detector as soon as there is one."
+    "Measure trainings, then evaluation and prediction with the first network and a spectral detector; check each as soon as there is one."
     detectors, plan = list[Detector](), bench.plan
 
     def train(name: str, stop_s: float) -> None:
         figures["training"][name], detector = _train(bench, name, stop_s)
-        detectors.append(detector)
+        if not detectors:
+            detectors.append(detector)
+
+    def fit(stop_s: float) -> None:
+        detectors.append(_spectral_detector(bench, detectors[0]))
 
     def compare() -> None:
-        figures["verified"] = agreement(bench.path, bench.root, detectors[0], bench.device)
+        newest = detectors[-1]
+        figures["verified"][newest.kind] = agreement(bench.path, bench.root, newest, bench.device)
 
-    def rate(group: str, n: int, stop_s: float) -> None:
-        figures[group][str(n)] = _rates(bench, group, detectors[0], n, stop_s)
+    def rate(group: str, kind: str, n: int, stop_s: float) -> None:
+        if kind in (by_kind := {d.kind: d for d in detectors}):  # else its fit failed
+            figures[group][f"{kind}, {n}"] = _rates(bench, group, by_kind[kind], n, stop_s)
 
     def attempt(what: str, step: Callable[[], None]) -> None:
         try:
@@ -214,19 +240,25 @@ def _measure_steps(
             bench.log(f"{what}: {e}")
         keep(figures)
 
-    rates = itertools.product(("evaluation", "prediction"), plan.files_per_batch)
+    groups = ("evaluation", "prediction")
+    rates = [(group, "cnn", n) for group in groups for n in plan.files_per_batch]
+    steps: list[tuple[str, Callable[[float], None]]]
     steps = [(f"training: {name}", partial(train, name)) for name in plan.changes]
-    steps += [(f"{group}: {n}", partial(rate, group, n)) for group, n in rates]
-    is_compared = False
+    steps += [(f"{group}: {kind}, {n}", partial(rate, group, kind, n)) for group, kind, n in rates]
+    if plan.files_per_batch:
+        rates = [(group, "spectral", plan.files_per_batch[-1]) for group in groups]
+        steps += [("spectral detector", fit)]
+        steps += [(f"{group}: {kind}, {n}", partial(rate, group, kind, n)) for group, kind, n in rates]
+    n_compared = 0
     for k, (what, step) in enumerate(steps):
         now = time.monotonic()
         if k and now >= ends_s:
             figures["not_measured"].append({"what": what, "why": "the time budget was used up"})
         elif detectors or k < len(plan.changes):
             attempt(what, partial(step, now + (ends_s - now) / (len(steps) - k)))
-        if detectors and not is_compared:  # early: without it no figure is valid
-            is_compared = True
-            attempt("agreement", compare)
+        if len(detectors) > n_compared:  # early: without it no figure is valid
+            n_compared = len(detectors)
+            attempt(f"agreement: {detectors[-1].kind}", compare)
     return bool(detectors)
 
 
@@ -271,7 +303,7 @@ def bench_train(
         "training": {},
         "evaluation": {},
         "prediction": {},
-        "verified": {"n": 0, "max_abs": None, "all_ok": False},
+        "verified": {},  # kind of detector -> result of `agreement`
         "not_measured": [],
         "errors": [],
         "ok": False,
@@ -290,7 +322,8 @@ def bench_train(
     if not _measure_steps(bench, figures, keep, ends_s):
         why = figures["errors"][0]["error"]
         raise LeakmelError("the training failed with every setting", code="benchmark-not-right", found=why)
-    return figures | {"ok": figures["verified"]["all_ok"] and not figures["errors"], "finished": True}
+    agree = all(v["all_ok"] for v in figures["verified"].values())
+    return figures | {"ok": agree and not figures["errors"], "finished": True}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #c3e945fb
@@ -322,14 +355,17 @@ def train_table(
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
         rows = [(f"  {name}", f"{r['median']:,.0f}", range_text(r)) for name, r in rates.items()]
         lines.append(aligned([(f"{group}, recordings at once", "files/s", "range"), *rows]))
-    v = figures["verified"]
-    verdict = "prediction and evaluation DO NOT AGREE: they differ in the recordings or in their segments"
-    if v["max_abs"] is not None:
-        agree = "agree" if v["all_ok"] else "DO NOT AGREE"
-        verdict = f"prediction and evaluation {agree} on {v['n']:,} recordings: largest difference {v['max_abs']:.2g}"
-    elif not v["n"]:
-        verdict = "prediction and evaluation were NOT COMPARED"
-    lines += [verdict, *(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
+    for kind in ("cnn", "spectral"):
+        v = figures["verified"].get(kind)
+        if v is None:
+            lines.append(f"{kind}: prediction and evaluation were NOT COMPARED")
+        elif v["max_abs"] is None:
+            lines.append(f"{kind}: prediction and evaluation DO NOT AGREE in recordings or their segments")
+        else:
+            agree = "agree" if v["all_ok"] else "DO NOT AGREE"
+            text = f"{agree} on {v['n']:,} recordings: largest difference {v['max_abs']:.2g}"
+            lines.append(f"{kind}: prediction and evaluation {text}")
+    lines += [*(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
     lines += [f"not measured: {e['what']}: {e['why']}"[:100] for e in figures.get("not_measured", [])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]

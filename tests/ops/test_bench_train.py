@@ -62,10 +62,13 @@ def test_rehearsal_runs_all_measurements(figures):
         assert np.isfinite(f["last_loss"])
     assert "DeviceLoader" in figures["training"]["as trained"]["loader"]
     assert "StreamLoader" in figures["training"]["streamed"]["loader"]
-    assert figures["verified"]["all_ok"]
-    assert figures["verified"]["n"] == 6
+    assert {kind: (v["n"], v["all_ok"]) for kind, v in figures["verified"].items()} == {
+        "cnn": (6, True),
+        "spectral": (6, True),
+    }
     for group in ("evaluation", "prediction"):
-        assert figures[group]["8"]["files_per_s"]["least"] > 0
+        assert list(figures[group]) == ["cnn, 8", "spectral, 8"]
+        assert min(f["files_per_s"]["least"] for f in figures[group].values()) > 0
     assert json.loads(json.dumps(figures)) == figures
 
 
@@ -87,14 +90,15 @@ def test_table_fits_and_marks_a_rehearsal(figures):
     text = train_table(figures)
     assert text.startswith("REHEARSAL")
     assert max(map(len, text.splitlines())) <= 100
-    for name in (*TINY.changes, "prediction and evaluation agree on 6 recordings"):
+    for name in (*TINY.changes, "cnn: prediction and evaluation agree on 6 recordings"):
         assert name in text
     failed = figures | {
         "errors": [{"what": "training: compiled", "error": "no compiler " * 20}],
-        "verified": figures["verified"] | {"all_ok": False},
+        "verified": {"cnn": figures["verified"]["cnn"] | {"all_ok": False}},
     }
     text = train_table(failed)
-    assert "DO NOT AGREE" in text
+    assert "cnn: prediction and evaluation DO NOT AGREE" in text
+    assert "spectral: prediction and evaluation were NOT COMPARED" in text
     assert "not measured: training: compiled" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -135,10 +139,18 @@ def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatc
         folder, n_files=6, rounds=3, budget_s=1e-3, rehearse=True, keep=lambda f: kept.append(json.dumps(f))
     )
     assert {name: f["rounds"] for name, f in found["training"].items()} == {"as trained": 1}
-    assert (found["ok"], found["finished"], found["verified"]["all_ok"]) == (True, True, True)
-    skipped = ["training: full precision", "training: streamed", "evaluation: 8", "prediction: 8"]
+    assert (found["ok"], found["finished"], found["verified"]["cnn"]["all_ok"]) == (True, True, True)
+    skipped = [
+        "training: full precision",
+        "training: streamed",
+        "evaluation: cnn, 8",
+        "prediction: cnn, 8",
+        "spectral detector",
+        "evaluation: spectral, 8",
+        "prediction: spectral, 8",
+    ]
     assert [x["what"] for x in found["not_measured"]] == skipped
-    assert "not measured: prediction: 8: the time budget" in train_table(found)
+    assert "not measured: prediction: cnn, 8: the time budget" in train_table(found)
     assert len(kept) == 4, "at the start, after the data set, after the training and after the check"
 
 
@@ -169,7 +181,7 @@ def test_record_of_a_run_that_is_killed_while_it_writes(folder, tmp_path, k):
     found = json.loads(path.read_text(encoding="utf-8"))
     assert (found["ok"], found["finished"]) == (False, False)
     assert len(found["training"]) == {1: 0, 2: 0, 3: 1, 5: 2}[k]
-    assert found["verified"]["all_ok"] == (k > 3)
+    assert ("cnn" in found["verified"]) == (k > 3)
     assert "UNFINISHED" in train_table(found)
 
 
@@ -182,10 +194,10 @@ def test_failed_agreement_check_gives_no_figure(folder, monkeypatch):
     monkeypatch.setattr(suite, "agreement", fail)
     monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, {"as trained": {}}, (8,)))
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
-    assert found["errors"] == [{"what": "agreement", "error": "CUDA error: an illegal address"}]
-    assert found["verified"] == {"n": 0, "max_abs": None, "all_ok": False}
-    assert not found["ok"]
-    assert set(found["prediction"]) == {"8"}
+    assert [e["what"] for e in found["errors"]] == ["agreement: cnn", "agreement: spectral"]
+    assert {e["error"] for e in found["errors"]} == {"CUDA error: an illegal address"}
+    assert (found["verified"], found["ok"]) == ({}, False)
+    assert set(found["prediction"]) == {"cnn, 8", "spectral, 8"}
     assert "NOT COMPARED" in train_table(found)
 
 
@@ -238,8 +250,8 @@ def test_prediction_and_evaluation_of_other_recordings(uneven, tmp_path, figures
     next((tmp_path / "data").rglob("4.wav")).unlink()
     found = agreement(path, tmp_path / "data", detector, "cpu")
     assert found == {"n": 4, "max_abs": None, "all_ok": False}
-    text = train_table(figures | {"verified": found})
-    assert "DO NOT AGREE: they differ in the recordings" in text
+    text = train_table(figures | {"verified": {"cnn": found}})
+    assert "DO NOT AGREE in recordings or their segments" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
