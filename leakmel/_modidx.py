@@ -3557,6 +3557,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'leakmel/learn/model/settings.py')},
             'leakmel.learn.model.spectral': { 'leakmel.learn.model.spectral.SpectralClassifier': ( 'learn/model/spectral.html#spectralclassifier',
                                                                                                    'leakmel/learn/model/spectral.py'),
+                                              'leakmel.learn.model.spectral.SpectralClassifier.__getstate__': ( 'learn/model/spectral.html#spectralclassifier.__getstate__',
+                                                                                                                'leakmel/learn/model/spectral.py'),
                                               'leakmel.learn.model.spectral.SpectralClassifier.__init__': ( 'learn/model/spectral.html#spectralclassifier.__init__',
                                                                                                             'leakmel/learn/model/spectral.py'),
                                               'leakmel.learn.model.spectral.SpectralClassifier._compiled_probabilities': ( 'learn/model/spectral.html#spectralclassifier._compiled_probabilities',

@@ -2,7 +2,11 @@
 
 import json
 import os
+import pickle
 import shutil
+import warnings
+from copy import deepcopy
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
+from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import Split
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
@@ -139,6 +144,28 @@ def test_trees_that_lead_in_a_circle_end():
     assert torch.isfinite(classifier.tree_probabilities(torch.zeros(5, 4), 0)).all()
 
 
+def test_trees_that_were_evaluated_can_be_sent_to_other_processes():
+    "ForkingPickler moves the buffers into shared memory; buffers out of band arrive read-only."
+    classifier, features = random_trees(6, 0), torch.zeros(5, 4)
+    right = classifier.tree_probabilities(features, 0)
+    sent = pickle.loads(bytes(ForkingPickler.dumps(classifier)))
+    parts: list[pickle.PickleBuffer] = []
+    whole = pickle.dumps(classifier, protocol=5, buffer_callback=parts.append)
+    read_only = pickle.loads(whole, buffers=[bytes(part) for part in parts])
+    for each in (classifier, sent, read_only, deepcopy(classifier)):
+        assert torch.equal(each.tree_probabilities(features, 0), right)
+    assert len(pickle.dumps(classifier)) == len(pickle.dumps(random_trees(6, 0)))
+
+
+def test_traced_trees_follow_their_input():
+    classifier = random_trees(6, 0)
+    one, other = torch.zeros(5, 4), torch.ones(5, 4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about tracing
+        traced = torch.jit.trace(lambda x: classifier.tree_probabilities(x, 0), (one,))
+    assert torch.allclose(traced(other), classifier.tree_probabilities(other, 0), atol=1e-6)
+
+
 def test_compiled_trees_refuse_another_number_of_features():
     with pytest.raises(ValueError, match="5 features, not 4"):
         random_trees(2, 0).tree_probabilities(torch.zeros(3, 5), 0)
@@ -157,6 +184,17 @@ def test_trees_are_evaluated_without_compiled_code(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "NUMBA_DISABLE_JIT" in record.getMessage()
+
+
+def test_compiled_trees_that_compute_something_else_are_not_used(monkeypatch, caplog):
+    wrong = CompiledCode({"add_leaves": lambda *arrays: 0}, {"ROWS": 16})
+    monkeypatch.setattr(spectral, "load_compiled", lambda name: wrong)
+    spectral._compiled.cache_clear()
+    try:
+        assert spectral._compiled() is None
+    finally:
+        spectral._compiled.cache_clear()
+    assert "wrong results on this machine" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

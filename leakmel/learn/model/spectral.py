@@ -137,9 +137,19 @@ class SpectralSettings:
 
 @cache
 def _compiled() -> CompiledCode | None:
-    "Return the compiled code for trees, or None if it cannot be loaded."
+    "Return the compiled code for trees, or None if it cannot be loaded or computes something else."
     try:
-        return load_compiled("leakmel.learn.model.tree_code")
+        code = load_compiled("leakmel.learn.model.tree_code")
+        work, total = np.empty(code.constants["ROWS"], np.uint32), np.zeros((3, 1))
+        x, threshold = (np.array(v, np.float32) for v in ([0, 0.5, 0, 0.6, 0, np.nan], [0.5, 0, 0]))
+        feature, children, roots = (np.array(v, np.uint32) for v in ([1, 0, 0], [2, 1, 1, 1, 2, 2], [0, 1]))
+        share = np.array([[0], [3], [5]], np.float32)
+        code.functions["add_leaves"](
+            x, feature, threshold, children, share, roots, np.array([1]), work, total
+        )
+        if total.ravel().tolist() != [6, 8, 8]:
+            raise ImportError("compiled code for trees gives wrong results on this machine")
+        return code
     except Exception as e:  # not installed, no cache folder, damaged cache: torch computes the same
         _LOG.warning("trees are evaluated without compiled code (slower): %s: %s", type(e).__name__, e)
         return None
@@ -149,6 +159,8 @@ class SpectralClassifier(nn.Module):
     "Weighted mean of a logistic regression on whole recordings, of trees on whole recordings and of trees on windows."
 
     kind = "spectral"
+    # of the trees, as compiled code takes them: made when first needed, forgotten by load_state_dict, never pickled
+    _nodes: tuple[np.ndarray, ...] = ()
 
     def __init__(self, settings: SpectralSettings):
         super().__init__()
@@ -168,7 +180,9 @@ class SpectralClassifier(nn.Module):
         # mean and standard deviation of the features over the training recordings, dB; earlier files hold none
         self.register_buffer("centre", torch.zeros(s.n_features, dtype=torch.float64))
         self.register_buffer("scale", torch.ones(s.n_features, dtype=torch.float64))
-        self._nodes: tuple[np.ndarray, ...] = ()  # of the trees, as compiled code takes them
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_nodes": ()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *given: Any) -> None:
         "Read the buffers; features of files without centre and scale are not standardised."
@@ -199,8 +213,8 @@ class SpectralClassifier(nn.Module):
         forest: int,  # 0: trees on whole recordings; 1: trees on windows
     ) -> Tensor:  # [n, K] float32
         "Return the mean over the trees of the shares in the leaves that the features lead to."
-        on_cpu = features.device.type == "cpu" and not torch.compiler.is_compiling()
-        if on_cpu and (code := _compiled()) is not None:
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if features.device.type == "cpu" and not is_traced and (code := _compiled()) is not None:
             return self._compiled_probabilities(features, forest, code)
         feature, threshold, left, right, share, root = map(
             self.get_buffer, ("feature", "threshold", "left", "right", "share", "root")
@@ -226,11 +240,11 @@ class SpectralClassifier(nn.Module):
                 self.get_buffer("feature").numpy().astype(np.uint32),
                 np.where(nearest > threshold, below, nearest),
                 children.astype(np.uint32).ravel(),
-                self.get_buffer("share").numpy(),
+                self.get_buffer("share").numpy().copy(),  # the buffer moves when another process gets it
             )
         total = np.zeros((len(features), s.n_classes))
         roots = self.get_buffer("root")[forest].numpy().astype(np.uint32)
-        rows = features.float().contiguous().numpy().ravel()
+        rows = features.detach().float().contiguous().numpy().ravel()
         work = np.empty(code.constants["ROWS"], np.uint32)
         code.functions["add_leaves"](rows, *self._nodes, roots, np.array([s.depth]), work, total)
         return torch.from_numpy((total / s.n_trees).astype(np.float32))
