@@ -354,7 +354,8 @@ def train_table(
     for group in ("evaluation", "prediction"):
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
         rows = [(f"  {name}", f"{r['median']:,.0f}", range_text(r)) for name, r in rates.items()]
-        lines.append(aligned([(f"{group}, recordings at once", "files/s", "range"), *rows]))
+        lines += ["", aligned([(f"{group}, recordings at once", "files/s", "range"), *rows])]
+    lines.append("")
     for kind in ("cnn", "spectral"):
         v = figures["verified"].get(kind)
         if v is None:
