@@ -16,16 +16,16 @@ ROWS = 16  # that go through a tree together
 
 @compiled("void(f4[::1], u4[::1], f4[::1], u4[::1], f4[:, ::1], u4[::1], i8[::1], u4[::1], f8[:, ::1])")
 def add_leaves(
-    x,  # [n * F] features, row by row
-    feature,  # [nodes] that a node compares
-    threshold,  # [nodes] at most: left, else right
-    children,  # [nodes * 2] right and left child of each node
-    share,  # [nodes, K] of each class in a leaf
-    roots,  # [trees]
-    depth,  # [1] steps on the longest way
-    nodes,  # [ROWS] that they have reached: work space
-    total,  # [n, K] to which the shares of the leaves are added
-):
+    x: np.ndarray,  # [n * F] features, row by row
+    feature: np.ndarray,  # [nodes] that a node compares
+    threshold: np.ndarray,  # [nodes] at most: left, else right
+    children: np.ndarray,  # [nodes * 2] right and left child of each node
+    share: np.ndarray,  # [nodes, K] of each class in a leaf
+    roots: np.ndarray,  # [trees]
+    depth: np.ndarray,  # [1] steps on the longest way
+    nodes: np.ndarray,  # [ROWS] that they have reached: work space
+    total: np.ndarray,  # [n, K] to which the shares of the leaves are added
+) -> None:
     "Follow each row through each tree."
     n_rows, n_classes = np.uint32(total.shape[0]), total.shape[1]
     n_features = np.uint64(len(x) // max(1, len(total)))
