@@ -240,6 +240,7 @@ def missing_package_note(name: str) -> str:
 
 
 _ONE_AT_A_TIME = threading.Lock()
+_NOT_STARTED = ("Kernel didn't respond", "Kernel died before replying")  # no cell was executed
 
 
 def execute(
@@ -266,14 +267,20 @@ def execute(
             prepare()
     every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
     notebook.cells = run
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(path.parent)}},
-        extra_arguments=["--log-level=ERROR"],
-    )
-    asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
+    for is_last in (False, True):
+        client = NotebookClient(
+            notebook,
+            timeout=600,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(path.parent)}},
+            extra_arguments=["--log-level=ERROR"],
+        )
+        try:
+            asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
+            break
+        except RuntimeError as e:  # perhaps another process took a port of the kernel
+            if is_last or not str(e).startswith(_NOT_STARTED):
+                raise
     notebook.cells = every
     text = without_local_paths(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
