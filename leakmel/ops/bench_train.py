@@ -366,7 +366,7 @@ def train_table(
             agree = "agree" if v["all_ok"] else "DO NOT AGREE"
             text = f"{agree} on {v['n']:,} recordings: largest difference {v['max_abs']:.2g}"
             lines.append(f"{kind}: prediction and evaluation {text}")
-    lines += [*(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
+    lines += [f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"]]
     lines += [f"not measured: {e['what']}: {e['why']}"[:100] for e in figures.get("not_measured", [])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]
