@@ -132,8 +132,8 @@ class DeviceMoments:
 
 
 def _spectrum_of_odd(frames: torch.Tensor) -> torch.Tensor:
-    "Spectra of frames with an odd number of samples, from complex frames: the spectrum of a silent frame is exactly 0, whatever lies next to it."
-    return torch.fft.fft(frames)[..., : frames.shape[-1] // 2 + 1]
+    "Spectra of frames with an odd number of samples, from complex frames: on a GPU, the transform of real ones lets a loud frame leak into a silent one."
+    return torch.fft.fft(frames.to(torch.complex64))[..., : frames.shape[-1] // 2 + 1]
 
 
 class TorchChain:

@@ -780,14 +780,18 @@ on_each = pytest.mark.parametrize("device", ["fake", pytest.param("cuda", marks=
 
 
 def test_silent_frames_beside_loud_ones(monkeypatch):
-    "The real transform of an odd number of samples mixes frames on a GPU (seen on an H200), so it is not used there."
-    real = torch.fft.rfft
+    "A transform of an odd number of real samples mixes frames on a GPU (seen on an H200), so it is not used there."
 
-    def mixing(x: torch.Tensor) -> torch.Tensor:
-        whole = real(x)
-        return whole + 1e-6 * whole.roll(1, dims=-2) if x.shape[-1] % 2 else whole
+    def mixing(transform: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def mixed(x: torch.Tensor) -> torch.Tensor:
+            whole = transform(x)
+            is_mixed = x.shape[-1] % 2 and not x.is_complex()
+            return whole + 1e-6 * whole.roll(1, dims=-2) if is_mixed else whole
 
-    monkeypatch.setattr(torch.fft, "rfft", mixing)
+        return mixed
+
+    for name in ("rfft", "fft"):  # torch computes both with the real transform, if the samples are real
+        monkeypatch.setattr(torch.fft, name, mixing(getattr(torch.fft, name)))
     spec = MelSpec(n_fft=501, n_mels=40, duration_s=2.5)
     x = np.zeros((1, spec.n_samples), np.int16)
     x[0, spec.n_samples // 3] = 32_767
