@@ -96,6 +96,43 @@ class NetSettings:
         return found
 
 
+# %% ../../../nbs/learn/model/net.ipynb #gpunorm2
+def _in_rows(
+    x: Tensor,  # [n, C, M, W]
+    norm: nn.GroupNorm,
+) -> Tensor:  # [n, C, M, W]
+    "Group norm as the layer norm of rows, one for each item and group."
+    size = x.shape[1] // norm.num_groups * x.shape[2] * x.shape[3]
+    rows = F.layer_norm(x.reshape(len(x), norm.num_groups, size), (size,), eps=norm.eps)
+    return torch.addcmul(norm.bias[:, None, None], rows.view(x.shape), norm.weight[:, None, None])
+
+
+def _larger_of_two(
+    x: Tensor,  # [n, C, M, W], M even
+) -> Tensor:  # [n, C, M/2, W]
+    "The larger value of each two bands; the first one, if they are equal."
+    return x.unflatten(2, (-1, 2)).max(3).values
+
+
+def _runs_on_gpu(x: Tensor) -> bool:
+    "Whether the values are on a GPU and the network is not being compiled, which makes kernels of its own."
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+class _ItemNorm(nn.GroupNorm):
+    "Group norm, with the faster operations of each device."
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _in_rows(x, self) if _runs_on_gpu(x) else super().forward(x)
+
+
+class _HalfBands(nn.Module):
+    "Maximum of each two bands, with the faster operations of each device; a last single band is left out."
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _larger_of_two(x) if _runs_on_gpu(x) and x.shape[2] % 2 == 0 else F.max_pool2d(x, (2, 1))
+
+
 # %% ../../../nbs/learn/model/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):
     "Convolutional network from mel images to classes and leak; normalises its input."
@@ -123,9 +160,9 @@ class LeakNet(nn.Module):
         for n_out, kernel in zip(s.channels, s.kernels()):
             layer = nn.Sequential(
                 nn.Conv2d(n_in, n_out, kernel, padding=(kernel[0] // 2, 0), bias=False),
-                nn.GroupNorm(max(g for g in (1, 2, 4, 8) if n_out % g == 0), n_out),
+                _ItemNorm(max(g for g in (1, 2, 4, 8) if n_out % g == 0), n_out),
+                _HalfBands() if bands_left > 1 else nn.Identity(),
                 nn.ReLU(inplace=True),
-                nn.MaxPool2d((2, 1)) if bands_left > 1 else nn.Identity(),
             )
             self.layers.append(layer)
             n_in = n_out

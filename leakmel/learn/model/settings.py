@@ -150,8 +150,10 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     aux_weight: float = 0.5
     # half precision; auto: bf16 or fp16 on a GPU, off on a CPU; off: float32 without TF32
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
-    use_compile: bool = False  # compile the net with torch.compile: slow first step, faster later ones
-    # memory layout channels_last; auto: except on a GPU in float32
+    use_compile: bool = (
+        False  # compile the net with torch.compile for whole batches: slow first step, faster later ones
+    )
+    # memory layout of the weights; auto: channels_last
     channels_last: bool | Literal["auto"] = "auto"
     # voting rule that combines the scores of the segments; auto: chosen on the validation set
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"

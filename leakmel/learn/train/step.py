@@ -142,17 +142,14 @@ class Stepper:
         self.n_steps = n_steps
         self.half = half_type(settings, self.device)
         self.net: LeakNet = net.to(self.device)
-        last = settings.channels_last
-        if last == "auto":
-            last = not on_gpu or self.half is not None
-        if not last:
+        if settings.channels_last is False:
             self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        self.forward: Any = torch.compile(self.net) if settings.use_compile else self.net
-        params = list(net.parameters())
-        decaying = [p for p in params if p.ndim > 1]  # not norms and biases: those are vectors
+        self.forward: Any = torch.compile(self.net, dynamic=False) if settings.use_compile else self.net
+        self._weights = list(net.parameters())
+        decaying = [p for p in self._weights if p.ndim > 1]  # not norms and biases: those are vectors
         groups = [
             {"params": decaying, "weight_decay": settings.weight_decay},
-            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self._weights if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
         self.scaler = self._new_scaler()
@@ -210,18 +207,20 @@ class Stepper:
         totals = batch_totals(batch.y, self.weights)
         loss = torch.zeros((), device=self.device)
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        # a network is compiled for whole batches only: each further size would take as long again
+        forward = self.net if s.use_compile and len(batch) != s.batch_size else self.forward
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         with seeded_random(step_seed(s.seed, self.n_done, 1), self.device):
             for piece in micro_batch_slices(len(batch), self.micro_batch):
                 y = batch.y[piece]
                 with half:
-                    logits, leak_logit = self.forward(x[piece])
+                    logits, leak_logit = forward(x[piece])
                 part = micro_batch_loss(logits, leak_logit, y, s, self.weights, totals)
                 self.scaler.scale(part).backward()
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
         self.scaler.unscale_(self.optimiser)
-        norm = nn.utils.clip_grad_norm_(self.net.parameters(), s.clip_norm or math.inf)
+        norm = nn.utils.clip_grad_norm_(self._weights, s.clip_norm or math.inf)
         return loss, n_correct, norm
 
     def _halve(self, n: int, why: str) -> None:
