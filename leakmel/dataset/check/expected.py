@@ -18,7 +18,7 @@ from ...audio.conform import FIGURES, quality_figures, import_soxr
 from ...audio.wav import Recording, read_wav
 from ...core.errors import LeakmelError, MachineError, RecordingError
 from ...core.store import LocalCopies, absolute_folder
-from ...mel.reference import Bounds, Reference, bounds_of, reference_features
+from ...mel.reference import Bounds, bounds_of, reference_features
 from ...mel.spec import MelSpec
 
 
@@ -109,9 +109,9 @@ def expected_bounds(
         rows = [s.samples for s in new if s.samples is not None]
         if any(x.dtype != np.int16 for x in rows):
             rows = [x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows]
-        reference = reference_features(np.stack(rows), spec)
-        for s, db, strongest_db in zip(new, reference.db, reference.strongest_db):
-            s.bounds = bounds_of(Reference(db, strongest_db), spec)
+        of_all = bounds_of(reference_features(np.stack(rows), spec), spec)
+        for s, of_one in zip(new, zip(*of_all)):
+            s.bounds = Bounds(*of_one)
     return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None))))
 
 
