@@ -124,12 +124,30 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     monkeypatch.setattr(
         suite,
         "TINY",
-        suite.TrainPlan(128, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()),
+        suite.TrainPlan(128, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, (8,)),
     )
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
     assert list(found["training"]) == ["as trained"]
+    assert list(found["evaluation"]) == ["cnn, 8", "spectral, 8"], "before the other trainings"
     assert found["errors"] == [{"what": "training: full precision", "error": "no such kernel"}]
     assert not found["ok"]
+
+
+def test_nothing_is_scored_before_a_training_was_completed(folder, monkeypatch):
+    right = suite._train
+
+    def train(bench: Any, name: str, stop_s: float) -> Any:
+        if name == "as trained":
+            raise LeakmelError("no such kernel")
+        return right(bench, name, stop_s)
+
+    monkeypatch.setattr(suite, "_train", train)
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, TINY.changes, (8,)))
+    found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
+    assert list(found["training"]) == ["full precision", "streamed"]
+    assert (found["evaluation"], found["prediction"]) == ({}, {})
+    assert {x["why"] for x in found["not_measured"]} == {"no training was completed before it"}
+    assert len(found["not_measured"]) == 5
 
 
 def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatch):
@@ -141,13 +159,13 @@ def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatc
     assert {name: f["rounds"] for name, f in found["training"].items()} == {"as trained": 1}
     assert (found["ok"], found["finished"], found["verified"]["cnn"]["all_ok"]) == (True, True, True)
     skipped = [
-        "training: full precision",
-        "training: streamed",
         "evaluation: cnn, 8",
         "prediction: cnn, 8",
         "spectral detector",
         "evaluation: spectral, 8",
         "prediction: spectral, 8",
+        "training: full precision",
+        "training: streamed",
     ]
     assert [x["what"] for x in found["not_measured"]] == skipped
     assert "not measured: prediction: cnn, 8: the time budget" in train_table(found)
