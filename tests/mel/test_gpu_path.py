@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,21 @@ def test_wsl2_pins_less_memory_unless_told(
         )
     n_bytes = workers.slots * workers.files_per_batch * run_config.slot_bytes(spec)
     assert expected - 64 * run_config.slot_bytes(spec) < n_bytes <= expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "batch"),
+    [({}, 0, 1024), ({"sample_rate": 16_000}, 0, 300), ({}, 2, 300)],
+    ids=["usual", "long recordings", "WSL2"],
+)
+def test_readers_have_slots_while_others_are_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], version: int, batch: int
+) -> None:
+    monkeypatch.setattr(run_config, "wsl_version", lambda: version)
+    engine: Any = SimpleNamespace(device="cuda:0", n_lanes=1)
+    workers = run_config.plan_workers(PipelineConfig(), lm.MelSpec(**changes), engine, 10**6)
+    assert workers.slots >= 2 * run_config.BATCHES_ON_DEVICE
+    assert batch <= workers.files_per_batch <= 1024
 
 
 # ---- nobody waits

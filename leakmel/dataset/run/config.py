@@ -140,7 +140,7 @@ class Workers:
     warmup_slots: int = 1
 
 
-BATCH_FILES = {"cpu": 256, "cuda": 512}
+BATCH_FILES = {"cpu": 256, "cuda": 1024}
 # of a CPU with many cores: only one thread at a time runs Python, once for each batch
 BATCH_FILES_OF_MANY = 496  # from 501 values on, NumPy gives the lock away in each call
 MANY_WORKERS = 8
@@ -193,9 +193,9 @@ def plan_workers(
     read = config.read_workers or (0 if on_cpu else max(1, min(16, usable_cores())))
     per_batch = config.files_per_batch
     if per_batch is None:  # work and a slot for every thread, also in a small split and of long recordings
-        per_batch = max(
-            1, min(batch_files(engine.device, spec, compute), -(-n_files // (2 * compute)), room // compute)
-        )
+        least = compute if on_cpu else 2 * compute * BATCHES_ON_DEVICE  # slots, half of them on the device
+        usual = batch_files(engine.device, spec, compute)
+        per_batch = max(1, min(usual, -(-n_files // (2 * compute)), room // least))
     per_batch = min(per_batch, n_files, room)
     warmup = config.warmup_slots
     if not read:

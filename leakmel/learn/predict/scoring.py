@@ -357,7 +357,7 @@ class ScoringThread:
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #a323ca83
 _MAX_BYTES = 1 << 30  # of all blocks
-_MAX_SEGMENTS = {"cpu": 2560, "cuda": 40_960}  # that the net scores at once
+_MAX_SEGMENTS = {"cpu": 2560, "cuda": 20_480}  # that the net scores at once
 
 
 @dataclass(frozen=True)
