@@ -157,6 +157,7 @@ class Stepper:
         self.generator = torch.Generator(self.device)
         # items at most; lowered where memory runs out
         self.micro_batch = -(-settings.batch_size // settings.accumulation)
+        self._largest = 0  # items of a batch so far; an epoch begins with whole batches
         self.n_done = 0  # steps
         self.n_ran_out = 0  # how often memory ran out
         self.first_step_s: float | None = None  # with the time that compiling took
@@ -208,7 +209,8 @@ class Stepper:
         loss = torch.zeros((), device=self.device)
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
         # a network is compiled for whole batches only: each further size would take as long again
-        forward = self.net if s.use_compile and len(batch) != s.batch_size else self.forward
+        self._largest = max(self._largest, len(batch))
+        forward = self.net if s.use_compile and len(batch) < self._largest else self.forward
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         with seeded_random(step_seed(s.seed, self.n_done, 1), self.device):
             for piece in micro_batch_slices(len(batch), self.micro_batch):
