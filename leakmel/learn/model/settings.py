@@ -150,9 +150,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     aux_weight: float = 0.5
     # half precision; auto: bf16 or fp16 on a GPU, off on a CPU; off: float32 without TF32
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
-    use_compile: bool = (
-        False  # compile the net with torch.compile for whole batches: slow first step, faster later ones
-    )
+    use_compile: bool = False  # compile whole batches with torch: slow first step, faster later ones
     # memory layout of the weights; auto: channels_last
     channels_last: bool | Literal["auto"] = "auto"
     # voting rule that combines the scores of the segments; auto: chosen on the validation set
