@@ -112,15 +112,19 @@ def test_plans_train_the_network_of_large_sets_though_the_benchmark_has_few_item
             assert plan.settings(name, 7).epochs == 7
 
 
-def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
+def fail_training(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     right = suite._train
 
     def train(bench: Any, name: str, stop_s: float) -> Any:
-        if name == "full precision":
+        if name == failing:
             raise LeakmelError("no such kernel")
         return right(bench, name, stop_s)
 
     monkeypatch.setattr(suite, "_train", train)
+
+
+def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
+    fail_training(monkeypatch, "full precision")
     monkeypatch.setattr(
         suite,
         "TINY",
@@ -134,14 +138,7 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
 
 
 def test_nothing_is_scored_before_a_training_was_completed(folder, monkeypatch):
-    right = suite._train
-
-    def train(bench: Any, name: str, stop_s: float) -> Any:
-        if name == "as trained":
-            raise LeakmelError("no such kernel")
-        return right(bench, name, stop_s)
-
-    monkeypatch.setattr(suite, "_train", train)
+    fail_training(monkeypatch, "as trained")
     monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, TINY.changes, (8,)))
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
     assert list(found["training"]) == ["full precision", "streamed"]
