@@ -21,7 +21,7 @@ from leakmel.core.errors import REJECT_CODES, RecordingError
 
 MOST_BYTES = 16 << 20  # that reading a small file may allocate
 MOST_READS = 2 * MAX_CHUNKS + 100  # in one header
-MOST_ASKED = 64  # bytes in one read
+MOST_ASKED = 512  # bytes in one read
 
 
 def coded(subtype: str, container: str = "WAV", endian: str = "FILE", n_frames: int = 300) -> bytes:

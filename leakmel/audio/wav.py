@@ -30,7 +30,7 @@ __all__ = [
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
 import errno, os, stat, struct, threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,21 +176,30 @@ def _check_bytes(n_bytes: int, start: int) -> None:
 
 
 # %% ../../nbs/audio/wav.ipynb #64b7f269
+_HEAD_BYTES = 512  # read at once: each system call lets other threads take the GIL
+
+
+def _header_reader(fd: int) -> Callable[[int, int], bytes]:
+    "Return a function (n, offset) -> at most n bytes of the file at the offset."
+    head = os.pread(fd, _HEAD_BYTES, 0)
+    return lambda n, at: head[at : at + n] if at + n <= len(head) else os.pread(fd, n, at)
+
+
 def _chunks(
-    fd: int,
+    read: Callable[[int, int], bytes],  # of `_header_reader`
     container: str,
 ) -> Iterator[tuple[bytes, int, int]]:  # name, size as claimed, byte offset of the name
-    "Yield the chunks of an open RIFF file."
+    "Yield the chunks of a RIFF file."
     at = 12
     order = ">" if container == "RIFX" else "<"
     data64 = None
     for _ in range(MAX_CHUNKS):
-        raw = os.pread(fd, 8, at)
+        raw = read(8, at)
         if len(raw) < 8 or not all(32 <= c < 127 for c in raw[:4]):
             return
         name, size = struct.unpack(order + "4sI", raw)
         if container == "RF64" and name == b"ds64":
-            body = os.pread(fd, 16, at + 8)
+            body = read(16, at + 8)
             if len(body) < 16:
                 raise RecordingError("not_wav", "ds64 chunk too short", offset=at)
             data64 = struct.unpack("<QQ", body)[1]
@@ -206,7 +215,7 @@ def _chunks(
             size = data64
         yield name, size, at
         at += 8 + size + (size & 1)
-    if os.pread(fd, 8, at):
+    if read(8, at):
         raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
 
 
@@ -237,19 +246,20 @@ def parse_header(
     "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError if they are invalid."
     if n_file == 0:
         raise RecordingError("empty", "the file has no bytes", offset=0)
-    head = os.pread(fd, 12, 0)
+    read = _header_reader(fd)
+    head = read(12, 0)
     if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
     container = head[:4].decode()
     order = ">" if container == "RIFX" else "<"
     seen: dict[bytes, tuple[int, bytes]] = {}  # name -> byte offset of the body, and its first bytes
     size = start = end = 0
-    for name, claimed, at in _chunks(fd, container):
+    for name, claimed, at in _chunks(read, container):
         if name in seen:
             raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
         end = at + 8 + claimed + (claimed & 1)
         if name in _UNIQUE_CHUNKS:
-            body = os.pread(fd, min(claimed, 64), at + 8)
+            body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
             raise RecordingError(

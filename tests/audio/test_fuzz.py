@@ -53,7 +53,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
             "MemoryError",
         ),
         (
-            "real = wav._chunks; wav._chunks = lambda fd, container: (wav.os.pread(fd, 1 << 20, 0), *real(fd, container))[1:]",
+            "real = wav._chunks; wav._chunks = lambda read, container: (wav.os.pread(-1, 1 << 20, 0), *real(read, container))[1:]",
             "bytes asked at 0",
         ),
         ("wav._data_size = lambda claimed, start, n_file, may_stream: claimed", "AssertionError"),
