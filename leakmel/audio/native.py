@@ -47,22 +47,20 @@ _MIN_BYTES = CODE.constants["MIN_BYTES"]
 # %% ../../nbs/audio/native.ipynb #e963a9ed
 def as_bytes(
     paths: list[bytes],  # at least one
+    base: bytes = b"",  # put before each
 ) -> tuple[np.ndarray, np.ndarray]:  # uint8 and int64
     "Concatenated zero-terminated paths, and the offset of each."
-    starts = np.zeros(len(paths), np.int64)
-    np.cumsum([len(path) + 1 for path in paths[:-1]], out=starts[1:])
-    return np.frombuffer(
-        b"\0".join(paths) + b"\0", np.uint8
-    ).copy(), starts  # a copy: the compiled function expects a writable array
+    lengths = np.fromiter(map(len, paths), np.int64, len(paths)) + (len(base) + 1)
+    packed = bytearray(
+        base + (b"\0" + base).join(paths) + b"\0"
+    )  # writable, as the compiled function expects
+    return np.frombuffer(packed, np.uint8), lengths.cumsum() - lengths
 
 
 # %% ../../nbs/audio/native.ipynb #6e640002
-_HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint16)
-
-
 def to_hex(words: np.ndarray) -> np.ndarray:
     "Format high and low words [n, 2] uint64 as digests [n] S32."
-    return _HEX[words.astype(">u8").view(np.uint8)].view("S32").ravel()
+    return np.frombuffer(bytearray(words.astype(">u8").tobytes().hex(), "ascii"), "S32")
 
 
 def can_digest(
@@ -106,8 +104,7 @@ def digest_file_rows(
     np.ndarray, np.ndarray
 ]:  # [n] digest S32; [n] int64, the largest bits but the sign: 0x7C00 is infinity, above are NaN
     "Compute digests and largest values of rows in a file; raises OSError, and EOFError if the file is too short."
-    words = np.zeros((n, 2), np.uint64)
-    largest = np.zeros(n, np.int64)
+    words, largest = np.empty((n, 2), np.uint64), np.empty(n, np.int64)
     buffer = np.empty((max(1, min(n, _ROWS_BUFFER // n_bytes)), n_bytes // 2), np.uint16)
     outcome = _FUNCTIONS["digest_file_rows"](np.array([fd, offset], np.int64), buffer, words, largest)
     if outcome == CODE.constants["ENDED"]:
@@ -119,17 +116,18 @@ def digest_file_rows(
 
 # %% ../../nbs/audio/native.ipynb #ba386557
 def read_rows(
-    paths: list[bytes],  # [n], full paths
+    paths: list[bytes],  # [n]
     wanted: np.ndarray,  # [n] bool: which to read
     mtimes_ns: np.ndarray,  # [n] int64, when each was modified, as listed
     header: bytes,  # 44 bytes that each has to begin with
     samples: np.ndarray,  # [n, N] int16, contiguous; rows of `wanted` are filled
+    base: bytes = b"",  # put before each path
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray
 ]:  # [n] outcome: READ, USE_FALLBACK or errno; [n] ctime in ns; [n] digest S32, where it was READ and `can_digest`
     "Read canonical recordings into their rows; raises nothing but ValueError for arrays of other lengths."
     nothing = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint16)
-    return _read(paths, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
+    return _read(paths, base, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
 
 
 def read_and_compute(
@@ -139,9 +137,10 @@ def read_and_compute(
     header: bytes,
     call: BoundCall,  # computes a row of uint16 [1, words] from a recording [1, bytes]
     rows: np.ndarray,  # [n, ...] float16, contiguous; rows of recordings that are READ are filled
+    base: bytes = b"",
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray, np.ndarray, float
-]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] float64 moments of READ recordings; seconds of computing
+]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] int64 moments of READ recordings; seconds of computing
     "Read canonical recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
     samples, n_words = call.arrays[0].view(np.int16), call.arrays[1].shape[1]
     if not rows.flags.c_contiguous or rows.dtype != np.float16 or rows.size != len(rows) * n_words:
@@ -149,14 +148,12 @@ def read_and_compute(
             f"the rows are {rows.dtype} {rows.shape}, not contiguous float16 of {n_words} values each"
         )
     words = rows.reshape(len(rows), n_words).view(np.uint16)
-    outcomes, ctimes_ns, digests, sums, seconds = _read(
-        paths, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
-    )
-    return outcomes, ctimes_ns, digests, sums.astype(np.float64), seconds
+    return _read(paths, base, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words)
 
 
 def _read(
     paths: list[bytes],
+    base: bytes,
     wanted: np.ndarray,
     mtimes_ns: np.ndarray,
     header: bytes,
@@ -170,13 +167,12 @@ def _read(
         raise ValueError(
             f"the arguments differ in length: {n} paths, {len(wanted)} wanted, {len(mtimes_ns)} mtimes_ns, {n_rows} rows"
         )
-    outcomes = np.full(n, USE_FALLBACK, np.int32)
-    ctimes_ns = np.zeros(n, np.int64)
-    words = np.zeros((n, 2), np.uint64)
-    sums = np.zeros((n, 5), np.int64)
+    # the compiled function fills them; to fill them here would let other threads take the GIL
+    outcomes, ctimes_ns = np.empty(n, np.int32), np.empty(n, np.int64)
+    words, sums = np.empty((n, 2), np.uint64), np.empty((n, 5), np.int64)
     clock = np.zeros(3, np.int64)
     if n:
-        names, starts = as_bytes(paths)
+        names, starts = as_bytes(paths, base)
         head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
         _FUNCTIONS["read_rows"](
             wanted.view(np.uint8),

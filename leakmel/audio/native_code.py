@@ -185,6 +185,11 @@ def _read_rows(
     pieces[5] = 1
     nothing = address(head) + n_head + 1  # an empty name
     for i in range(len(wanted)):
+        outcomes[i] = USE_FALLBACK
+        ctimes_ns[i] = 0
+        digests[i] = 0
+        if len(places):
+            sums[i] = 0
         if not wanted[i]:
             continue
         fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)

@@ -345,21 +345,21 @@ class BatchReader:
         if module is None or not wanted.any():
             return np.zeros(slot.n, bool)
         mine = slice(slot.first, slot.first + slot.n)
-        paths = [self.base + path for path in self.listing.paths[mine]]
         samples, call = slot.samples[: slot.n], slot.row_call
-        given = paths, wanted, self.listing.mtimes_ns[mine], self.header
+        given = self.listing.paths[mine], wanted, self.listing.mtimes_ns[mine], self.header
         if call is not None and module.can_digest(samples[0].nbytes):
             outcomes, ctimes_ns, digests, moments, seconds = module.read_and_compute(
-                *given, call, slot.mels[: slot.n]
+                *given, call, slot.mels[: slot.n], self.base
             )
             slot.computed[:] = outcomes == module.READ
             slot.moments[: slot.n] = moments
             n = int(slot.computed.sum())
             slot.parts["compute"] = seconds, n, n * samples[0].nbytes
         else:
-            outcomes, ctimes_ns, digests = module.read_rows(*given, samples)
+            outcomes, ctimes_ns, digests = module.read_rows(*given, samples, self.base)
         for i in np.flatnonzero(outcomes > 0):
-            if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), paths[i]), MachineError):
+            path = self.base + self.listing.paths[slot.first + i]
+            if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), path), MachineError):
                 raise fault
         good = outcomes == module.READ
         if good.any():
