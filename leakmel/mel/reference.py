@@ -218,7 +218,7 @@ def compare_each(
             int(n),
             float(most),
             float(m),
-            tuple(int(i) for i in np.unravel_index(k, got.shape[1:])),
+            tuple(int(i) for i in np.unravel_index(k, got.shape[1:])) if k else (0,) * (got.ndim - 1),
         )
         for n, most, m, k in zip(n_wrong, largest, mean, worst)
     ]

@@ -239,7 +239,10 @@ def attribute_problems(
 _ROUNDING = 1e-12  # of a band centre, relative
 
 
-def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentences
+def scale_problems(
+    columns: Mapping[str, Any],  # name -> array or HDF5 data set
+    spec: MelSpec,
+) -> Iterator[str]:  # sentences
     "Yield dimension scales of the rows that do not match the settings."
     n_long, n_short, _ = spec.grid.shape
     right = {
@@ -248,7 +251,7 @@ def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentence
         "mel_hz": spec.mel_hz,
     }
     for name, values in right.items():
-        stored = file[name]
+        stored = columns[name]
         rounding = _ROUNDING if name == "mel_hz" else 0.0
         if (stored.dtype, stored.shape) != (np.float64, values.shape) or not np.allclose(
             stored[()], values, rounding, 0
@@ -288,7 +291,7 @@ def pick_rejected(
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
 def rejected_problems(
-    file: h5py.File,
+    columns: Mapping[str, Any],  # name -> array or HDF5 data set
     spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
@@ -299,8 +302,8 @@ def rejected_problems(
     copies: LocalCopies | None = None,  # of the folder, for one of objects
 ) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
     "Yield rejected files that are valid now, or that have another reject code."
-    codes = file["rejected/code"][:]
-    paths = file["rejected/path"][:].tolist()
+    codes = columns["rejected/code"][:]
+    paths = columns["rejected/path"][:].tolist()
     top = os.path.realpath(root)
     picked = pick_rejected(codes, sample).tolist()
     copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
@@ -354,15 +357,17 @@ def _rejected_now(
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
-def accounting_problems(file: h5py.File) -> Iterator[str]:  # sentences
+def accounting_problems(
+    columns: Mapping[str, Any],  # name -> array or HDF5 data set
+) -> Iterator[str]:  # sentences
     "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
-    counts = {name: file[f"rejected/{name}"].shape for name in ("path", "code", "message")}
+    counts = {name: columns[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
         yield f"the columns of the rejected files differ in length: {counts}"
-    lost = file["rejected/path"][:]
+    lost = columns["rejected/path"][:]
     if (lost[:-1] >= lost[1:]).any():
         yield "the paths of rejected files are not sorted by bytes, or one occurs twice"
     if not len(lost):
         return
-    if both := set(lost.tolist()).intersection(file["files/path"][:].tolist()):
+    if both := set(lost.tolist()).intersection(columns["files/path"][:].tolist()):
         yield f"{len(both)} files are both rows and rejected files, first {show_path(min(both))}"

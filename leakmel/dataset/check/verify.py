@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,14 +38,14 @@ from . import consistency
 from .expected import Source, Sources, expected_bounds
 from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
-    file_columns,
     DIGEST_ATTRIBUTE,
     FILE_COLUMNS,
+    HDF5_TURN,
     LABELS,
+    PARTS,
     ROWS,
     WAVEFORMS,
     metadata_digest,
-    open_columns,
     name_columns,
     open_file,
     read_column,
@@ -105,8 +105,9 @@ class VerifyReport:
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
-_Columns = Mapping[str, Any]  # HDF5 data set by name; paths are arrays, because several checks need them
+_Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet
 _BLOCK_BYTES = 2 << 20
+_COLUMN_BYTES = 16 << 20  # longer columns are not kept in memory
 # up to these numbers, the start of threads takes longer than the work
 _FEW_RUNS = 32  # of consecutive rows to read
 _FEW_UNKNOWN = 4  # rows whose correct values are to be computed
@@ -115,36 +116,38 @@ _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def _structure(f: h5py.File, spec: MelSpec, columns: _Columns) -> Iterator[str]:
+def _structure(
+    f: h5py.File, spec: MelSpec, columns: _Columns, attributes: Mapping[str, Any]
+) -> Iterator[str]:
     "Yield problems of names, shapes, types and counts."
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
-    if (WAVEFORMS in f) != ("digests/waveforms" in f):
+    if (WAVEFORMS in f) != ("digests/waveforms" in columns):
         yield "the file has waveforms without digests, or digests without waveforms"
     elif WAVEFORMS in f:
         right[WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
             yield f"{name} is {found}, but its settings require {wanted}"
-    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in file_columns(f))):
-        if (shape := columns[name].shape) != (n,):
-            yield f"{name} has shape {shape}, but the data set has {n} rows"
-    yield from consistency.attribute_problems(f.attrs, spec, n)
-    yield from consistency.scale_problems(f, spec)
-    yield from consistency.accounting_problems(f)
+    for name, values in columns.items():
+        if (name == LABELS or name.startswith(("digests/", "files/"))) and values.shape != (n,):
+            yield f"{name} has shape {values.shape}, but the data set has {n} rows"
+    yield from consistency.attribute_problems(attributes, spec, n)
+    yield from consistency.scale_problems(columns, spec)
+    yield from consistency.accounting_problems(columns)
     paths = columns["files/path"][:]
     if (paths[:-1] >= paths[1:]).any():
         yield "the paths of rows are not sorted by bytes, or one occurs twice"
-    for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
+    for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
-    labels = json.loads(f.attrs["labels_json"])
+    labels = json.loads(attributes["labels_json"])
     ids = columns[LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
-        naming = Naming.from_json(f.attrs["naming_json"])
+        naming = Naming.from_json(attributes["naming_json"])
         people = consistency.labelled_by_people(f)
-        yield from consistency.label_mismatches(paths, ids, labels, naming, f.attrs["split"], people)
+        yield from consistency.label_mismatches(paths, ids, labels, naming, attributes["split"], people)
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -183,7 +186,7 @@ def _row_problems(
     pool: ThreadPoolExecutor,
     f: h5py.File,
     name: str,
-    column: h5py.Dataset,  # digests of the rows
+    column: h5py.Dataset | np.ndarray,  # digests of the rows
     unread: np.ndarray | None,  # [n_rows] bool, rows to check; None: all
 ) -> Iterator[list[str]]:
     "Check digests and finite values of rows in threads; yield the problems of each block."
@@ -215,17 +218,31 @@ def _row_problems(
     return (pool.map if len(runs) > _FEW_RUNS else map)(check, runs)
 
 
+def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], dict[str, Any]]:
+    "Return columns and root attributes of a file if it is safe to read and they match their digest."
+    sets = dict[str, h5py.Dataset]()
+    report.problems += unsafe_parts(f, sets)
+    if report.problems:
+        return {}, {}
+    h5py.h5o.visit(f.id, lambda path: None)  # reads also the parts of the structure that other programs need
+    attributes, columns = dict(f.attrs), dict[str, Any]()
+    for name, x in sets.items():
+        if name not in PARTS:
+            is_plain = x.ndim == 1 and not x.dtype.hasobject
+            columns[name] = read_column(x) if is_plain and x.nbytes <= _COLUMN_BYTES else x
+    if attributes[DIGEST_ATTRIBUTE] != metadata_digest(f, columns, attributes):
+        report.problems.append("labels, columns or attributes do not match their digest")
+    return columns, attributes
+
+
 def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> _Columns:
     "Check a file without its recordings; compare all rows or those of `unread` with their digests."
-    report.problems += unsafe_parts(f)
+    with HDF5_TURN:
+        columns, attributes = _read_metadata(f, report)
     if report.problems:
         return {}
-    opened = open_columns(f)
-    if f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f, opened):
-        report.problems.append("labels, columns or attributes do not match their digest")
-        return {}
-    paths = {name: read_column(f[name]) for name in ("files/path", "rejected/path")}
-    columns: _Columns = opened | paths
+    paths = {name: read_column(columns[name]) for name in ("files/path", "rejected/path")}
+    columns |= paths  # several checks need them
     report.problems += consistency.path_problems(paths)  # before they are parsed
     if report.problems:
         return columns
@@ -235,7 +252,7 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
         blocks.append(_row_problems(pool, f, ROWS, columns["digests/rows"], unread))
         if WAVEFORMS in f and "digests/waveforms" in columns:
             blocks.append(_row_problems(pool, f, WAVEFORMS, columns["digests/waveforms"], unread))
-        report.problems += _structure(f, stored_spec(f), columns)
+        report.problems += _structure(f, stored_spec(f), columns, attributes)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -353,11 +370,14 @@ def _compare_rows(
                         some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            n = max(1, min(_ROWS_PER_TASK, -(-len(some) // usable_cores())))
-            groups = [some[i : i + n] for i in range(0, len(some), n)]
-            # for rows whose correct values are known, the start of threads takes longer than the comparison
-            run = map if sum(c.source.bounds is None for c in some) <= _FEW_UNKNOWN else pool.map
-            for largest, problems in run(partial(_check_rows, f[ROWS], spec), groups):
+            known = [c for c in some if c.source.group is not None]
+            unknown = [c for c in some if c.source.group is None]
+            tasks = [list(own) for _, own in groupby(known, lambda c: id(c.source.group))]
+            is_few = len(unknown) <= _FEW_UNKNOWN
+            n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(unknown) // usable_cores()))
+            tasks += [unknown[i : i + n] for i in range(0, len(unknown), n)]
+            run = map if is_few else pool.map
+            for largest, problems in run(partial(_check_rows, f[ROWS], spec), tasks):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)
@@ -448,7 +468,7 @@ def _check_origin(
         report.scope = "against the sources"
     _compare_rows(f, naming, sources, columns, picked, progress, report)
     report.problems += consistency.rejected_problems(
-        f, spec, naming, labels, folder, root, sample, report.moved, sources.copies
+        columns, spec, naming, labels, folder, root, sample, report.moved, sources.copies
     )
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)

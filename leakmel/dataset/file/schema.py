@@ -14,6 +14,7 @@ __all__ = [
     "EXTRA",
     "LIBVER",
     "FILE_COLUMNS",
+    "HDF5_TURN",
     "ALIGNMENT",
     "MAX_COMPRESSION",
     "data_set_name",
@@ -33,14 +34,13 @@ __all__ = [
     "new_file",
     "Metadata",
     "digest_of_metadata",
-    "open_columns",
     "metadata_digest",
     "write_metadata",
     "unsafe_parts",
 ]
 
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
-import json, mmap, os
+import json, mmap, os, threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,6 +168,10 @@ def file_columns(file: h5py.File) -> list[str]:
 _LARGE = 1 << 20  # bytes of a column
 
 
+# Taken by threads for work of many calls of h5py, which admits one thread at a time: they wait once, not in each call.
+HDF5_TURN = threading.Lock()
+
+
 def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
     "Return an array of zeros in its own memory mapping, which is released as soon as the array is deleted."
     kind = np.dtype(dtype)
@@ -176,11 +180,17 @@ def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
     )
 
 
-def read_column(column: h5py.Dataset) -> np.ndarray:
-    "Read all values of a column."
-    if column.ndim != 1 or column.dtype.hasobject or column.nbytes < _LARGE:
-        return column[:]
-    column.read_direct(values := mapped_zeros(len(column), column.dtype))
+def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:
+    "Read all values of a column; one that has been read is returned as it is."
+    if isinstance(column, np.ndarray):
+        return column
+    shape, kind = column.shape, column.dtype
+    if len(shape) != 1 or kind.hasobject:
+        return column[()]
+    is_large = shape[0] * kind.itemsize >= _LARGE
+    values = mapped_zeros(shape[0], kind) if is_large else np.empty(shape, kind)
+    if len(values):  # fewer calls of the HDF5 library than `column[:]`, each of which releases the GIL
+        column.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
 
 
@@ -305,6 +315,35 @@ class Metadata:
     waveform_digests: np.ndarray | None = None  # [B] S32, where the file has waveforms
 
 
+# %% ../../../nbs/dataset/file/schema.ipynb #458073b1
+_MAX_OBJECTS = 1000  # in a file; a data set has some thirty
+
+
+def _all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset | str]]:
+    "Yield name and HDF5 data set, for every one of a file, or a name and the reason not to read it; some reasons end the walk."
+    root = h5py.h5o.open(file.id, b"/")
+    todo = [("", root)]
+    seen = {root}
+    while todo:
+        place, group = todo.pop()
+        if len(group) + len(seen) > _MAX_OBJECTS:
+            yield place, f"the file has more than {_MAX_OBJECTS} objects"
+            return
+        for path in group:
+            name = place + path.decode("utf-8", "surrogateescape")
+            if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
+                yield name, f"{name} is a link to another object or file"
+                return
+            item = h5py.h5o.open(group, path)
+            if item in seen:
+                yield name, f"{name} has two names"
+            elif isinstance(item, h5py.h5g.GroupID):
+                todo.append((f"{name}/", item))
+            elif isinstance(item, h5py.h5d.DatasetID):
+                yield name, h5py.Dataset(item)  # h5py's own groups would take several times as long
+            seen.add(item)
+
+
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
 def _scales(spec: MelSpec) -> dict[str, np.ndarray]:
     "Return segment start times and band centres, the dimension scales of the rows."
@@ -372,26 +411,16 @@ def digest_of_metadata(
     return _digest(_columns_of(meta) | _scales(meta.spec), meta.attributes)
 
 
-def open_columns(file: h5py.File) -> dict[str, h5py.Dataset]:
-    "Open all HDF5 data sets except rows and waveforms."
-    columns = dict[str, h5py.Dataset]()
-
-    def take(path: bytes) -> None:
-        item = h5py.h5o.open(file.id, path)
-        name = path.decode("utf-8", "surrogateescape")
-        if isinstance(item, h5py.h5d.DatasetID) and name not in PARTS:
-            columns[name] = h5py.Dataset(item)
-
-    h5py.h5o.visit(file.id, take)  # h5py's own objects would take several times as long
-    return columns
-
-
 def metadata_digest(
     file: h5py.File,
-    columns: Mapping[str, h5py.Dataset] | None = None,  # its `open_columns`, where they are known
+    columns: Mapping[str, h5py.Dataset | np.ndarray]
+    | None = None,  # all but rows and waveforms, where they are known
+    attributes: Mapping[str, Any] | None = None,  # of the root, where they are known
 ) -> str:
     "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
-    return _digest(open_columns(file) if columns is None else columns, file.attrs)
+    if columns is None:
+        columns = {name: x for name, x in _all_sets(file) if not isinstance(x, str) and name not in PARTS}
+    return _digest(columns, file.attrs if attributes is None else attributes)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
@@ -432,7 +461,6 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
 MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
-_MAX_OBJECTS = 1000  # in a file; a data set has some thirty
 _MAX_CHUNK_BYTES = 64 << 20  # bytes, which the HDF5 library takes at once
 _MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
 _MAX_OTHER_BYTES = (
@@ -440,64 +468,41 @@ _MAX_OTHER_BYTES = (
 )  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
 
 
-def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
-    "Yield every HDF5 data set of a file, or the reason to stop."
-    root = h5py.h5o.open(file.id, b"/")
-    todo = [root]
-    seen = {root}
-    while todo:
-        group = todo.pop()
-        if len(group) + len(seen) > _MAX_OBJECTS:
-            yield f"the file has more than {_MAX_OBJECTS} objects"
-            return
-        for path in group:
-            name = path.decode("utf-8", "surrogateescape")
-            if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
-                yield f"{name} is a link to another object or file"
-                return
-            item = h5py.h5o.open(group, path)
-            if item in seen:
-                yield f"{name} has two names"
-            elif isinstance(item, h5py.h5g.GroupID):
-                todo.append(item)
-            elif isinstance(item, h5py.h5d.DatasetID):
-                yield h5py.Dataset(item)
-            seen.add(item)
-
-
 # %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
-def _why_unsafe(item: h5py.Dataset, size: int) -> str:
+def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     "Return why an HDF5 data set in a file of `size` bytes must not be read; empty if it may be read."
     if item.shape is None:
-        return f"{item.name} has no shape"
+        return f"{name} has no shape"
     if item.is_virtual or item.external:
-        return f"{item.name} is stored in other files"
+        return f"{name} is stored in other files"
     n_stored, n_bytes, chunks = item.id.get_storage_size(), item.nbytes, item.chunks
-    name = item.name.strip("/")
     packed = MAX_COMPRESSION if chunks and item.id.get_create_plist().get_nfilters() else 1
     if n_bytes > n_stored * packed or n_bytes > size * (packed if name in PARTS else 1):
-        return f"{item.name} claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
+        return f"{name} claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
     if chunks and int(np.prod(chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
-        return f"{item.name} has chunks larger than {_MAX_CHUNK_BYTES:,} bytes"
+        return f"{name} has chunks larger than {_MAX_CHUNK_BYTES:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
-        return f"{item.name} extends beyond the end of the file"
+        return f"{name} extends beyond the end of the file"
     if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
-        return f"{item.name} has the unexpected type {item.dtype}"
+        return f"{name} has the unexpected type {item.dtype}"
     return ""
 
 
 def unsafe_parts(
     file: h5py.File,
+    found: dict[str, h5py.Dataset] | None = None,  # receives the HDF5 data sets by name
 ) -> Iterator[str]:  # sentences
     "Yield reasons not to read a file: parts in other files, sizes larger than the file, unexpected types."
     size = loose = os.path.getsize(file.filename)
-    for item in _all_sets(file):
+    for name, item in _all_sets(file):
         if isinstance(item, str):
             yield item
             continue
         loose -= item.id.get_storage_size()
-        if problem := _why_unsafe(item, size):
+        if problem := _why_unsafe(name, item, size):
             yield problem
+        if found is not None:
+            found[name] = item
     if loose > _MAX_OTHER_BYTES + size // 16:
         yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
         return

@@ -35,6 +35,7 @@ from ...core.errors import OutputError, SpaceError, VerifyError
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
 from leakmel.dataset.file.schema import (
+    HDF5_TURN,
     LIBVER,
     PARTS,
     Metadata,
@@ -397,7 +398,8 @@ class RowFile:
     def finish(self, meta: Metadata) -> str:
         "Write the metadata around the rows, which completes the HDF5 file; return the metadata digest."
         n_rows = len(meta.labels)
-        digest, offsets = self._write_scratch(meta)
+        with HDF5_TURN:
+            digest, offsets = self._write_scratch(meta)
         if offsets != (self.offset, self.waveform_offset):
             raise OutputError(
                 "this version of the HDF5 library places the rows at other offsets",

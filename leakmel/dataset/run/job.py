@@ -329,7 +329,7 @@ class Job:
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a
-_FIGURES_BLOCK = 4096  # rows: what is computed on the way stays in the processor's cache
+_FIGURES_BLOCK = 16_384  # rows: what is computed on the way stays in the processor's cache
 _FACT_COLUMNS = (
     "sample_rate",
     "n_samples",
