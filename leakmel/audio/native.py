@@ -119,15 +119,17 @@ def read_rows(
     paths: list[bytes],  # [n]
     wanted: np.ndarray,  # [n] bool: which to read
     mtimes_ns: np.ndarray,  # [n] int64, when each was modified, as listed
-    header: bytes,  # 44 bytes that each has to begin with
+    header: bytes,  # 44 bytes of a canonical file with the format that each must have
     samples: np.ndarray,  # [n, N] int16, contiguous; rows of `wanted` are filled
     base: bytes = b"",  # put before each path
+    sizes: np.ndarray
+    | None = None,  # [n] int64, bytes of each file, as listed; None: those of header and samples
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray
 ]:  # [n] outcome: READ, USE_FALLBACK or errno; [n] ctime in ns; [n] digest S32, where it was READ and `can_digest`
-    "Read canonical recordings into their rows; raises nothing but ValueError for arrays of other lengths."
+    "Read plain recordings into their rows; raises nothing but ValueError for arrays of other lengths."
     nothing = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint16)
-    return _read(paths, base, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
+    return _read(paths, base, sizes, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
 
 
 def read_and_compute(
@@ -138,22 +140,26 @@ def read_and_compute(
     call: BoundCall,  # computes a row of uint16 [1, words] from a recording [1, bytes]
     rows: np.ndarray,  # [n, ...] float16, contiguous; rows of recordings that are READ are filled
     base: bytes = b"",
+    sizes: np.ndarray | None = None,
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray, np.ndarray, float
 ]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] int64 moments of READ recordings; seconds of computing
-    "Read canonical recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
+    "Read plain recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
     samples, n_words = call.arrays[0].view(np.int16), call.arrays[1].shape[1]
     if not rows.flags.c_contiguous or rows.dtype != np.float16 or rows.size != len(rows) * n_words:
         raise ValueError(
             f"the rows are {rows.dtype} {rows.shape}, not contiguous float16 of {n_words} values each"
         )
     words = rows.reshape(len(rows), n_words).view(np.uint16)
-    return _read(paths, base, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words)
+    return _read(
+        paths, base, sizes, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
+    )
 
 
 def _read(
     paths: list[bytes],
     base: bytes,
+    sizes: np.ndarray | None,
     wanted: np.ndarray,
     mtimes_ns: np.ndarray,
     header: bytes,
@@ -173,14 +179,16 @@ def _read(
     clock = np.zeros(3, np.int64)
     if n:
         names, starts = as_bytes(paths, base)
-        head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
+        if sizes is None:
+            sizes = np.full(n, len(header) + samples[0].nbytes)
         _FUNCTIONS["read_rows"](
             wanted.view(np.uint8),
             names,
             starts,
+            np.ascontiguousarray(sizes, np.int64),
             np.ascontiguousarray(mtimes_ns, np.int64),
             np.frombuffer(header, np.uint8).copy(),
-            head,
+            np.zeros(CODE.constants["HEAD_BYTES"], np.uint8),
             np.zeros(6, np.int64),
             np.zeros(32, np.int64),
             samples,

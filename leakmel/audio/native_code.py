@@ -16,6 +16,7 @@ __all__ = [
     "ENDED",
     "READ",
     "USE_FALLBACK",
+    "HEAD_BYTES",
     "FUNCTIONS",
     "CONSTANTS",
     "declare_function",
@@ -33,7 +34,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from .digests import MIN_BYTES, hash_rows, moments, write_digest
-from .wav import OPEN_FLAGS
+from .wav import MAX_CHUNKS, OPEN_FLAGS
 from ..core.jit import address, compiled
 from ..core.machine_code import DONE
 
@@ -127,8 +128,9 @@ def _digest_file_rows(place, buffer, digests, largest):
 READ = 0
 USE_FALLBACK = -1
 _OF_DESCRIPTOR = 0x1000  # AT_EMPTY_PATH
-_TIMES = 0x80 | 0x40  # STATX_CTIME | STATX_MTIME
+_SIZE_TIMES = 0x200 | 0x80 | 0x40  # STATX_SIZE | STATX_CTIME | STATX_MTIME
 # where struct statx has them, in 64-bit words
+_SIZE = 40 // 8
 _CTIME = 96 // 8
 _MTIME = 112 // 8
 
@@ -137,6 +139,63 @@ _MTIME = 112 // 8
 def _time_ns(stat, word):
     "Return a time of struct statx in ns: seconds, then nanoseconds in 32 bits."
     return stat[word] * 1_000_000_000 + (stat[word + 1] & 0xFFFFFFFF)
+
+
+# %% ../../nbs/audio/native_code.ipynb #6e63000c2
+_BLOCK = 512  # bytes of a file that are read at once
+_PIECE = 24  # a chunk header, and the format behind it
+_EMPTY = _BLOCK + _PIECE  # where an empty name lies behind them
+HEAD_BYTES = _EMPTY + 1
+
+
+@njit(inline="always")
+def _is_at(block, at, header, place):
+    "Whether four bytes are equal."
+    same = True
+    for k in range(4):
+        same &= block[at + k] == header[place + k]
+    return same
+
+
+@njit
+def _samples_at(fd, n_file, header, block, n_row):
+    "Return where the samples of a RIFF file begin, if there are n_row bytes of them and the format is that of the canonical header; else -1."
+    n = pread(fd, address(block), _BLOCK, 0)
+    if n < 12 or not _is_at(block, 0, header, 0) or not _is_at(block, 8, header, 8):
+        return np.int64(-1)
+    start, at, has_format = np.int64(-1), np.int64(12), False
+    for _ in range(MAX_CHUNKS):
+        here, n_here = at, n - at
+        if at + _PIECE > n:
+            here, n_here = np.int64(_BLOCK), pread(fd, address(block) + _BLOCK, _PIECE, at)
+        if n_here < 0:
+            return np.int64(-1)
+        if n_here < 8:
+            return start  # the chunks end
+        size = np.int64(0)
+        for k in range(4):
+            if not 32 <= block[here + k] < 127:
+                return start  # no chunk name: the chunks end
+            size |= np.int64(block[here + 4 + k]) << (8 * k)
+        if block[here] == 100 and block[here + 1] == 115:  # ds..: an RF64 file may need it
+            return np.int64(-1)
+        if _is_at(block, here, header, 12):  # "fmt "
+            if has_format or size < 16 or n_here < _PIECE:
+                return np.int64(-1)
+            for k in range(16):
+                if (
+                    block[here + 8 + k] != header[20 + k] and k // 4 != 2
+                ):  # nothing depends on the bytes per second
+                    return np.int64(-1)
+            has_format = True
+        elif _is_at(block, here, header, 36):  # "data"
+            if start >= 0 or not has_format or size != n_row or at + 8 + size > n_file:
+                return np.int64(-1)
+            start = at + 8
+            if start + size == n_file:
+                return start
+        at += 8 + size + (size & 1)
+    return np.int64(-1)
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000d
@@ -153,13 +212,14 @@ def _now_ns(clock):
 
 
 @compiled(
-    "void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1],"
+    "void(u1[::1], u1[::1], i8[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1],"
     " i8[::1], i8[::1], u2[:, ::1], i8[:, ::1], i8[::1])",
 )
 def _read_rows(
     wanted,
     paths,
     starts,
+    sizes,
     mtimes_ns,
     header,
     head,
@@ -174,7 +234,7 @@ def _read_rows(
     rows,
     sums,
     clock,
-):  # without `places`, no row is computed; else `samples` has room for one recording
+):  # without `places`, no row is computed; else `samples` has room for one recording; `head` has HEAD_BYTES zeros
     n_head = len(header)
     n_row = 2 * samples.shape[1]
     # three pieces, each an address and bytes: header, samples, one byte more
@@ -183,7 +243,7 @@ def _read_rows(
     pieces[3] = n_row
     pieces[4] = address(head) + n_head
     pieces[5] = 1
-    nothing = address(head) + n_head + 1  # an empty name
+    nothing = address(head) + _EMPTY
     for i in range(len(wanted)):
         outcomes[i] = USE_FALLBACK
         ctimes_ns[i] = 0
@@ -198,20 +258,32 @@ def _read_rows(
             continue
         row = samples[i] if len(places) == 0 else samples[0]
         pieces[2] = address(row)
-        outcomes[i] = READ
-        got = preadv(fd, address(pieces), 3, 0)
+        is_canonical = sizes[i] == n_head + n_row
+        if is_canonical:
+            n_wanted = n_head + n_row
+            got = preadv(fd, address(pieces), 3, 0)
+            is_plain = True
+            for k in range(n_head):
+                is_plain &= head[k] == header[k]
+            if not is_plain:  # another size of the whole file, or bytes per second, does not matter
+                is_plain = got == n_wanted and _samples_at(fd, sizes[i], header, head, n_row) == n_head
+        else:
+            begin, n_wanted = _samples_at(fd, sizes[i], header, head, n_row), n_row
+            is_plain = begin > 0
+            got = pread(fd, pieces[2], n_row, begin) if is_plain else 0
         if got < 0:
             outcomes[i] = int32_at(errno_at())
-        elif got != n_head + n_row or statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0:
-            outcomes[i] = USE_FALLBACK
+        elif (
+            is_plain
+            and got == n_wanted
+            and statx(fd, nothing, _OF_DESCRIPTOR, _SIZE_TIMES, address(stat)) == 0
+        ):
+            outcomes[i] = READ
         close(fd)
         if outcomes[i] == READ:
             ctimes_ns[i] = _time_ns(stat, _CTIME)
-            if _time_ns(stat, _MTIME) != mtimes_ns[i]:
+            if _time_ns(stat, _MTIME) != mtimes_ns[i] or stat[_SIZE] != sizes[i]:
                 outcomes[i] = USE_FALLBACK
-            for k in range(n_head):
-                if head[k] != header[k]:
-                    outcomes[i] = USE_FALLBACK
             if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
                 write_digest((pieces[2], n_row, address(digests[i])))
             if outcomes[i] == READ and len(places):
@@ -227,10 +299,8 @@ def _read_rows(
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000f
 _NO_FOLLOW = 0x100  # AT_SYMLINK_NOFOLLOW
-_KIND_SIZE_TIMES = 0x1 | 0x2 | 0x200 | _TIMES  # STATX_TYPE | _MODE | _SIZE | _MTIME | _CTIME
-# where struct statx has them, in 64-bit words; the mode in the upper half
-_MODE = 24 // 8
-_SIZE = 40 // 8
+_KIND_SIZE_TIMES = 0x1 | 0x2 | _SIZE_TIMES  # STATX_TYPE | STATX_MODE, and those
+_MODE = 24 // 8  # the word of struct statx that has it in its upper half
 
 
 @compiled("void(i8[::1], u1[::1], i8[::1], i8[::1], i8[:, ::1])")
@@ -268,4 +338,11 @@ FUNCTIONS = {
     "stat_files": _stat_files,
     "prefetch_files": _prefetch_files,
 }
-CONSTANTS = {"HERE": HERE, "READ": READ, "USE_FALLBACK": USE_FALLBACK, "ENDED": ENDED, "MIN_BYTES": MIN_BYTES}
+CONSTANTS = {
+    "HERE": HERE,
+    "READ": READ,
+    "USE_FALLBACK": USE_FALLBACK,
+    "ENDED": ENDED,
+    "MIN_BYTES": MIN_BYTES,
+    "HEAD_BYTES": HEAD_BYTES,
+}

@@ -7,6 +7,7 @@ import importlib.abc
 import json
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -24,14 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
+import odd_wavs
+from fuzzer import mutated
 from leakmel.audio import conform, native
 from leakmel.audio.conform import digests_of, int16_moments
 from leakmel.core import machine_code
 from leakmel.core.machine_code import BoundCall
 from leakmel.audio.native import USE_FALLBACK, READ, read_and_compute, read_rows
 from leakmel.audio.conform import moments_of
-from leakmel.audio.wav import canonical_header
-from leakmel.core.errors import MachineError, VerifyError
+from leakmel.audio.wav import canonical_header, read_wav
+from leakmel.core.errors import MachineError, RecordingError, VerifyError
 from leakmel.dataset.source import sample_cache as held
 from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
@@ -190,6 +193,77 @@ def test_files_of_other_formats_are_not_read_as_recordings(tmp_path: Path) -> No
     assert found.pop("a pipe") in (errno.ESPIPE, USE_FALLBACK)
     assert set(found.values()) == {USE_FALLBACK}, found
     assert outcomes[-1] == READ, "and the next one is read all the same"
+
+
+def read_files(folder: Path, contents: list[bytes], n: int) -> tuple[list[Path], np.ndarray, np.ndarray]:
+    "Files, what compiled code says of each, and the rows of n samples that it read."
+    files = [folder / f"{k}.wav" for k in range(len(contents))]
+    for file, content in zip(files, contents):
+        file.write_bytes(content)
+    samples, paths = np.zeros((len(files), n), np.int16), [os.fsencode(file) for file in files]
+    sizes = np.array(list(map(len, contents)))
+    given = np.ones(len(files), bool), mtimes(paths), canonical_header(4096, n), samples
+    return files, read_rows(paths, *given, b"", sizes)[0], samples
+
+
+def read_alike(file: Path, row: np.ndarray) -> bool:
+    "Whether the reader in Python reads the same samples, with the format of the header."
+    try:
+        r = read_wav(file)
+    except RecordingError:
+        return False
+    return (r.encoding, r.sample_rate, r.samples.shape) == ("pcm16", 4096, (len(row), 1)) and np.array_equal(
+        r.samples[:, 0], row
+    )
+
+
+def test_chunks_around_the_samples_are_read_by_compiled_code(tmp_path: Path) -> None:
+    made = {name: odd.content for name, odd in odd_wavs.READ.items()}
+    made |= {name: odd.content for name, odd in odd_wavs.REFUSED.items()}
+    files, outcomes, rows = read_files(tmp_path, list(made.values()), odd_wavs.N)
+    read = {name for name, outcome in zip(made, outcomes) if outcome == READ}
+    for name, file, row in zip(made, files, rows):
+        if name in read:
+            assert read_alike(file, row), name
+    for name in odd_wavs.EXTRAS:
+        assert {
+            f"{name} {place}" for place in ("before the format", "before the samples", "behind the samples")
+        } <= read
+    others = ("format chunk of 18 bytes", "rubbish behind", "RIFF size 0", "wrong byte rate", "999 chunks")
+    assert {"canonical", *others} <= read
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(k, marks=pytest.mark.long) for k in range(2, 12))])
+def test_compiled_parser_accepts_nothing_that_is_read_otherwise(tmp_path: Path, seed: int) -> None:
+    "Mutated headers: what compiled code reads is what the reader in Python reads."
+    extras = [b"", *odd_wavs.EXTRAS.values()]
+    originals = [odd_wavs.canonical() + odd_wavs.PCM16]
+    originals += [
+        odd_wavs.riff(a, odd_wavs.FMT, b, odd_wavs.DATA, c) for a in extras for b in extras for c in extras
+    ]
+    rng = random.Random(seed)
+    contents = [mutated(rng, originals, 200) for _ in range(20_000)]
+    files, outcomes, rows = read_files(tmp_path, contents, odd_wavs.N)
+    accepted = np.flatnonzero(outcomes == READ)
+    assert 0.1 < len(accepted) / len(files) < 0.9
+    wrong = [contents[k].hex() for k in accepted if not read_alike(files[k], rows[k])]
+    assert not wrong, wrong[0]
+
+
+def test_a_file_that_has_grown_is_not_read_by_compiled_code(tmp_path: Path) -> None:
+    content = odd_wavs.riff(odd_wavs.FMT, odd_wavs.DATA, odd_wavs.NOTE)
+    (file,), outcomes, _ = read_files(tmp_path, [content], odd_wavs.N)
+    assert outcomes.tolist() == [READ]
+    path, st = os.fsencode(file), file.stat()
+    file.write_bytes(content + odd_wavs.NOTE)
+    os.utime(file, ns=(st.st_atime_ns, st.st_mtime_ns))
+    given = (
+        np.ones(1, bool),
+        mtimes([path]),
+        canonical_header(4096, odd_wavs.N),
+        np.zeros((1, odd_wavs.N), np.int16),
+    )
+    assert read_rows([path], *given, b"", np.array([st.st_size]))[0].tolist() == [USE_FALLBACK]
 
 
 def test_path_with_a_zero_byte_does_not_shift_other_paths(tmp_path: Path) -> None:

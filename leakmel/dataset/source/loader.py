@@ -18,6 +18,7 @@ __all__ = [
     "all_rejected",
     "check_rejected_share",
     "RecordingSource",
+    "may_be_plain",
     "BatchReader",
 ]
 
@@ -301,6 +302,18 @@ class RecordingSource(Protocol):
         "Fill the slot's candidates; return the bytes of their files."
 
 
+_OTHER_CHUNKS = 1 << 16  # bytes; a file with more of them is read by Python
+
+
+def may_be_plain(
+    sizes: np.ndarray,  # [n], bytes of files
+    spec: MelSpec,
+) -> np.ndarray:  # [n] bool
+    "Return which files may be plain recordings of the length of a row, by their sizes."
+    least = HEADER_BYTES + 2 * spec.n_samples
+    return (sizes >= least) & (sizes <= least + _OTHER_CHUNKS)
+
+
 class BatchReader:
     "Reader of batches from the WAV files of one listing; shared by all reader threads."
 
@@ -317,14 +330,13 @@ class BatchReader:
         self.spec = spec
         self.on_bad_file = on_bad_file
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
-        self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
         self.cache_use = CacheUse()
         self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
-        self._canonical_facts = np.zeros((), FACTS)
+        self._plain_facts = np.zeros((), FACTS)
         known = ["good", "whole", "channels", "sample_rate", "n_samples"]
-        self._canonical_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples)
+        self._plain_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples)
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; return the bytes of their files."
@@ -332,15 +344,15 @@ class BatchReader:
         sizes = self.listing.sizes[mine]
         labelled = self.listing.label_ids[mine] >= 0
         with self.cache_use.delivering():
-            done = self._fill_canonical(slot, (sizes == self.size) & labelled)
+            done = self._fill_plain(slot, may_be_plain(sizes, self.spec) & labelled)
             for i in np.flatnonzero(~done).tolist():
                 self.fill_row(slot, i)
             slot.scale_whole_rows()
         self.cache_use.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
         return int(sizes.clip(0).sum())
 
-    def _fill_canonical(self, slot: Slot, wanted: np.ndarray) -> np.ndarray:
-        "Read the canonical recordings of a slot with compiled code; return which rows are filled, [n] bool."
+    def _fill_plain(self, slot: Slot, wanted: np.ndarray) -> np.ndarray:
+        "Read the plain recordings of a slot with compiled code; return which rows are filled, [n] bool."
         module = native()
         if module is None or not wanted.any():
             return np.zeros(slot.n, bool)
@@ -349,14 +361,16 @@ class BatchReader:
         given = self.listing.paths[mine], wanted, self.listing.mtimes_ns[mine], self.header
         if call is not None and module.can_digest(samples[0].nbytes):
             outcomes, ctimes_ns, digests, moments, seconds = module.read_and_compute(
-                *given, call, slot.mels[: slot.n], self.base
+                *given, call, slot.mels[: slot.n], self.base, self.listing.sizes[mine]
             )
             slot.computed[:] = outcomes == module.READ
             slot.moments[: slot.n] = moments
             n = int(slot.computed.sum())
             slot.parts["compute"] = seconds, n, n * samples[0].nbytes
         else:
-            outcomes, ctimes_ns, digests = module.read_rows(*given, samples, self.base)
+            outcomes, ctimes_ns, digests = module.read_rows(
+                *given, samples, self.base, self.listing.sizes[mine]
+            )
         for i in np.flatnonzero(outcomes > 0):
             path = self.base + self.listing.paths[slot.first + i]
             if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), path), MachineError):
@@ -364,7 +378,7 @@ class BatchReader:
         good = outcomes == module.READ
         if good.any():
             self.read_failures.given()
-        slot.facts[:] = self._canonical_facts
+        slot.facts[:] = self._plain_facts
         slot.facts["digest"] = digests if module.can_digest(samples[0].nbytes) else digests_of(samples)
         slot.facts["ctime_ns"] = ctimes_ns
         slot.facts[~good] = np.zeros((), FACTS)

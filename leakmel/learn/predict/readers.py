@@ -30,13 +30,13 @@ from leakmel.audio.listing import (
 )
 from ...audio.manifest import Manifest, check_manifest, split_folders
 from ...audio.naming import Naming
-from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
+from ...audio.wav import Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...core.store import LocalCopies
 from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
-from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
+from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot, may_be_plain
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 from ..data.segments import cut_into_rows, conform_recording
@@ -213,8 +213,8 @@ class RowBlock(Slot):
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #cc5e764b
-class _CanonicalReader(BatchReader):
-    "Reader of the builds that skips recordings that are not canonical."
+class _PlainReader(BatchReader):
+    "Reader of the builds that skips recordings that are not plain."
 
     def fill_row(self, slot: Slot, i: int) -> None:
         pass
@@ -236,8 +236,8 @@ class RecordingReaders:
         listing = found.listing
         self.engine = engine
         self.copies = LocalCopies(listing.folder)  # of objects
-        canonical = (listing.sizes == HEADER_BYTES + 2 * spec.n_samples) & (not self.copies.is_remote)
-        quick = np.flatnonzero(canonical)
+        plain = may_be_plain(listing.sizes, spec) & (not self.copies.is_remote)
+        quick = np.flatnonzero(plain)
         self.listing = listing
         self.spec = spec
         self.length = length
@@ -249,15 +249,15 @@ class RecordingReaders:
         self.filled = SimpleQueue[RowBlock | None]()  # blocks to score; None: there are no more
         part = replace(
             listing,
-            paths=list(compress(listing.paths, canonical.tolist())),
+            paths=list(compress(listing.paths, plain.tolist())),
             sizes=listing.sizes[quick],
             mtimes_ns=listing.mtimes_ns[quick],
             label_ids=listing.label_ids[quick],
         )
-        self.reader = _CanonicalReader(part, spec)
+        self.reader = _PlainReader(part, spec)
         batches = [
             (is_quick, first, files[first : first + files_per_batch])
-            for is_quick, files in ((True, quick), (False, np.flatnonzero(~canonical)))
+            for is_quick, files in ((True, quick), (False, np.flatnonzero(~plain)))
             for first in range(0, len(files), files_per_batch)
         ]
         self._waiting = enumerate(batches)
@@ -280,7 +280,7 @@ class RecordingReaders:
             if item is None:
                 break
             batch, (is_quick, first, files) = item
-            left = self._read_canonical(batch, first, files) if is_quick else files
+            left = self._read_plain(batch, first, files) if is_quick else files
             if left is None or not self._read_others(batch, left):
                 return
         with self.lanes.lock:
@@ -288,7 +288,7 @@ class RecordingReaders:
             if self._n_readers == 0:
                 self.filled.put(None)
 
-    def _read_canonical(self, batch: int, first: int, files: np.ndarray) -> np.ndarray | None:
+    def _read_plain(self, batch: int, first: int, files: np.ndarray) -> np.ndarray | None:
         "Fill a block at once; returns the recordings that are to be read one by one, None to leave."
         block = self.free.get()
         if block is None:
