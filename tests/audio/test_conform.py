@@ -10,7 +10,15 @@ from errors import raises
 import scipy.signal
 
 from leakmel.audio import conform as conform_module
-from leakmel.audio.conform import ConformRules, conform, fit_length, opposite_phase, to_mono, to_rate
+from leakmel.audio.conform import (
+    ConformRules,
+    channel_mean,
+    conform,
+    fit_length,
+    opposite_phase,
+    to_mono,
+    to_rate,
+)
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 
 RATE, N = 4096, 4096
@@ -169,8 +177,23 @@ def test_silence_and_one_channel_are_not_opposite() -> None:
     assert to_mono(half_dead, "mean")[1] == "downmixed"
 
 
+@pytest.mark.parametrize("n_channels", [1, 2, 3, 5, 8, 9, 64])
+def test_mean_of_channels_has_the_bits_of_numpy(n_channels: int) -> None:
+    rng = np.random.default_rng(n_channels)
+    for x in (
+        rng.integers(-32_768, 32_768, (N, n_channels)).astype(np.int16),
+        np.full((N, n_channels), -32_768, np.int16),
+        (rng.normal(size=(N, n_channels)) * 10.0 ** rng.integers(-30, 30, (N, n_channels))).astype(
+            np.float32
+        ),
+    ):
+        mean = channel_mean(x)
+        assert mean.dtype == np.float64
+        assert np.array_equal(mean.view(np.int64), x.mean(axis=1, dtype=np.float64).view(np.int64))
+
+
 def test_mono_recordings_are_never_flagged_as_opposite(monkeypatch: pytest.MonkeyPatch) -> None:
-    def looked(samples: np.ndarray) -> bool:
+    def looked(*given: np.ndarray) -> bool:
         raise AssertionError("a cost for every mono file")
 
     monkeypatch.setattr(conform_module, "opposite_phase", looked)
