@@ -107,13 +107,16 @@ FIGURES = np.dtype(
 def quality_figures(
     samples: np.ndarray,  # [n, C] int16 or float32, n and C at least 1
     encoding: str,  # of the file
+    *,
+    use_compiled: bool = False,  # for 16 bits: the same moments, without the calls of NumPy
 ) -> tuple:  # in the order of FIGURES
     "Compute quality figures of one recording over all its channels."
-    whole = samples.dtype == np.int16
-    limit = FULL_SCALE if whole else full_scale(encoding)
-    return tuple(
-        v[0] for v in quality(moments_of(samples.reshape(1, -1), limit), samples.size, whole).values()
-    )
+    whole, all_channels = samples.dtype == np.int16, samples.reshape(1, -1)
+    if whole and use_compiled:
+        moments = int16_moments(all_channels)
+    else:
+        moments = moments_of(all_channels, FULL_SCALE if whole else full_scale(encoding))
+    return tuple(v[0] for v in quality(moments, samples.size, whole).values())
 
 
 # %% ../../nbs/audio/conform.ipynb #7849eaad

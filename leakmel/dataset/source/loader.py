@@ -434,7 +434,7 @@ class BatchReader:
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules)
         with slot.taking("decode", 0):
-            figures = quality_figures(recording.samples, recording.encoding)
+            figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
         whole = row.dtype == np.int16
         slot.facts[i] = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
         if (recording.encoding, status) != PLAIN:

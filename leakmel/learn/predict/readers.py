@@ -369,7 +369,7 @@ class RecordingReaders:
             recording.sample_rate,
             n,
             channels,
-            *quality_figures(recording.samples, recording.encoding),
+            *quality_figures(recording.samples, recording.encoding, use_compiled=True),
             recording.digest,
             0,
         )
