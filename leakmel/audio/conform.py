@@ -143,7 +143,7 @@ def channel_mean(
     n_channels = samples.shape[1]
     if n_channels > (8 if samples.dtype == np.int16 else 2):  # of more floats, sums depend on the order
         return samples.mean(axis=1, dtype=np.float64)
-    total = samples[:, 0].astype(np.float64)
+    total = np.add(samples[:, 0], 0.0, dtype=np.float64)  # so -0.0 becomes 0.0, as in NumPy's mean
     for c in range(1, n_channels):  # along a short axis, NumPy takes ten times as long
         total += samples[:, c]
     return np.divide(total, n_channels, out=total)
@@ -169,7 +169,12 @@ def to_mono(
     first = samples[:, 0]
     if samples.shape[1] == 1:
         return first, ""
-    if all(np.array_equal(first, samples[:, c]) for c in range(1, samples.shape[1])):
+    n_channels = samples.shape[1]
+    if n_channels <= 8:  # one by one: along a short axis, NumPy takes several times as long
+        is_same = all(np.array_equal(first, samples[:, c]) for c in range(1, n_channels))
+    else:
+        is_same = (samples == samples[:, :1]).all()
+    if is_same:
         return first, "identical_channels"
     mean = channel_mean(samples)
     status = "downmixed+opposite_phase" if opposite_phase(samples, mean) else "downmixed"

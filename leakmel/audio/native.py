@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..core.machine_code import BoundCall, load_compiled
+from .wav import HEADER_BYTES
 from ..core.monitor import usable_cores
 
 if not sys.platform.startswith("linux"):
@@ -169,9 +170,12 @@ def _read(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
     "Read recordings for `read_rows` and `read_and_compute`."
     n = len(paths)
-    if not n == len(wanted) == len(mtimes_ns) == n_rows:
+    if sizes is None:
+        sizes = np.full(n, len(header) + samples.itemsize * samples.shape[1])
+    if not n == len(wanted) == len(mtimes_ns) == len(sizes) == n_rows or len(header) != HEADER_BYTES:
         raise ValueError(
-            f"the arguments differ in length: {n} paths, {len(wanted)} wanted, {len(mtimes_ns)} mtimes_ns, {n_rows} rows"
+            f"the arguments differ in length: {n} paths, {len(wanted)} wanted, {len(mtimes_ns)} mtimes_ns, {len(sizes)} sizes, {n_rows} rows; "
+            f"the header has {len(header)} of {HEADER_BYTES} bytes"
         )
     # the compiled function fills them; to fill them here would let other threads take the GIL
     outcomes, ctimes_ns = np.empty(n, np.int32), np.empty(n, np.int64)
@@ -179,8 +183,6 @@ def _read(
     clock = np.zeros(3, np.int64)
     if n:
         names, starts = as_bytes(paths, base)
-        if sizes is None:
-            sizes = np.full(n, len(header) + samples[0].nbytes)
         _FUNCTIONS["read_rows"](
             wanted.view(np.uint8),
             names,

@@ -183,6 +183,7 @@ def test_mean_of_channels_has_the_bits_of_numpy(n_channels: int) -> None:
     for x in (
         rng.integers(-32_768, 32_768, (N, n_channels)).astype(np.int16),
         np.full((N, n_channels), -32_768, np.int16),
+        np.full((N, n_channels), -0.0, np.float32),
         (rng.normal(size=(N, n_channels)) * 10.0 ** rng.integers(-30, 30, (N, n_channels))).astype(
             np.float32
         ),

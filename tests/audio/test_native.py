@@ -250,6 +250,15 @@ def test_compiled_parser_accepts_nothing_that_is_read_otherwise(tmp_path: Path, 
     assert not wrong, wrong[0]
 
 
+def test_arrays_of_other_lengths_are_refused_before_reading(tmp_path: Path) -> None:
+    path = written(tmp_path / "good", noise(1)[0])
+    given = [path] * 3, np.ones(3, bool), mtimes([path] * 3)
+    with pytest.raises(ValueError, match="1 sizes"):
+        read_rows(*given, HEADER, np.zeros((3, N), np.int16), b"", np.array([44 + 2 * N]))
+    with pytest.raises(ValueError, match="20 of 44 bytes"):
+        read_rows(*given, HEADER[:20], np.zeros((3, N), np.int16))
+
+
 def test_a_file_that_has_grown_is_not_read_by_compiled_code(tmp_path: Path) -> None:
     content = odd_wavs.riff(odd_wavs.FMT, odd_wavs.DATA, odd_wavs.NOTE)
     (file,), outcomes, _ = read_files(tmp_path, [content], odd_wavs.N)

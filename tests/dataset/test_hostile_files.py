@@ -13,6 +13,7 @@ import pytest
 from children import Server, server
 
 import leakmel as lm
+from leakmel.dataset.file import schema
 from leakmel.dataset.run.config import PipelineConfig
 
 # Reads are noted, and nothing else is changed. What is open when the child ends is closed by the library.
@@ -20,13 +21,13 @@ OPEN_OR_VERIFY = """
 import h5py
 import leakmel as lm
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.check import verify
+from leakmel.dataset.check import consistency, verify
 path, how, reads = {path!r}, {how!r}, []
 real = h5py.Dataset.__getitem__, h5py.Dataset.read_direct
 h5py.Dataset.__getitem__ = lambda self, *a, **k: (reads.append(self.name), real[0](self, *a, **k))[1]
 h5py.Dataset.read_direct = lambda self, *a, **k: (reads.append(self.name), real[1](self, *a, **k))[1]
 read_column = verify.read_column
-verify.read_column = lambda x: (reads.append(getattr(x, "name", "")), read_column(x))[1]
+consistency.read_column = verify.read_column = lambda x: (reads.append(getattr(x, "name", "")), read_column(x))[1]
 try:
     if how == "open": lm.open_dataset(path).close(); said = ""
     elif how == "legacy": lm.open_dataset(path, legacy=True).close(); said = ""
@@ -331,6 +332,69 @@ def test_hostile_file_is_refused(
         assert done.cpu_s < 1, f"{how}: {done.cpu_s:.2f} s"
         assert done.peak_bytes < 200e6, f"{how}: {done.peak_bytes / 1e6:.0f} MB"
         tried("S18")
+
+
+def a_group_among_digests(f: h5py.File) -> None:
+    f.create_group("digests/x")
+
+
+def a_group_among_columns(f: h5py.File) -> None:
+    f.create_group("files/extra/zz")
+
+
+def a_type_among_columns(f: h5py.File) -> None:
+    f["files/mytype"] = np.dtype("f4")
+
+
+@pytest.mark.parametrize("strange", [a_group_among_digests, a_group_among_columns, a_type_among_columns])
+def test_an_object_that_is_no_column_is_reported(
+    good: Path, tmp_path: Path, strange: Callable[[h5py.File], Any]
+) -> None:
+    "No digest covers it, and readers of columns fail."
+    path = tmp_path / "x.h5"
+    path.write_bytes(good.read_bytes())
+    with h5py.File(path, "r+") as f:
+        strange(f)
+    assert not lm.verify(path).ok
+
+
+def test_many_packed_columns_are_not_kept_in_memory(good: Path, tmp_path: Path, children: Server) -> None:
+    path = tmp_path / "x.h5"
+    path.write_bytes(good.read_bytes())
+    with h5py.File(path, "r+") as f:
+        f["files/whole"] = np.zeros(17 << 20, np.uint8)  # a column may be as large as the file
+        for k in range(40):
+            f.create_dataset(f"files/c{k}", (16 << 20,), "u1", chunks=(16 << 20,), compression=1)[:] = 0
+    done = children.run(code=OPEN_OR_VERIFY.format(path=os.fspath(path), how="verify"), seconds=60)
+    output, _ = json.loads(done.out)
+    assert "digest" in output
+    assert done.peak_bytes < 300e6, f"{done.peak_bytes / 1e6:.0f} MB"
+
+
+def test_a_part_of_a_column_that_was_never_written_reads_as_zeros(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as f:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((100,))
+        plist.set_deflate(1)
+        plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple((1000,))
+        column = h5py.Dataset(h5py.h5d.create(f.id, b"x", h5py.h5t.NATIVE_INT64, space, plist))
+        column[:100] = 7
+        del column
+        for _ in range(20):
+            _used = np.full(1000, -1)
+            del _used
+            values = schema.read_column(f["x"])
+            assert np.array_equal(values, np.repeat([7, 0], [100, 900]))
+
+
+def test_metadata_digest_is_not_computed_past_a_link(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    path.write_bytes(good.read_bytes())
+    with h5py.File(path, "r+") as f:
+        f["aaa"] = h5py.SoftLink("/labels")
+        with pytest.raises(ValueError, match="link"):
+            schema.metadata_digest(f)
 
 
 def test_a_good_file_is_not_refused(good: Path, children: Server) -> None:

@@ -117,7 +117,7 @@ def expected_bounds(
             rows = [x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows]
         group = bounds_of(reference_features(np.stack(rows), spec), spec)
         for place, s in enumerate(new):
-            s.group, s.place = group, place
+            s.place, s.group = place, group
     one, places = sources[0].group, [s.place for s in sources]
     if one is not None and all(s.group is one for s in sources):  # with fewer calls of NumPy
         return one if places == [*range(len(one.db))] else Bounds(*(x[places] for x in one))

@@ -40,6 +40,7 @@ from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     FILE_COLUMNS,
+    file_columns,
     HDF5_TURN,
     LABELS,
     PARTS,
@@ -107,7 +108,7 @@ class VerifyReport:
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
 _Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet
 _BLOCK_BYTES = 2 << 20
-_COLUMN_BYTES = 16 << 20  # longer columns are not kept in memory
+_COLUMN_BYTES = 64 << 20  # of columns that are kept in memory; others are read each time
 # up to these numbers, the start of threads takes longer than the work
 _FEW_RUNS = 32  # of consecutive rows to read
 _FEW_UNKNOWN = 4  # rows whose correct values are to be computed
@@ -129,9 +130,9 @@ def _structure(
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
             yield f"{name} is {found}, but its settings require {wanted}"
-    for name, values in columns.items():
-        if (name == LABELS or name.startswith(("digests/", "files/"))) and values.shape != (n,):
-            yield f"{name} has shape {values.shape}, but the data set has {n} rows"
+    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in file_columns(f))):
+        if (shape := columns[name].shape) != (n,):
+            yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(attributes, spec, n)
     yield from consistency.scale_problems(columns, spec)
     yield from consistency.accounting_problems(columns)
@@ -219,17 +220,18 @@ def _row_problems(
 
 
 def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], dict[str, Any]]:
-    "Return columns and root attributes of a file if it is safe to read and they match their digest."
+    "Return columns and root attributes of a file; report what is unsafe to read, and if they do not match their digest."
     sets = dict[str, h5py.Dataset]()
     report.problems += unsafe_parts(f, sets)
     if report.problems:
         return {}, {}
-    h5py.h5o.visit(f.id, lambda path: None)  # reads also the parts of the structure that other programs need
-    attributes, columns = dict(f.attrs), dict[str, Any]()
+    h5py.h5o.visit(f.id, lambda path: None)  # raises where a damaged group cannot be listed by other programs
+    attributes, columns, left = dict(f.attrs), dict[str, Any](), _COLUMN_BYTES
     for name, x in sets.items():
         if name not in PARTS:
-            is_plain = x.ndim == 1 and not x.dtype.hasobject
-            columns[name] = read_column(x) if is_plain and x.nbytes <= _COLUMN_BYTES else x
+            is_kept = x.ndim == 1 and not x.dtype.hasobject and x.dtype.subdtype is None and x.nbytes <= left
+            columns[name] = read_column(x) if is_kept else x
+            left -= x.nbytes if is_kept else 0
     if attributes[DIGEST_ATTRIBUTE] != metadata_digest(f, columns, attributes):
         report.problems.append("labels, columns or attributes do not match their digest")
     return columns, attributes

@@ -185,10 +185,12 @@ def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return column
     shape, kind = column.shape, column.dtype
-    if len(shape) != 1 or kind.hasobject:
-        return column[()]
+    if len(shape) != 1 or kind.hasobject or kind.subdtype is not None:
+        return column[:]
     is_large = shape[0] * kind.itemsize >= _LARGE
-    values = mapped_zeros(shape[0], kind) if is_large else np.empty(shape, kind)
+    values = (
+        mapped_zeros(shape[0], kind) if is_large else np.zeros(shape, kind)
+    )  # HDF5 may leave parts as they are
     if len(values):  # fewer calls of the HDF5 library than `column[:]`, each of which releases the GIL
         column.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
@@ -419,7 +421,10 @@ def metadata_digest(
 ) -> str:
     "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     if columns is None:
-        columns = {name: x for name, x in _all_sets(file) if not isinstance(x, str) and name not in PARTS}
+        found = dict(_all_sets(file))
+        if problem := next((x for x in found.values() if isinstance(x, str)), None):
+            raise ValueError(problem)
+        columns = {name: x for name, x in found.items() if not isinstance(x, str) and name not in PARTS}
     return _digest(columns, file.attrs if attributes is None else attributes)
 
 

@@ -297,15 +297,15 @@ class RecordingReaders:
         block.begin(None, batch, first, n)
         self.reader.fill(block)
         good = block.facts["good"].copy()
+        if 2 * good.sum() < n:  # the others would leave most of the block empty
+            self.free.put(block)
+            return files
         block.files[:n] = files
         block.firsts[:n] = 0
         block.counts[:n] = np.where(good, self.spec.row_shape[0], 0)
         self.facts[files] = block.facts
         self.n_long[files] = block.counts[:n]
-        if good.any():
-            self._give(block)
-        else:
-            self.free.put(block)
+        self._give(block)
         return files[~good]
 
     def _give(self, block: RowBlock) -> None:
