@@ -9,6 +9,7 @@ import numpy as np
 import soundfile
 
 from leakmel.audio.wav import read_wav
+from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import (
     build_once,
     read_into_cache,
@@ -68,7 +69,9 @@ def bench_formats(
     base = synthetic_set(folder, n_files, log)
     roots = {name: _make_set(base, Path(folder) / "formats", name) for name in FORMATS}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in FORMATS}
-    words = ("--split", "training", "--preset", "disjoint", "--no-fsync")
+    spec = MelSpec.preset("disjoint")  # named, because those of most recordings are the default
+    words = ["--split", "training", "--preset", "disjoint", "--no-fsync"]
+    words += ["--sample-rate", f"{spec.sample_rate}", "--duration-s", f"{spec.duration_s}"]
     for i in range(-1, rounds):  # a round before the first one is not counted
         for name, root in roots.items():
             out = Path(folder) / "built" / root.name / "x"
