@@ -183,9 +183,8 @@ def _samples_at(fd, n_file, header, block, n_row):
             if has_format or size < 16 or n_here < _PIECE:
                 return np.int64(-1)
             for k in range(16):
-                if (
-                    block[here + 8 + k] != header[20 + k] and k // 4 != 2
-                ):  # nothing depends on the bytes per second
+                is_byte_rate = 8 <= k < 12  # nothing depends on it
+                if block[here + 8 + k] != header[20 + k] and not is_byte_rate:
                     return np.int64(-1)
             has_format = True
         elif _is_at(block, here, header, 36):  # "data"
