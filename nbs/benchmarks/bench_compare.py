@@ -24,6 +24,7 @@ from leakmel.ops.bench import (
     touch_memory,
 )
 from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
+from bench_growth import linked_set
 from contestants import LIMIT, TOOLS, list_split
 from process_tree import Took, run_command
 
@@ -206,13 +207,14 @@ def run_once(
     cache: str = "warm",  # page cache: "warm" or "cold"
     watch: bool = False,  # weigh the process tree, which costs time
     limit_s: float = 600,
+    originals: int | None = None,  # recordings of which the others are hard links; None: none are links
 ) -> dict[
     str, Any
 ]:  # raises EngineUnavailable for a package that is not installed, LeakmelError for a command that failed
     "Run a contestant; what it and the machine say of it."
     out.unlink(missing_ok=True)
     paths, _ = list_split(root)
-    touch_memory(len(paths) * WAV_BYTES)
+    touch_memory(min(len(paths), originals or len(paths)) * WAV_BYTES)
     {"warm": read_into_cache, "cold": evict}[cache](paths)
     took = run_command(
         contestant.command(root, out, geometry), env=contestant.env, watch=watch, limit_s=limit_s
@@ -257,6 +259,7 @@ class Ground:
     work: Path  # for parts and results
     n_files: int  # at the most
     run_s: float  # that a run may take, about
+    originals: int | None = None  # recordings of which the others are hard links; None: none are links
 
     def part(self, n: int) -> Path:
         "A part of the set."
@@ -279,7 +282,7 @@ def admit(
     n, out, checks = min(_CHECKED, ground.n_files), ground.out(name), []
     while True:
         root = ground.part(n)
-        done = run_once(contestant, root, out, geometry, watch=True)
+        done = run_once(contestant, root, out, geometry, watch=True, originals=ground.originals)
         checks.append(check_file(out, root, geometry_spec(geometry), None if n <= _CHECKED else _SAMPLED))
         out.unlink(missing_ok=True)
         if not checks[-1]["ok"]:
@@ -368,7 +371,12 @@ def _run_rounds(
                 with _held_against(every[name], name, log):
                     out = ground.out(name)
                     took = run_once(
-                        who[name], ground.part(every[name]["n_files"][geometry]), out, geometry, cache=cache
+                        who[name],
+                        ground.part(every[name]["n_files"][geometry]),
+                        out,
+                        geometry,
+                        cache=cache,
+                        originals=ground.originals,
                     )
                     out.unlink(missing_ok=True)  # before its pages go to the disk and slow the next one down
                     every[name]["rounds"].setdefault(f"{geometry}, {cache}", []).append(
@@ -426,6 +434,7 @@ def bench_compare(
     folder: str | os.PathLike,  # work folder: the made set is kept there and used again
     *,
     n_files: int = 8000,  # recordings of the training split
+    originals: int | None = None,  # recordings that are written, the others are hard links to them; None: all
     rounds: int = 5,  # counted rounds
     run_s: float = 6.0,  # that a run may take, about; slower contestants get fewer recordings
     cold: bool = False,  # also from a cold page cache
@@ -434,15 +443,24 @@ def bench_compare(
     log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Check every contestant, then run them in turn."
-    if min(rounds, n_files) < 1:
-        raise UsageError("rounds and n_files must be at least 1", found=f"{rounds} and {n_files}")
+    if min(rounds, n_files, 1 if originals is None else originals) < 1:
+        raise UsageError(
+            "rounds, n_files and originals must be at least 1", found=f"{rounds}, {n_files}, {originals}"
+        )
     if not run_s > 0:
         raise UsageError("a run must be given some time", found=run_s)
     chosen = _chosen(all_contestants() if who is None else who, only)
     work = Path(folder) / "compare"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    ground = Ground(synthetic_set(folder, n_files, log), work, n_files, run_s)
+    if originals is None or originals >= n_files:
+        originals, root = None, synthetic_set(folder, n_files, log)
+    else:
+        made = synthetic_set(folder, originals, log)
+        originals = len(list((made / "TRAINING").glob("*/*.wav")))  # a few more than were asked for
+        log(f"linking {n_files:,} files to {originals:,} recordings")
+        root = linked_set(made, Path(folder) / "linked", n_files, "TRAINING")
+    ground = Ground(root, work, n_files, run_s, originals)
     caches = ("warm", "cold") if cold else ("warm",)
     try:
         every = _admit_all(ground, chosen, log)
@@ -452,6 +470,7 @@ def bench_compare(
     return {
         **record_head("compare"),
         "n_files": n_files,
+        "originals": originals,
         "rounds": rounds,
         "caches": list(caches),
         "run_s": run_s,
@@ -620,9 +639,10 @@ def _below(figures: dict[str, Any]) -> list[str]:
         f"the rows of every tool were verified before it was timed: {sum(c['checked'] for c in right):,} rows compared with float64, at most {most:.4f} dB off"
     )
     m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
+    linked = f" (hard links to {figures['originals']:,})" if figures.get("originals") else ""
     return [
         *lines,
-        f"{figures['n_files']:,} recordings, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
+        f"{figures['n_files']:,} recordings{linked}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
     ]
 
 

@@ -37,8 +37,9 @@ def linked_set(
     root: Path,  # a made set
     folder: Path,  # of the linked ones, on the same file system; one that is there is used again
     n_files: int,
-) -> Path:  # a folder of label folders with n_files recordings
-    "A set in which the training recordings of a made one stand under ever new names."
+    split: str = "",  # its folder is put above the label folders
+) -> Path:  # a folder with n_files recordings
+    "Return a data set whose files are hard links to the training recordings of a made one."
     target, new = folder / f"links-{n_files}", folder / f".links-{n_files}.new"
     if target.exists():
         return target
@@ -47,9 +48,9 @@ def linked_set(
         (root / "TRAINING").glob("*/*.wav"), key=lambda p: p.name.split("~")[1]
     )  # so that a few of them have both labels too
     for label in {p.parent.name for p in originals}:
-        (new / label).mkdir(parents=True)
+        (new / split / label).mkdir(parents=True)
     names = (
-        (p, new / p.parent.name / _named(p.name, k))
+        (p, new / split / p.parent.name / _named(p.name, k))
         for k in range(-(-n_files // len(originals)))
         for p in originals
     )

@@ -104,8 +104,11 @@ def hide(tmp_path, monkeypatch):
 def test_the_suite_end_to_end(tmp_path, hide):
     hide("librosa")
     who = "scipy threads, librosa, leakmel reference"
-    figures = suite.bench_compare(tmp_path / "work", n_files=12, rounds=1, only=who)
+    figures = suite.bench_compare(tmp_path / "work", n_files=12, originals=8, rounds=1, only=who)
     text = compare_table(figures)
+    linked = list((tmp_path / "work" / "linked").rglob("*.wav"))
+    assert (len(linked), len({p.stat().st_ino for p in linked})) == (12, 8)
+    assert "12 recordings (hard links to 8), 1 round" in text
     assert (figures["suite"], figures["n_files"], figures["caches"], figures["ok"]) == (
         "compare",
         12,
@@ -235,6 +238,8 @@ def test_invalid_arguments_are_refused(tmp_path):
         suite.bench_compare(tmp_path, only="dalli")
     with pytest.raises(UsageError, match="rounds"):
         suite.bench_compare(tmp_path, rounds=0)
+    with pytest.raises(UsageError, match="originals"):
+        suite.bench_compare(tmp_path, originals=0)
     with pytest.raises(UsageError, match="time"):
         suite.bench_compare(tmp_path, run_s=0)
     assert list(tmp_path.iterdir()) == [], "nothing was written before"
