@@ -164,12 +164,22 @@ def opposite_phase(
 def to_mono(
     samples: np.ndarray,  # [n, C] int16 or float32
     rule: Literal["mean", "first"],
+    *,
+    use_compiled: bool = False,  # for 16 bits: the same samples, in one pass
 ) -> tuple[np.ndarray, str]:  # [n], and "", "identical_channels", "downmixed" or "downmixed+opposite_phase"
     "Return one channel made from all channels, and what was done."
     first = samples[:, 0]
-    if samples.shape[1] == 1:
-        return first, ""
     n_channels = samples.shape[1]
+    if n_channels == 1:
+        return first, ""
+    module = native() if use_compiled and samples.dtype == np.int16 else None
+    if module is not None:
+        row, of_mean, of_channels, is_same = module.mix_channels(samples)
+        if is_same:
+            return first, "identical_channels"
+        is_opposite = of_mean < OPPOSITE_SHARE * of_channels / n_channels
+        status = "downmixed+opposite_phase" if is_opposite else "downmixed"
+        return (first if rule == "first" else row), status
     if n_channels <= 8:  # one by one: along a short axis, NumPy takes several times as long
         is_same = all(np.array_equal(first, samples[:, c]) for c in range(1, n_channels))
     else:
@@ -253,9 +263,11 @@ def conform(
     samples: np.ndarray,  # [n, C] int16 or float32
     sample_rate: int,  # Hz
     rules: ConformRules,
+    *,
+    use_compiled: bool = False,  # for several channels of 16 bits: the same samples, in one pass
 ) -> tuple[np.ndarray, str]:  # [n_samples] int16 or float32, status
     "Fit a recording to the rules, or raise RecordingError (wrong_rate, too_short, too_long, unsupported, nonfinite)."
-    row, mono = to_mono(samples, rules.channels)
+    row, mono = to_mono(samples, rules.channels, use_compiled=use_compiled)
     done = [mono] if mono else []
     if sample_rate != rules.sample_rate and rules.rate == "reject":
         raise RecordingError(

@@ -13,6 +13,7 @@ __all__ = [
     "can_digest",
     "digest_rows",
     "int16_moments",
+    "mix_channels",
     "digest_file_rows",
     "read_rows",
     "read_and_compute",
@@ -90,6 +91,15 @@ def int16_moments(
     sums = np.zeros((len(rows), 5), np.int64)
     _FUNCTIONS["moments"](rows, sums)
     return sums.astype(np.float64)
+
+
+def mix_channels(
+    samples: np.ndarray,  # [n, C] int16, n and C at least 1
+) -> tuple[np.ndarray, float, float, bool]:
+    "Return the mean of the channels [n] float32 (full scale 1), its energy and that of all channels (of int16 values), and whether all channels are equal."
+    mean, out = np.empty(len(samples), np.float32), np.zeros(3)
+    _FUNCTIONS["mix_channels"](np.require(samples, np.int16, ["C", "W"]), mean, out)
+    return mean, out[0], out[1], out[2] == 0
 
 
 # %% ../../nbs/audio/native.ipynb #90934970
@@ -255,6 +265,7 @@ def self_check() -> None:
     n_clipped = (np.abs(wide) >= 32_767).sum(axis=1)
     moments = np.stack([wide.min(1), wide.max(1), wide.sum(1), np.square(wide).sum(1), n_clipped], axis=1)
     x = wide.astype(np.int16)
+    mean, *energies, is_same = mix_channels(x.T)
     path = os.fsencode(os.path.realpath("/proc/self/exe"))
     with open(path, "rb") as file:
         rows = np.frombuffer(file.read(4 * 1304), np.uint16).reshape(4, -1)
@@ -264,6 +275,9 @@ def self_check() -> None:
     if not (
         digest_rows(x).tolist() == digests_of(x)
         and np.array_equal(int16_moments(x), moments)
+        and np.array_equal(mean, np.float32(wide.mean(axis=0) / 32_768))
+        and energies == [np.square(wide.mean(axis=0)).sum(), np.square(wide).sum()]
+        and not is_same
         and looked.tolist() == digests_of(rows)
         and np.array_equal(largest, (rows & 0x7FFF).max(axis=1))
         and stat_files([path]).tolist() == [as_listed]

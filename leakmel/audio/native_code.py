@@ -94,6 +94,25 @@ def call_at(typing_context: Any, function: Any, result: Any, error: Any, words: 
     return types.int32(function, result, error, words), codegen
 
 
+# %% ../../nbs/audio/native_code.ipynb #6e63000a3
+@compiled("void(i2[:, ::1], f4[::1], f8[::1])")
+def _mix_channels(samples, mean, out):
+    "Write the mean of the channels, full scale 1; add its energy to out[0], that of all channels to out[1], samples unlike the first channel to out[2]."
+    n_channels = samples.shape[1]
+    for i in range(len(samples)):
+        first, total, squares, differ = np.int64(samples[i, 0]), np.int64(0), np.int64(0), np.int64(0)
+        for c in range(n_channels):
+            x = np.int64(samples[i, c])
+            total += x
+            squares += x * x
+            differ |= x ^ first
+        value = total / n_channels
+        mean[i] = np.float32(value * (1 / 32_768))
+        out[0] += value * value
+        out[1] += squares
+        out[2] += differ != 0
+
+
 # %% ../../nbs/audio/native_code.ipynb #6e63000a
 ENDED = -1  # the file ends before the rows do
 _INTERRUPTED = errno.EINTR
@@ -332,6 +351,7 @@ def _prefetch_files(paths, starts, sizes):
 FUNCTIONS = {
     "hash_rows": hash_rows,
     "moments": moments,
+    "mix_channels": _mix_channels,
     "digest_file_rows": _digest_file_rows,
     "read_rows": _read_rows,
     "stat_files": _stat_files,

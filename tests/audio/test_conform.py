@@ -56,11 +56,12 @@ STATUSES: dict[str, tuple[np.ndarray, int]] = {
 }
 
 
+@pytest.mark.parametrize("use_compiled", [False, True])
 @pytest.mark.parametrize("status", STATUSES)
-def test_statuses(status: str) -> None:
+def test_statuses(status: str, use_compiled: bool) -> None:
     samples, rate = STATUSES[status]
     before = samples.copy()
-    row, output = conform(samples, rate, rules())
+    row, output = conform(samples, rate, rules(), use_compiled=use_compiled)
     assert output == status
     assert row.shape == (N,)
     assert np.array_equal(samples, before), "the recording itself is left alone"
@@ -121,6 +122,26 @@ def test_mean_and_first() -> None:
     assert np.array_equal(first, stereo[:, 0])
 
 
+@pytest.mark.parametrize("n_channels", [2, 3, 5, 8, 9, 64])
+@pytest.mark.parametrize("rule", ["mean", "first"])
+def test_compiled_code_mixes_channels_to_the_same_bits(
+    n_channels: int, rule: Literal["mean", "first"]
+) -> None:
+    x = np.random.default_rng(n_channels).integers(-32_768, 32_768, (N, n_channels)).astype(np.int16)
+    one_differs = np.repeat(x[:, :1], n_channels, axis=1)
+    one_differs[-1, -1] ^= 1
+    cancelled = x.copy()
+    cancelled[:, -1] = np.clip(-x[:, :-1].astype(int).sum(axis=1), -32_768, 32_767)
+    outputs = set()
+    for samples in (x, one_differs, cancelled, np.full_like(x, -32_768), x[:1], x[::3], np.asfortranarray(x)):
+        rows = [to_mono(samples, rule, use_compiled=compiled) for compiled in (False, True)]
+        assert rows[0][1] == rows[1][1]
+        assert rows[0][0].dtype == rows[1][0].dtype
+        assert rows[0][0].tobytes() == rows[1][0].tobytes()
+        outputs.add(rows[0][1])
+    assert outputs >= {"downmixed", "identical_channels"}
+
+
 def test_the_mean_of_floats_is_taken_in_float64() -> None:
     x = np.array([[1.0, 2**-30, -1.0]], np.float32)
     assert to_mono(x, "mean")[0][0] == np.float32(2**-30 / 3)
@@ -160,6 +181,8 @@ def test_opposite_phase_is_flagged_below_one_percent_of_the_energy(dtype: type, 
             else ((own + level * common) / 32_768).astype(dtype)
         )
         assert opposite_phase(x) == (share(x) < 0.01), level
+        output = "downmixed+opposite_phase" if share(x) < 0.01 else "downmixed"
+        assert to_mono(x, "mean", use_compiled=True)[1] == output
         seen.add(opposite_phase(x))
     assert seen == {True, False}
 

@@ -432,7 +432,7 @@ class BatchReader:
         rate = recording.sample_rate
         other = rate != spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):
-            row, status = conform(recording.samples, rate, spec.rules)
+            row, status = conform(recording.samples, rate, spec.rules, use_compiled=True)
         with slot.taking("decode", 0):
             figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
         whole = row.dtype == np.int16

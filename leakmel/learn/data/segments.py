@@ -62,8 +62,8 @@ def conform_recording(
             f"{n} samples at {rules.sample_rate} Hz are fewer than one long segment of {spec.long_window}",
         )
     if length == "whole":
-        return conform(recording.samples, recording.sample_rate, replace(rules, n_samples=n))
-    row, status = conform(recording.samples, recording.sample_rate, rules)
+        rules = replace(rules, n_samples=n)
+    row, status = conform(recording.samples, recording.sample_rate, rules, use_compiled=True)
     return row[:n], status
 
 
