@@ -152,7 +152,7 @@ def import_tracks(
         raise DataError(
             "no label track was found",
             code="no-recordings",
-            path=tracks[0],
+            path=tracks[0] if tracks else into,
             expected="label tracks of Audacity or selection tables of Raven: NAME.txt for the recording NAME.wav",
         )
     for track, folder in files:
@@ -216,9 +216,12 @@ class TrackExport:
 def _matching(found: _Recordings, path: str, digest: str) -> tuple[str, Recording] | None:
     "Return the recording at a path, which may lack the folder of a split; raises DataError if several fit."
     fits: dict[str, Recording] = {}
-    for p in found.paths:
+    for p in found.by_stem.get(os.path.splitext(os.path.basename(path))[0], []):
         if p == path or p.endswith("/" + path):
-            recording = read_wav(found.root / p)
+            try:
+                recording = read_wav(found.root / p)
+            except RecordingError:
+                continue  # damaged since it was labelled
             if digest in ("", recording.digest):
                 fits[p] = recording
     if len(fits) > 1 and not digest:

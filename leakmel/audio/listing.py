@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "SYSTEM_FOLDERS",
     "FileEntry",
     "LONGEST_PATH",
     "LONGEST_NAME",
@@ -81,13 +82,19 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 
 
 # %% ../../nbs/audio/listing.ipynb #cffdecae
+# folders that operating systems and storage devices make, which hold no recordings of the user
+SYSTEM_FOLDERS = frozenset(
+    {"lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "#recycle", "__MACOSX"}
+)
+
+
 def folders_in(
     path: Path,
     root: Path,  # links are followed inside it
 ) -> list[tuple[str, bool]]:  # sorted
-    "List the folders in a folder, without hidden ones, and whether each lies in the root."
+    "List the folders in a folder, without hidden ones and SYSTEM_FOLDERS, and whether each lies in the root."
     if isinstance(path, StorePath):
-        return [(name, True) for name in names_in(path)[0] if not name.startswith(".")]
+        return [(name, True) for name in names_in(path)[0] if not _is_passed_over(name)]
     found = []
     try:
         with os.scandir(path) as entries:
@@ -98,12 +105,17 @@ def folders_in(
                     if e.errno in MACHINE_FAULTS:
                         raise
                     continue  # a link in a circle
-                if is_folder and not entry.name.startswith("."):
+                if is_folder and not _is_passed_over(entry.name):
                     inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
                     found.append((entry.name, inside))
     except OSError as e:
         raise list_error(e, path) from e
     return sorted(found)
+
+
+def _is_passed_over(name: str) -> bool:
+    "Whether a folder of this name is no label folder."
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def split_folders(
@@ -409,7 +421,9 @@ def found_below(
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
         elif stat.S_ISDIR(st.st_mode):
-            if entry.is_symlink():
+            if os.fsdecode(entry.name) in SYSTEM_FOLDERS:
+                left_out.add("special", entry.path, "a folder of the operating system, which is not listed")
+            elif entry.is_symlink():
                 heappush(links, entry.path)
             else:
                 waiting.append(entry.path)
@@ -584,15 +598,22 @@ def make_listing(
 # %% ../../nbs/audio/listing.ipynb #f0240e01
 def existing_folder(
     folder: str | os.PathLike,  # also the URL of objects
-) -> Path:  # absolute; raises DataError
+    remedy: str | None = None,
+) -> Path:  # absolute; raises DataError, MachineError
     "Check that a folder of recordings exists."
     root = absolute_folder(folder)
     if isinstance(root, StorePath):
         return root
-    if root.is_file():
-        raise DataError("this is a file, but a folder is needed", code="not-a-folder", path=root)
-    if not root.is_dir():
-        raise DataError("the folder does not exist", code="no-such-folder", path=root)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise DataError("no such folder", code="no-such-folder", path=root, remedy=remedy) from e
+    except OSError as e:
+        raise list_error(e, root) from e
+    if not is_folder:
+        raise DataError(
+            "this is a file, but a folder is needed", code="not-a-folder", path=root, remedy=remedy
+        )
     return root
 
 

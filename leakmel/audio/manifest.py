@@ -34,6 +34,7 @@ from leakmel.audio.listing import (
     FileEntry,
     FoundFiles,
     Listing,
+    existing_folder,
     found_below,
     is_inside,
     is_recording_name,
@@ -81,6 +82,7 @@ class Manifest:
     naming: Naming = Naming()  # where labels and parts of names come from
     table_path: Path | None = None  # of the table that names the recordings
     unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}
+    table_digest: str = ""  # of its content, as `NameTable` has it; empty: not known
     table_columns: Mapping[str, str] = field(
         default_factory=dict
     )  # which of its columns are used, as for `scan`
@@ -118,6 +120,7 @@ class Manifest:
             "seconds": self.seconds,
             "naming": asdict(self.naming),
             "table_path": None if self.table_path is None else os.fspath(self.table_path),
+            "table_digest": self.table_digest,
             "table_columns": dict(self.table_columns),
             "people": dict(self.people),
             "part_of": self.part_of,
@@ -144,6 +147,7 @@ class Manifest:
                 seconds=float(facts["seconds"]),
                 naming=Naming(**facts["naming"]),
                 table_path=None if table is None else Path(table),
+                table_digest=str(facts.get("table_digest", "")),
                 unmatched=unmatched,
                 table_columns=dict(facts["table_columns"]),
                 people=dict(facts["people"]),
@@ -543,6 +547,7 @@ def _by_table(
         tuple(notes),
         naming=naming,
         table_path=table.file,
+        table_digest=table.digest,
         table_columns=columns,
     )
 
@@ -595,13 +600,7 @@ def scan(
             remedy="give the table too (table=, --table)",
         )
     naming = pattern_naming(pattern)
-    if not isinstance(root, StorePath) and not root.is_dir():
-        raise DataError(
-            "the path is a file, but a folder is needed" if root.is_file() else "no such folder",
-            code="not-a-folder" if root.is_file() else "no-such-folder",
-            path=root,
-            remedy="give the folder that holds TRAINING, VALIDATION and TESTING, or label folders",
-        )
+    existing_folder(root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             wanted = table_columns(columns)

@@ -10,13 +10,15 @@ __all__ = [
     "MAX_EXTRA_BYTES",
     "NameTable",
     "table_columns",
+    "read_table_bytes",
+    "require_same_table",
     "read_table",
     "paths_below_root",
     "missing_files",
 ]
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, binascii, csv, io, os, re, stat
+import base64, binascii, csv, io, os, re, stat, unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from typing import NoReturn
 
 from .file_names import NameParts, iso_time, split_name
 from .problems import Problem, how_many
+from .wav import digest_of
 from ..core.errors import DataError, UsageError, show_path
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
@@ -56,6 +59,8 @@ MEASURED_COLUMNS = (  # of `scan(...).table` and `MelDataset.files`: learned fro
     "dc_offset",
     "silent",
     "digest",
+    "label_by",  # a person, of labels that people gave
+    "label_before",
 )
 MAX_EXTRA_COLUMNS = 50
 MAX_EXTRA_BYTES = 1000  # of a cell
@@ -74,6 +79,7 @@ class NameTable:
     parts: list[NameParts]
     ignored: tuple[str, ...]  # names of columns that are not used
     extra: dict[str, list[str]]  # other columns: name -> texts
+    digest: str = ""  # xxh3-128 of the file, hex
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -184,14 +190,35 @@ def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: 
 
 
 # %% ../../nbs/audio/tables.ipynb #84578403
-def _read_text(file: Path) -> str:
-    "Read the text of a CSV file; refuse special files (a named pipe would block)."
+def read_table_bytes(
+    file: Path,
+) -> bytes:  # raises DataError
+    "Read a CSV file; refuse special files (a named pipe would block)."
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise DataError("the table is not a regular file", code="table-unreadable", path=file)
-        data = file.read_bytes()
+        return file.read_bytes()
     except OSError as e:
         raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
+
+
+def require_same_table(
+    file: Path | None,  # None: no table
+    digest: str,  # of the table when it was read; empty: not known
+    remedy: str,
+) -> None:  # raises DataError
+    "Check that a table has not changed since it was read."
+    if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
+        raise DataError(
+            "the table of labels was changed since it was read",
+            code="table-changed",
+            path=file,
+            remedy=remedy,
+        )
+
+
+def _decode_text(data: bytes, file: Path) -> str:
+    "Decode the text of a CSV file."
     try:
         at = data.find(b"\0")
         text = data.decode("utf-8-sig")
@@ -208,10 +235,16 @@ def _read_text(file: Path) -> str:
     return text
 
 
-def _csv_rows(file: Path, text: str) -> Iterator[tuple[int, list[str], str]]:
-    "Yield header and rows that are not blank: line number, cells and delimiter."
+def _csv_rows(file: Path, text: str, names: Collection[str]) -> Iterator[tuple[int, list[str], str]]:
+    "Yield header and rows that are not blank: line number, cells and delimiter; `names` are names of columns besides the usual ones."
     head = next((line for line in text.splitlines() if line.strip(',;\t "')), "")
-    known = {d: sum(_column(cell.strip(' "')) in TABLE_COLUMNS for cell in head.split(d)) for d in ",;\t"}
+    other = {name.strip().casefold() for name in names}
+
+    def count(delimiter: str) -> int:
+        cells = [cell.strip(' "') for cell in head.split(delimiter)]
+        return sum(_column(cell) in TABLE_COLUMNS or cell.casefold() in other for cell in cells)
+
+    known = {delimiter: count(delimiter) for delimiter in ",;\t"}
     delimiter = max(known, key=known.__getitem__)
     line = 1
     try:
@@ -291,7 +324,8 @@ def read_table(
             remedy="save a pandas table with to_csv(FILE, index=False), and give the path",
         )
     file = Path(os.path.abspath(file))
-    rows = _csv_rows(file, _read_text(file))
+    data = read_table_bytes(file)
+    rows = _csv_rows(file, _decode_text(data, file), wanted.values())
     _, head, delimiter = next(rows, (0, [], ""))
     if not head:
         raise DataError(
@@ -301,7 +335,8 @@ def read_table(
             expected="a line of column names, for example path,label",
         )
     header = _header(head, file, wanted, with_labels)
-    table = NameTable(file, [], [], [], [], header.ignored, {name: [] for name in header.extra})
+    extra: dict[str, list[str]] = {name: [] for name in header.extra}
+    table = NameTable(file, [], [], [], [], header.ignored, extra, digest_of(data))
     lines: dict[bytes, int] = {}
     for line, row, _ in rows:
         _take_row(table, header, row, line, "," if delimiter == ";" else ".", lines)
@@ -394,6 +429,11 @@ def paths_below_root(
 
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
+def _plain(path: bytes) -> str:
+    "Return a path without differences of case and of Unicode forms."
+    return unicodedata.normalize("NFC", os.fsdecode(path)).casefold()
+
+
 def missing_files(
     missing: Sequence[bytes],  # paths of the table that do not exist
     n_rows: int,  # rows of the table that were checked
@@ -408,11 +448,13 @@ def missing_files(
             f"paths are relative to {show_path(root)}, where this file and "
             f"{how_many(n_rows - 1, 'other')} of the table do not exist",
         )
-    other_case = {os.fsdecode(path).casefold(): path for path in existing} if missing else {}
+    similar = {_plain(path): path for path in existing} if missing else {}
     for path in missing:
         hint = '; write "/" between folders' if b"\\" in path else ""
-        if twin := other_case.get(os.fsdecode(path).casefold()):
-            hint += f"; {show_path(twin)} exists, which differs only in case"
+        if twin := similar.get(_plain(path)):
+            is_case = os.fsdecode(twin).casefold() == os.fsdecode(path).casefold()
+            what = "in case" if is_case else "in how accents are stored (Unicode NFC or NFD)"
+            hint += f"; {show_path(twin)} exists, which differs only {what}"
         yield Problem(
             "missing_file",
             show_path(path),

@@ -349,10 +349,9 @@ def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
     if width == 1:
         values = np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128
     elif width == 3:
-        width = 4
-        wide = np.zeros((n, 4), np.uint8)
-        wide[:, slice(1, 4) if order == "<" else slice(3)] = np.frombuffer(raw, np.uint8, 3 * n).reshape(n, 3)
-        values = wide.view(f"{order}i4").ravel()
+        width = 4  # each sample with a byte of its neighbour, which is removed
+        padded = b"\0" + raw if order == "<" else raw + b"\0"
+        values = np.ndarray(n, f"{order}i4", padded, strides=(3,)) & -256
     else:
         values = np.frombuffer(raw, f"{order}{'f' if is_float else 'i'}{width}", n)
     with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 becomes infinite, and is refused
@@ -422,9 +421,12 @@ def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:  # samples [n, C]: int16 for 16-bit PCM, else float32
     "Read one WAV file; raises RecordingError with path, code and offset if it is invalid."
-    if not os.path.lexists(path):
-        raise RecordingError("unreadable", "no such file", path=path)
-    fd, n_file = open_regular(path)
+    try:
+        fd, n_file = open_regular(path)
+    except RecordingError as e:
+        if isinstance(e.__cause__, FileNotFoundError) and not os.path.lexists(path):
+            raise RecordingError("unreadable", "no such file", path=path) from e.__cause__
+        raise
     try:
         return read_open_wav(fd, n_file)
     except RecordingError as e:

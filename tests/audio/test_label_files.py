@@ -42,6 +42,22 @@ def test_round_trip(tmp_path, heard, format):
     assert len(import_tracks([heard], tmp_path / "back.csv", by="cid").written) == 3
 
 
+def test_no_track_to_import(tmp_path):
+    with pytest.raises(DataError) as e:
+        import_tracks([], tmp_path / "labels.csv", by="ben")
+    assert (e.value.code, e.value.path) == ("no-recordings", tmp_path / "labels.csv")
+
+
+def test_a_damaged_recording_ends_no_export(tmp_path, heard):
+    for name in NAMES[:2]:
+        append_decision(
+            tmp_path / "labels.csv", Decision(name, read_wav(heard / name).digest, "LEAK", "ann", now_utc())
+        )
+    (heard / NAMES[0]).write_bytes(b"RIFF")
+    done = export_tracks(tmp_path / "labels.csv", tmp_path / "to", recordings=heard)
+    assert (len(done.written), done.not_found) == (1, 1)
+
+
 def test_files_that_exist_are_not_replaced(tmp_path, heard):
     digest = read_wav(heard / NAMES[0]).digest
     append_decision(tmp_path / "labels.csv", Decision(NAMES[0], digest, "LEAK", "ann", now_utc()))

@@ -4,6 +4,8 @@ import errno, os, subprocess, sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -225,6 +227,26 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
         "site 1": 1,
         "site 1/deep/er": 1,
     }
+
+
+@pytest.mark.parametrize("name", ["lost+found", "System Volume Information", "@eaDir"])
+def test_folders_of_the_operating_system_are_no_labels(tmp_path: Path, name: str) -> None:
+    put(tmp_path, "LEAK/a.wav", f"LEAK/{name}/b.wav", "NOLEAK/c.wav", f"{name}/d.wav")
+    m = scan(tmp_path)
+    assert m.label_names == ("LEAK", "NOLEAK")
+    assert m.listings[0].paths == [b"LEAK/a.wav", b"NOLEAK/c.wav"]
+    assert kinds(m)["special"] == {f"LEAK/{name}", name}
+    table = tmp_path / "t.csv"
+    table.write_text("path,label\nLEAK/a.wav,LEAK\nNOLEAK/c.wav,NOLEAK\n")
+    real = os.scandir
+
+    def scandir(path: bytes) -> Any:
+        if os.fsencode(path).endswith(name.encode()):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    with mock.patch.object(os, "scandir", scandir):
+        assert len(scan(tmp_path, table=table)) == 2, "one that only root may read is in nobody's way"
 
 
 def test_very_deep_folders(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -1337,6 +1338,14 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     (message,) = m.problems["message"][m.problems["kind"] == "missing_file"]
     assert message.endswith("LEAK/b.wav exists, which differs only in case")
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
+
+
+def test_a_path_that_differs_only_in_how_accents_are_stored(tmp_path):
+    "Names from a Mac are decomposed (NFD), those typed into a table are not."
+    put(tmp_path / "data", "LEAK/a.wav", unicodedata.normalize("NFD", "LEAK/Süd.wav"))
+    m = scan(tmp_path / "data", table=table(tmp_path, "path,label\nLEAK/a.wav,LEAK\nLEAK/Süd.wav,LEAK\n"))
+    (message,) = m.problems["message"][m.problems["kind"] == "missing_file"]
+    assert message.endswith("differs only in how accents are stored (Unicode NFC or NFD)")
 
 
 def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):

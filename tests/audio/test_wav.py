@@ -266,6 +266,22 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     assert (caught.value.reject_code, caught.value.offset) == ("truncated", 150)
 
 
+def test_a_stale_network_file_is_a_fault_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecordingError, match="no such file") as caught:
+        read_wav(tmp_path / "x.wav")
+    assert (caught.value.reject_code, type(caught.value.__cause__)) == ("unreadable", FileNotFoundError)
+
+    def stale(path: object, *given: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    monkeypatch.setattr(os, "open", stale)
+    monkeypatch.setattr(os, "lstat", stale)
+    with pytest.raises(MachineError, match="ESTALE"):
+        read_wav(tmp_path / "x.wav")
+
+
 # -- real recordings ------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from errors import raises
 from tiny_training import tiny_words
 
 import leakmel as lm
+from leakmel.audio.labels import Decision, append_decision, now_utc
 from leakmel.audio.tables import MAX_EXTRA_BYTES, MAX_EXTRA_COLUMNS, MEASURED_COLUMNS, read_table
 from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
@@ -182,6 +183,36 @@ def read_columns() -> set[str]:
     from leakmel.audio.tables import TABLE_COLUMNS
 
     return set(TABLE_COLUMNS)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", ","])
+def test_a_table_whose_columns_all_have_other_names(made, delimiter):
+    "As Excel writes it in Germany."
+    rows = list(csv.DictReader((made / "t.csv").read_text(encoding="utf-8").splitlines()))
+    lines = [delimiter.join((r["file"], r["condition"] or "LEAK", r["pipe"])) for r in rows]
+    head = delimiter.join(("Datei", '"Klasse"', "Rohr"))
+    (made / "t2.csv").write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+    columns = "path=Datei,label=klasse,sensor=Rohr"
+    m = lm.scan(made / "data", table=made / "t2.csv", columns=columns)
+    assert (len(m), m.label_names) == (N, ("LEAK", "NOLEAK"))
+    assert set(m.table["sensor"]) == {"P0", "P1", "P2"}
+
+
+def test_the_files_of_a_data_set_with_labels_by_people_are_a_table(made):
+    labels = made / "labels.csv"
+    for path in sorted((made / "data").glob("*.wav")):
+        decision = Decision(
+            path.name, lm.read_wav(path).digest, "LEAK" if path.name < "06" else "NOLEAK", "ann", now_utc()
+        )
+        append_decision(labels, decision)
+    first = build(made, labels=labels)
+    with lm.open_dataset(first.path) as ds:
+        ds.files.to_csv(made / "files.csv", index=False)
+    m = lm.scan(made / "data", table=made / "files.csv")
+    again = lm.build(made / "data", manifest=m, out=made / "y.h5", spec=SHORT, progress="none", engine="cpu")
+    assert (again.rows, again.verified.ok) == (N, True)
+    with lm.open_dataset(first.path) as a, lm.open_dataset(again.path) as b:
+        assert a.files["label"].tolist() == b.files["label"].tolist()
 
 
 def test_the_table_of_a_folder_without_splits(made):
