@@ -26,7 +26,7 @@ from typing import Self
 from .errors import OutputError, show_path
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
-NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # the last two differ on macOS
 
 
 def flock(

@@ -25,9 +25,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/monitor.ipynb #59f5ee59
-import os, platform, sys, threading, time
+import math, os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -172,12 +173,20 @@ class Sampler:
 
 
 # %% ../../nbs/core/monitor.ipynb #c689b367
+@cache
+def _own_quota() -> float | None:
+    "CPU time limit of the control groups when the process began, in cores."
+    return cpu_quota()
+
+
 def usable_cores() -> int:
-    "Cores that this process may use, which can be fewer than the machine has."
+    "Cores that this process may use: by its affinity mask and by the CPU time limit of its container, rounded up."
     try:
-        return len(os.sched_getaffinity(0))
+        n = len(os.sched_getaffinity(0))
     except AttributeError:
-        return os.cpu_count() or 1
+        n = os.cpu_count() or 1
+    quota = _own_quota()
+    return n if quota is None else max(1, min(n, math.ceil(quota)))
 
 
 # %% ../../nbs/core/monitor.ipynb #0b1f7a32

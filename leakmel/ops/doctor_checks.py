@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/doctor_checks.ipynb #51439791
-import configparser, contextlib, os, platform, re, tempfile
+import configparser, contextlib, math, os, platform, re, tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -211,9 +211,8 @@ def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLi
     found, advice = f"{usable} of {cores} usable", ""
     if quota is not None:
         found += f", with a quota of {quota:g} cores' time"
-    if quota is not None and quota < usable:
-        workers = f"--compute-workers {max(1, int(quota))}"
-        advice = f"Raise the CPU quota of the container, or use {workers}: by default a build starts a thread for each of {usable} cores"
+    if quota is not None and quota < cores and usable <= math.ceil(quota):
+        advice = "Raise the CPU quota of the container: it bounds the threads of a build"
     elif usable < cores:
         advice = "Let the process use all cores (taskset, or an option of the batch system)"
     return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)

@@ -28,6 +28,13 @@ from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_en
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
 
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.5, 1), (64.0, 8)])
+def test_cores_of_a_container_with_a_quota(monkeypatch, quota, cores):
+    monkeypatch.setattr(monitor_module.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(monitor_module, "_own_quota", lambda: quota)
+    assert monitor_module.usable_cores() == cores
+
+
 def run_monitor(seconds: float = 0.15, interval_s: float = 0.03, n_within: int = 0) -> Timeline:
     "Monitor a run that lasts until there are so many samples: on a busy machine the thread that takes them comes late."
     timeline, until = Timeline(), time.monotonic() + 20

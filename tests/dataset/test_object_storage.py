@@ -378,6 +378,17 @@ def test_on_bad_file_stop_names_the_object(url, tmp_path):
 # ---------------------------------------------------------------- verify
 
 
+def test_verify_with_a_table(own_url, demo, served, tmp_path):
+    names = sorted(p.relative_to(demo).as_posix() for p in (demo / "TRAINING").rglob("H*.wav"))[:6]
+    (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{n},{n.split('/')[1]}\n" for n in names))
+    m = lm.scan(own_url, table=tmp_path / "t.csv")
+    made = lm.build(own_url, manifest=m, out=tmp_path / "x.h5", **QUIET)
+    assert lm.verify(made.path, root=own_url, table=tmp_path / "t.csv").problems == []
+    served.delete(f"{own_url.removeprefix(f's3://{BUCKET}/')}/{names[0]}")
+    (problem,) = lm.verify(made.path, root=own_url, table=tmp_path / "t.csv", sample=0).problems
+    assert names[0] in problem
+
+
 def test_verify_reads_the_objects_again(own_url, demo, served, tmp_path):
     made = lm.build(own_url, split="training", out=tmp_path / "x.h5", **QUIET)
     for sample in (None, 8):

@@ -232,20 +232,21 @@ def groups(folder: Path, own: str, files: dict[str, str] | None = None) -> dict[
 
 
 def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 3)  # as they follow from the quota
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     made = groups(
         tmp_path, "0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}
     )
     check = doctor_checks.examine_cores(**made)
     assert (check.status, check.figures["quota_cores"]) == ("warn", 2.5)
-    assert "--compute-workers 2" in check.advice
+    assert check.advice.startswith("Raise the CPU quota of the container")
     (tmp_path / "job" / "cpu.max").write_text("900000 100000\n")
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
     assert doctor_checks.examine_cores(**made).status == "ok", "a quota above the cores bounds nothing"
 
 
 def test_a_quota_of_version_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     made = groups(
         tmp_path,
@@ -253,7 +254,7 @@ def test_a_quota_of_version_1(tmp_path, monkeypatch):
         {"cpu/docker/x/cpu.cfs_quota_us": "50000", "cpu/docker/x/cpu.cfs_period_us": "100000"},
     )
     assert doctor_checks.examine_cores(**made).figures["quota_cores"] == 0.5
-    assert "--compute-workers 1" in doctor_checks.examine_cores(**made).advice
+    assert doctor_checks.examine_cores(**made).advice.startswith("Raise the CPU quota of the container")
     (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text("-1")
     assert doctor_checks.examine_cores(**made).figures["quota_cores"] is None
 

@@ -19,7 +19,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e4a2f11b
 import json, os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -27,7 +27,14 @@ import numpy as np
 
 from ...audio.conform import check_range
 from ...audio.labels import BEFORE_COLUMN, BY_COLUMN
-from ...audio.listing import LONGEST_NAME, LONGEST_PATH, found_below, is_inside, is_recording_name
+from leakmel.audio.listing import (
+    LONGEST_NAME,
+    LONGEST_PATH,
+    SYSTEM_FOLDERS,
+    found_below,
+    is_inside,
+    is_recording_name,
+)
 from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, paths_below_root
@@ -133,7 +140,11 @@ def table_mismatches(
     unlabelled = {p for p in entry if not table.labels[entry[p]]} - by_people
     codes = file["rejected/code"][:].tolist()
     if odd := [
-        p for p, code in zip(rejected, codes) if (code == b"no_label") != (p in unlabelled) and p in entry
+        p
+        for p, code in zip(rejected, codes)
+        if (code == b"no_label") != (p in unlabelled)
+        and p in entry
+        and (people is None or code == b"no_label")  # people may have labelled a file that was rejected
     ]:
         yield f"{len(odd)} recordings have a label in only one of the data set and the table, first {show_path(odd[0])}"
     if wet := [
@@ -168,14 +179,15 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     if is_remote:
         url = store_path(os.fsdecode(folder))
         there = set(found_below(url, url)[0].paths)
-    for at, _, names in os.walk(folder) if not is_remote else ():  # not through links
+    for at, folders, names in os.walk(folder) if not is_remote else ():  # not through links
+        folders[:] = [name for name in folders if os.fsdecode(name) not in SYSTEM_FOLDERS]
         there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
-    if naming.base == "root":
-        there = {
-            p for p in there if naming.source == "pattern" and naming.read(p).split == file.attrs["split"]
-        }
+    if naming.base == "root" and naming.source == "pattern":
+        there = {p for p in there if naming.read(p).split == file.attrs["split"]}
     if gone := sorted(p for p in known - there if is_remote or not os.path.isfile(os.path.join(folder, p))):
         yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
+    if naming.source == "table":
+        return  # other recordings in the folder are of no interest
     full = {os.path.join(folder, p): p for p in there - known}
     if new := sorted(
         p for at, p in full.items() if is_remote or (os.path.isfile(at) and not os.path.islink(at))
@@ -298,8 +310,11 @@ def rejected_problems(
     folder: bytes,  # that the paths are relative to
     root: str | os.PathLike,  # nothing is read outside it
     sample: int | None,  # files to read again; None: all
-    moved: list[str],  # receives the sentences about files that no longer exist
+    moved: list[str],  # receives the sentences about files that no longer exist, or were changed
     copies: LocalCopies | None = None,  # of the folder, for one of objects
+    *,
+    by_people: bool = False,  # people gave labels, which may be those of rejected files too
+    is_changed: Callable[[bytes], bool] = lambda path: False,  # since the listing of a build
 ) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
     "Yield rejected files that are valid now, or that have another reject code."
     codes = columns["rejected/code"][:]
@@ -308,9 +323,20 @@ def rejected_problems(
     picked = pick_rejected(codes, sample).tolist()
     copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
     with copies.of([paths[k] for k in picked]) as files:
-        yield from _rejected_now(
-            files, picked, top if not copies.is_remote else None, codes, paths, spec, naming, labels, moved
-        )
+        for k, sentence in _rejected_now(
+            files,
+            picked,
+            top if not copies.is_remote else None,
+            codes,
+            paths,
+            spec,
+            naming,
+            labels,
+            by_people,
+        ):
+            if not os.path.lexists(files[paths[k]]) or is_changed(paths[k]):
+                moved.append(sentence)
+            yield sentence
 
 
 def _rejected_now(
@@ -322,9 +348,9 @@ def _rejected_now(
     spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
-    moved: list[str],
-) -> Iterator[str]:
-    "Yield the chosen rejected files that are valid now, or that have another reject code."
+    by_people: bool,
+) -> Iterator[tuple[int, str]]:
+    "Yield numbers of the chosen rejected files that are valid now, or that have another reject code, each with a sentence."
     for k in picked:
         path = paths[k]
         code = codes[k].decode("ascii", "replace")
@@ -333,8 +359,7 @@ def _rejected_now(
             continue  # a table may name such a file; it is not read
         if not os.path.lexists(whole):
             if code != "unreadable":
-                moved.append(f"{show_path(path)}: the file was rejected as {code} and no longer exists")
-                yield moved[-1]
+                yield k, f"{show_path(path)}: the file was rejected as {code} and no longer exists"
             continue
         gives = "is valid"
         try:
@@ -342,7 +367,7 @@ def _rejected_now(
                 continue  # the table was compared
             if code == "dry" and naming.read(path).parts.gain == 1:
                 continue  # it was not read
-            if naming.source != "table":
+            if naming.source != "table" and (code == "no_label" or not by_people):
                 label = naming.read(path).label
                 if label is None or show_path(label) not in labels:
                     raise RecordingError("no_label", "the name contains no label")
@@ -353,7 +378,8 @@ def _rejected_now(
             if e.reject_code == code:
                 continue
             gives = f"must be rejected as {e.reject_code}"
-        yield f"{show_path(path)}: the file was rejected as {code}, but it now {gives}: either the rejection was wrong, or the file was repaired later"
+        sentence = f"{show_path(path)}: the file was rejected as {code}, but it now {gives}"
+        yield k, f"{sentence}: either the rejection was wrong, or the file was repaired later"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee

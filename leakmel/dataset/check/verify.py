@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...audio.manifest import split_folders
+from ...audio.listing import existing_folder, split_folders
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, read_table
 from leakmel.core.errors import (
@@ -412,6 +412,7 @@ def _check_origin(
     edges: Sequence[int],
     table: NameTable | None,
     sources: Sources | None,
+    is_changed: Callable[[bytes], bool],
     progress: Callable[[int, int], None],
     own: ExitStack,  # closes what is opened here
 ) -> None:
@@ -433,9 +434,11 @@ def _check_origin(
     splits: dict[str, Path] = {}
     top = absolute_folder(root)
     is_remote = isinstance(top, StorePath)
-    if not is_remote and not os.path.isdir(root):
-        fault = f"the data folder {show_path(root)} {'is not a folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
-    elif naming.base == "split":
+    try:
+        existing_folder(top)
+    except DataError as e:
+        fault = f"{e}; the data set was not compared"
+    if not fault and naming.base == "split":
         try:
             splits = split_folders(top)
         except DataError as e:
@@ -470,7 +473,17 @@ def _check_origin(
         report.scope = "against the sources"
     _compare_rows(f, naming, sources, columns, picked, progress, report)
     report.problems += consistency.rejected_problems(
-        columns, spec, naming, labels, folder, root, sample, report.moved, sources.copies
+        columns,
+        spec,
+        naming,
+        labels,
+        folder,
+        root,
+        sample,
+        report.moved,
+        sources.copies,
+        by_people=consistency.labelled_by_people(f) is not None,
+        is_changed=is_changed,
     )
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)
@@ -488,6 +501,9 @@ def check_data_set(
     table: str | os.PathLike | None = None,  # that the labels come from
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     sources: Sources | None = None,  # expected rows, computed in advance
+    is_changed: Callable[[bytes], bool] = lambda path: (
+        False
+    ),  # whether a rejected file was changed since it was listed
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
@@ -508,7 +524,18 @@ def check_data_set(
             opened = _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(
-                    f, opened, report, root, sample, accounting, edges, names, sources, progress, own
+                    f,
+                    opened,
+                    report,
+                    root,
+                    sample,
+                    accounting,
+                    edges,
+                    names,
+                    sources,
+                    is_changed,
+                    progress,
+                    own,
                 )
     except (MachineError, MemoryError, _UnusedTable):
         raise

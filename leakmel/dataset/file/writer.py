@@ -474,7 +474,8 @@ class RowFile:
         self._close()
         old = -1
         with suppress(OSError):  # there is none
-            old = os.open(self.target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            kind = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)  # macOS has no O_PATH
+            old = os.open(self.target, kind | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.replace(self.partial, self.target)
         finally:

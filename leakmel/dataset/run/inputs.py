@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import math, os
+import math, os, stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +42,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from ...core.store import LocalCopies
+from ..file.writer import output_error
 from ...mel.spec import PRESET_RATE, MelSpec, preset_values
 
 
@@ -392,14 +393,20 @@ def check_target(
             path=target,
             remedy="choose a folder outside the data folder",
         )
-    if target.is_dir():
+    try:
+        mode = os.stat(target).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except OSError as e:
+        raise output_error(e, target) from e
+    if stat.S_ISDIR(mode):
         raise OutputError(
             "the output path is a folder, but it must be a file",
             code="output-is-folder",
             path=target,
             remedy=f"give a file name, for example {show_path(target / 'TRAINING_DATASET.H5')}",
         )
-    if target.exists() and not _is_data_set(target):
+    if mode and not _is_data_set(target):
         raise OutputError(
             "the path exists and is not a data set, so it is not replaced",
             code="output-exists",
@@ -508,7 +515,7 @@ def checked_inputs(
 ) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
     folders = [f for _, target in targets for f in (target.parent, *target.parent.parents)]
-    made = [f for f in folders if not f.exists()]  # the innermost first
+    made = [f for f in folders if not os.path.exists(f)]  # the innermost first
     listings = [listing for listing, _ in targets]
     try:
         for listing, target in targets:

@@ -256,6 +256,11 @@ _MAX_ROWS_PER_LINE = 2048  # at the most: a line is in memory several times whil
 _MAX_INTERVAL_S = 10.0  # between two entries at the most, as long as rows are written
 
 
+def _sync_data(fd: int) -> None:
+    "Flush the content of a file to disk."
+    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+
+
 class Journal:
     "Journal of one build: candidates written since the last entry, shared by all threads, and the journal file."
 
@@ -323,7 +328,7 @@ class Journal:
             numbers = np.concatenate([np.arange(first, first + n) for first, n in noted])
             confirm = self.sync and rows_fd >= 0
             if confirm:
-                os.fdatasync(rows_fd)
+                _sync_data(rows_fd)
             try:
                 if confirm and not self.n_entered:
                     sync_folder(self.path.parent)  # the names of both files
@@ -332,7 +337,7 @@ class Journal:
                     self._append(_entry_line(entry))
                     self.n_entered += len(entry.known)
                 if confirm:
-                    os.fdatasync(self.fd)
+                    _sync_data(self.fd)
             except OSError as e:
                 self._give_up(e)
 

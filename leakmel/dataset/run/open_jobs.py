@@ -41,12 +41,16 @@ from ..source.loader import BadFilesError, check_rejected_share, first_bad_file
 log = logging.getLogger("leakmel")
 JOINED = ".joined"  # suffix of a part whose rows have been moved to the data set of all parts
 
-
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2a679a12
+_CHANGED_OUTSIDE = ("recordings-changed", "table-changed", "table-unreadable")  # codes of errors
+
+
 def may_resume(
     error: BaseException,  # that ended a build
 ) -> bool:
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
+    if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
+        return True  # the journal knows which recordings are still the same
     outside = (MachineError, OutputError, MemoryError, BadFilesError)
     return not isinstance(error, Exception) or isinstance(error, outside)
 

@@ -26,7 +26,7 @@ __all__ = [
 import json, logging, os, re, shutil, stat, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
 from itertools import chain
@@ -40,6 +40,7 @@ from ...audio.file_names import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
 from ...audio.manifest import Manifest, scan
+from ...audio.tables import require_same_table
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, SpecError, UsageError, VerifyError, show_path
@@ -213,20 +214,6 @@ def _recordings(whole: Manifest) -> dict[str, Any]:  # of one split
     return {"recordings": recordings_digest(listing), "labels": [names, digest_of(listing.label_ids)]}
 
 
-def _table_digest(whole: Manifest) -> str | None:  # None: no table, or it cannot be read
-    "Return the digest of the table of labels, which the join reads again."
-    import xxhash
-
-    total = xxhash.xxh3_128()
-    try:
-        with open(whole.table_path or "", "rb") as f:
-            while data := f.read(1 << 20):
-                total.update(data)
-    except OSError:
-        return None
-    return total.hexdigest()
-
-
 def plan_parts(
     whole: Manifest,  # of one split
     n_parts: int,
@@ -244,8 +231,8 @@ def plan_parts(
         "spec": spec.to_dict(),
         "with_waveforms": request.with_waveforms,
         **_recordings(whole),
-        "table": _table_digest(whole),
-        "pipeline": asdict(request.config),
+        "table": whole.table_digest,
+        "pipeline": {f.name: getattr(request.config, f.name) for f in fields(PipelineConfig)},
     }
 
 
@@ -536,13 +523,11 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    if plan.get("table") not in (None, _table_digest(manifest)):
-        raise DataError(
-            "the table of labels has changed since the first part was built",
-            code="table-changed",
-            path=manifest.table_path,
-            remedy=f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
-        )
+    require_same_table(
+        manifest.table_path,
+        plan["table"],
+        f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
+    )
 
 
 @dataclass(frozen=True)

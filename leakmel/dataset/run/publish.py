@@ -36,6 +36,7 @@ from ...audio.content import Columns, content_problems
 from ...audio.listing import part_range
 from ...audio.manifest import Manifest, unlabelled_hint
 from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
+from ...audio.tables import require_same_table
 from ...core.errors import DataError, OutputError, VerifyError, show_path
 from ...core.monitor import mean, peak
 from ...core.timeline import Timeline, write_timeline
@@ -43,7 +44,7 @@ from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected
 from ..file.writer import replacing, sync_folder
 from .job import BuildContext, Job, job_metadata
-from .existing import stamps_at_build, write_state
+from .existing import stamps_at_build, stamps_of, write_state
 from ..source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
@@ -271,6 +272,13 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     def note(n: int, total: int) -> None:
         job.checked = n, total
 
+    def is_changed(path: bytes) -> bool:
+        k = job.listing.paths.index(path)
+        (now,) = stamps_of(job.listing, np.array([k]))
+        return (now["size"], now["mtime_ns"]) != (job.listing.sizes[k], job.listing.mtimes_ns[k])
+
+    again = "run the same command again: the rows that are right are kept"
+    require_same_table(run.manifest.table_path, run.manifest.table_digest, again)
     unread = ~job.matched[job.good]
     if run.request.check is None:
         unread[:] = True
@@ -287,6 +295,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             table=run.manifest.table_path,
             columns=run.manifest.table_columns,
             sources=sources,
+            is_changed=is_changed,
             progress=note,
         )
         moved.n_files = report.checked
@@ -302,15 +311,15 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             found=found,
             remedy=f"leakmel join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
             if job.n_parts
-            else "build again when no other program changes the recordings",
+            else again,
         )
-    again = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
+    how = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
     raise VerifyError(
         "the computed rows failed verification, so nothing was published",
         code="wrong-rows",
         path=job.file.target,
         found=found,
-        remedy=f"build {again}, and with engine='reference' if that fails too; please report the error",
+        remedy=f"build {how}, and with engine='reference' if that fails too; please report the error",
     )
 
 

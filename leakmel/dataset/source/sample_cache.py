@@ -405,7 +405,10 @@ def cache_folder(
     if named is not None:
         return Path(os.path.abspath(os.path.expanduser(named)))
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "leakmel"
+    home = os.path.expanduser("~")  # stays "~" for a user without a home folder
+    if not os.path.isabs(base):
+        base = os.path.join(home if os.path.isabs(home) else os.getcwd(), ".cache")
+    return Path(base, "leakmel")
 
 
 def cache_path(
