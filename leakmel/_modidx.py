@@ -1556,6 +1556,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs._read_headers': ( 'dataset/run/inputs.html#_read_headers',
                                                                                           'leakmel/dataset/run/inputs.py'),
+                                            'leakmel.dataset.run.inputs._round_down': ( 'dataset/run/inputs.html#_round_down',
+                                                                                        'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs._similar_length': ( 'dataset/run/inputs.html#_similar_length',
                                                                                             'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs._spec_of_settings': ( 'dataset/run/inputs.html#_spec_of_settings',

@@ -16,9 +16,10 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.audio.synth import write_wav
+from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.dataset.run.inputs import READ_HEADERS, decide_spec
+from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec
 from leakmel.dataset.run.proposal import propose_build
 from leakmel.insight.explore import Explorer
 from leakmel.insight.explore_data import recordings_of_scan
@@ -304,7 +305,31 @@ def test_lengths_that_differ_by_a_little_are_cut_to_the_shortest(tmp_path: Path)
     result = lm.build(tmp_path / "in", out=tmp_path / "x.h5", progress="none")
     assert (result.rows, len(result.rejected)) == (50, 0)
     with lm.open_dataset(result.path) as ds:
-        assert (ds.spec.sample_rate, ds.spec.duration_s) == (8000, 6.64)
+        assert (ds.spec.sample_rate, ds.spec.duration_s) == (8000, 6.6)
     decision = decide_spec(None, [lm.scan(tmp_path / "in").listings[0]])
-    assert (decision.n_similar, decision.counts["cut"]) == (48, 46)
+    assert (decision.n_similar, decision.counts["cut"]) == (48, 50)
     assert "shortest of 48 of 50" in decision.reason
+
+
+def test_a_new_recording_does_not_change_the_length_of_all(tmp_path: Path) -> None:
+    "Else each update of a data set would compute all rows again, and splits that are built one by one would differ."
+    rng, decided = np.random.default_rng(0), set()
+    for n in (400, 401, 402):
+        for i in range(len(list(tmp_path.rglob("*.wav"))), n):
+            path, length = (
+                tmp_path / ("LEAK", "NOLEAK")[i % 2] / f"{i}.wav",
+                int(rng.uniform(9.21, 10.2) * 1000),
+            )
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(canonical_header(1000, length))
+            os.truncate(path, 44 + 2 * length)
+        decided.add(decide_spec({"sample_rate": 1000}, list(lm.scan(tmp_path).listings)).spec.duration_s)
+    assert decided == {9.2}
+
+
+@pytest.mark.parametrize(
+    ("shortest", "used"), [(6.64, 6.6), (10.0, 10.0), (1.0, 1.0), (0.99, 0.98), (47.3, 46.0), (120.5, 120.0)]
+)
+def test_lengths_are_rounded_down_by_less_than_five_percent(shortest: float, used: float) -> None:
+    assert _round_down(shortest) == used
+    assert 0.95 * shortest < used <= shortest

@@ -1132,7 +1132,7 @@ def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
 def test_invalid_root_is_no_fault_of_the_data_set(file, tmp_path):
     report = bad(
         lm.verify(file, root=tmp_path / "nowhere"),
-        f"the data folder {tmp_path / 'nowhere'} does not exist; the data set was not compared",
+        f"the data folder cannot be used; the data set was not compared: {tmp_path / 'nowhere'}: no such folder",
     )
     assert (len(report.problems), report.labels_compared, report.scope, report.checked) == (
         1,
@@ -1141,7 +1141,7 @@ def test_invalid_root_is_no_fault_of_the_data_set(file, tmp_path):
         0,
     )
     assert report.n_rows > 0
-    bad(lm.verify(file, root=file), "is not a folder; the data set was not compared")
+    bad(lm.verify(file, root=file), "this is a file, but a folder is needed")
     (tmp_path / "twice" / "train").mkdir(parents=True)
     (tmp_path / "twice" / "TRAINING").mkdir()
     report = bad(

@@ -436,13 +436,9 @@ def _check_origin(
     is_remote = isinstance(top, StorePath)
     try:
         existing_folder(top)
+        splits = split_folders(top) if naming.base == "split" else {}
     except DataError as e:
-        fault = f"{e}; the data set was not compared"
-    if not fault and naming.base == "split":
-        try:
-            splits = split_folders(top)
-        except DataError as e:
-            fault = f"the data folder cannot be used; the data set was not compared: {e}"
+        fault = f"the data folder cannot be used; the data set was not compared: {e}"
     folder = os.fsencode(splits.get(f.attrs["split"], top))
     if (
         not fault

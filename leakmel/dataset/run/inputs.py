@@ -131,7 +131,7 @@ class SpecDecision:
         if not self.inferred:
             return "as given"
         if self.n_similar:
-            return f"the shortest of {self.n_similar:,} of {self.n_read:,} recordings with lengths within 10 % of the median"
+            return f"the shortest of {self.n_similar:,} of {self.n_read:,} recordings with lengths within 10 % of the median, rounded down"
         what = " and ".join({"sample_rate": "rate", "duration_s": "length"}[name] for name in self.inferred)
         same = sum(n for rate, length, n in count_kinds(self.headers) if self._fits(rate, length))
         return f"{what} of {same:,} of {self.n_read:,} recordings"
@@ -246,6 +246,13 @@ def _similar_length(
 _SIMILAR = 0.1  # of the median length
 
 
+def _round_down(seconds: float) -> float:
+    "Round a length down to a multiple of 1, 2 or 5 times a power of ten, by less than 5 %: so that it rarely changes when recordings are added."
+    power = 10.0 ** math.floor(math.log10(seconds / 20))
+    step = max(k * power for k in (1, 2, 5) if k * power <= seconds / 20)
+    return round(math.floor(seconds / step + 1e-9) * step, 6)
+
+
 def _spec_of_settings(settings: dict[str, Any]) -> MelSpec:
     changes = {k: v for k, v in settings.items() if k != "preset"}
     return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
@@ -353,8 +360,12 @@ def decide_spec(
         if 2 * n_most > totals.total():
             given |= dict(zip(inferred, most))
         elif similar := _similar_length(_long_enough(kinds, given), inferred):
-            rate, duration_s, n_similar = similar
-            given |= {"duration_s": duration_s} | ({"sample_rate": rate} if "sample_rate" in inferred else {})
+            rate, shortest, n_similar = similar
+            given |= {"sample_rate": rate} if "sample_rate" in inferred else {}
+            with suppress(SpecError):  # a window may need the last samples
+                _spec_of_settings(given | {"duration_s": _round_down(shortest)})
+                shortest = _round_down(shortest)
+            given["duration_s"] = shortest
         else:
             raise _no_majority_error(
                 _long_enough(kinds, given),
