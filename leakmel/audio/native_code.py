@@ -95,21 +95,35 @@ def call_at(typing_context: Any, function: Any, result: Any, error: Any, words: 
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a3
+_EXACT = 1 << 16  # frames; the squares of their sums over 64 channels fit into 63 bits
+
+
 @compiled("void(i2[:, ::1], f4[::1], f8[::1])")
 def _mix_channels(samples, mean, out):
-    "Write the mean of the channels, full scale 1; add its energy to out[0], that of all channels to out[1], samples unlike the first channel to out[2]."
-    n_channels = samples.shape[1]
-    for i in range(len(samples)):
-        first, total, squares, differ = np.int64(samples[i, 0]), np.int64(0), np.int64(0), np.int64(0)
-        for c in range(n_channels):
-            x = np.int64(samples[i, c])
-            total += x
-            squares += x * x
-            differ |= x ^ first
-        value = total / n_channels
-        mean[i] = np.float32(value * (1 / 32_768))
-        out[0] += value * value
-        out[1] += squares
+    "Write the mean of the channels, full scale 1; add its energy to out[0], that of all channels to out[1], and to out[2] a number above 0 if channels differ."
+    n, n_channels = samples.shape
+    for start in range(0, n, _EXACT):
+        of_totals, of_all, differ = np.int64(0), np.int64(0), np.int64(0)
+        stop = min(start + _EXACT, n)
+        if n_channels == 2:  # without an inner loop: four times as fast
+            for i in range(start, stop):
+                a, b = np.int64(samples[i, 0]), np.int64(samples[i, 1])
+                mean[i] = np.float32(np.float64(a + b) * (0.5 / 32_768))
+                of_totals += (a + b) * (a + b)
+                of_all += a * a + b * b
+                differ |= a ^ b
+        else:
+            for i in range(start, stop):
+                total = np.int64(0)
+                for c in range(n_channels):
+                    x = np.int64(samples[i, c])
+                    total += x
+                    of_all += x * x
+                    differ |= x ^ np.int64(samples[i, 0])
+                mean[i] = np.float32(total / n_channels * (1 / 32_768))
+                of_totals += total * total
+        out[0] += of_totals / n_channels**2
+        out[1] += of_all
         out[2] += differ != 0
 
 
