@@ -242,6 +242,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'leakmel/audio/listing.py'),
                                        'leakmel.audio.listing._LeftOut.add': ( 'audio/listing.html#_leftout.add',
                                                                                'leakmel/audio/listing.py'),
+                                       'leakmel.audio.listing._LeftOut.add_other': ( 'audio/listing.html#_leftout.add_other',
+                                                                                     'leakmel/audio/listing.py'),
                                        'leakmel.audio.listing._LeftOut.problems': ( 'audio/listing.html#_leftout.problems',
                                                                                     'leakmel/audio/listing.py'),
                                        'leakmel.audio.listing._code_for': ('audio/listing.html#_code_for', 'leakmel/audio/listing.py'),

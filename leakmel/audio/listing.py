@@ -43,7 +43,7 @@ import numpy as np
 
 from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_name
 from .naming import Naming
-from .problems import Problem, show_place
+from .problems import Problem, how_many, show_place
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from ..core.store import StorePath, absolute_folder, list_objects, names_in
@@ -293,12 +293,35 @@ def _require_same(here: os.stat_result, there: os.stat_result) -> None:
         raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
 
 
+_OTHER_AUDIO = (
+    b".flac",
+    b".mp3",
+    b".m4a",
+    b".aac",
+    b".ogg",
+    b".opus",
+    b".wma",
+    b".aif",
+    b".aiff",
+    b".w64",
+    b".au",
+)
+
+
 class _LeftOut:
     "Entries that are not read, each once, under the first of its paths."
 
     def __init__(self, root: bytes):
         self.root = root
         self.notes: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
+        self.other_formats: dict[bytes, tuple[int, bytes]] = {}  # ending -> files, first path
+
+    def add_other(self, path: bytes) -> None:
+        "Count a file that is no recording, if it is audio of another format."
+        ending = os.path.splitext(path)[1].lower()
+        if ending in _OTHER_AUDIO and not os.path.basename(path).startswith(b"."):
+            n, first = self.other_formats.get(ending, (0, path))
+            self.other_formats[ending] = n + 1, min(first, path)
 
     def add(self, kind: str, path: bytes, message: str) -> None:
         "Note an entry, unless it was removed meanwhile."
@@ -310,8 +333,15 @@ class _LeftOut:
 
     def problems(self) -> list[Problem]:
         "Return the entries in the order of their paths."
-        left = sorted(self.notes.values())
-        return [Problem(kind, show_place("", path), message) for path, kind, message in left]
+        left = list(self.notes.values())
+        for ending, (n, first) in self.other_formats.items():
+            name = ending.decode()
+            how = f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
+            message = (
+                f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; {how}"
+            )
+            left.append((os.path.relpath(first, self.root), "other_format", message))
+        return [Problem(kind, show_place("", path), message) for path, kind, message in sorted(left)]
 
 
 class _Batches(AbstractContextManager):
@@ -410,6 +440,7 @@ def found_below(
     def take(entry: os.DirEntry) -> None:
         wanted = is_recording_name(entry.name)
         if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)):
+            left_out.add_other(entry.path)
             return
         try:
             st = _entry_stat(entry, real_root)

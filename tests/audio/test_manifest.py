@@ -19,6 +19,7 @@ from leakmel.audio.file_names import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
+from leakmel.dataset.run.pipeline import build
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
 WAV = wav_bytes(np.arange(64, dtype=np.int16))
@@ -247,6 +248,29 @@ def test_folders_of_the_operating_system_are_no_labels(tmp_path: Path, name: str
 
     with mock.patch.object(os, "scandir", scandir):
         assert len(scan(tmp_path, table=table)) == 2, "one that only root may read is in nobody's way"
+
+
+def test_audio_of_other_formats_is_counted(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "LEAK/a.wav",
+        "LEAK/b.flac",
+        "LEAK/deep/c.FLAC",
+        "LEAK/._d.flac",
+        "LEAK/e.mp3",
+        "LEAK/f.txt",
+        "NOLEAK/g.wav",
+    )
+    m = scan(tmp_path)
+    found = {p.path: p.message for p in m.notes if p.kind == "other_format"}
+    assert found.keys() == {"LEAK/b.flac", "LEAK/e.mp3"}
+    assert found["LEAK/b.flac"].startswith("2 .flac files in the folder are not read; convert them to WAV")
+    assert found["LEAK/e.mp3"].startswith("1 .mp3 file in the folder is not read")
+    for path in tmp_path.rglob("*.wav"):
+        path.unlink()
+    with raises("no-recordings", DataError) as e:
+        build(tmp_path, out=tmp_path.parent / "x.h5", progress="none")
+    assert "2 .flac files in the folder are not read" in e.value.found
 
 
 def test_very_deep_folders(tmp_path: Path) -> None:

@@ -469,7 +469,12 @@ def check_listing(
             "the folder contains no recordings",
             code="no-recordings",
             path=listing.folder,
-            found="no file whose name ends in .wav or .wave",
+            found="; ".join(
+                [
+                    "no file whose name ends in .wav or .wave",
+                    *(note.message for note in manifest.notes if note.kind == "other_format"),
+                ]
+            ),
             remedy="check the path of the folder",
         )
     by_folder = manifest.naming.labels_by_folder
