@@ -96,7 +96,7 @@ KIND_GROUPS = {
         "missing_split": "the data folder has no folder for the split",
         "not_a_split": "the entry lies outside the split folders and is not read",
         "link": "the link is not followed",
-        "special": "the entry is not a regular file",
+        "special": "the entry is not a regular file, or it is a folder of the operating system",
         "other_format": "audio files of another format are not read; convert them to WAV",
         "no_match": "the name does not fit the pattern",
         "wrong_root": "no file of the table exists: its paths must be relative to the data folder",

@@ -497,9 +497,7 @@ def check_data_set(
     table: str | os.PathLike | None = None,  # that the labels come from
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     sources: Sources | None = None,  # expected rows, computed in advance
-    is_changed: Callable[[bytes], bool] = lambda path: (
-        False
-    ),  # whether a rejected file was changed since it was listed
+    is_changed: Callable[[bytes], bool] = lambda path: False,  # a rejected file, since it was listed
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
