@@ -2512,6 +2512,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'leakmel/learn/data/leakage.py'),
                                             'leakmel.learn.data.leakage.find_shared': ( 'learn/data/leakage.html#find_shared',
                                                                                         'leakmel/learn/data/leakage.py'),
+                                            'leakmel.learn.data.leakage.names_by_sensor': ( 'learn/data/leakage.html#names_by_sensor',
+                                                                                            'leakmel/learn/data/leakage.py'),
                                             'leakmel.learn.data.leakage.shared_values': ( 'learn/data/leakage.html#shared_values',
                                                                                           'leakmel/learn/data/leakage.py')},
             'leakmel.learn.data.loaders': { 'leakmel.learn.data.loaders.BatchOrder': ( 'learn/data/loaders.html#batchorder',

@@ -148,6 +148,15 @@ def test_recordings_on_both_sides_are_reported(tmp_path, kind, a, b, message):
     assert quiet.allowed_leaky
 
 
+def test_numbered_files_of_two_sensors_are_two_recordings():
+    paths = ["S1/001.wav", "S2/001.wav", "S5/001.wav", "S6/001.wav"]
+    table = recordings(path=paths, sensor=["S1", "S2", "S5", "S6"])
+    assert kinds(table, [0, 0, 1, 1]) == []
+    assert kinds(table.assign(sensor=["S1", "S2", "S1", "S6"]), [0, 0, 1, 1]) == ["sensor", "recording"]
+    some = table.assign(sensor=["S1", "S2", "S5", ""])
+    assert kinds(some, [0, 0, 1, 1]) == ["recording"]  # the last may be of S1
+
+
 def test_silent_recordings_are_no_copies(tmp_path):
     silent = np.zeros(N, np.int16)
     made = pair(
