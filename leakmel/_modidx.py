@@ -3121,6 +3121,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'leakmel/learn/metrics/bootstrap.py'),
                                                  'leakmel.learn.metrics.bootstrap.source_names': ( 'learn/metrics/bootstrap.html#source_names',
                                                                                                    'leakmel/learn/metrics/bootstrap.py'),
+                                                 'leakmel.learn.metrics.bootstrap.source_of_pieces': ( 'learn/metrics/bootstrap.html#source_of_pieces',
+                                                                                                       'leakmel/learn/metrics/bootstrap.py'),
                                                  'leakmel.learn.metrics.bootstrap.tail_probability': ( 'learn/metrics/bootstrap.html#tail_probability',
                                                                                                        'leakmel/learn/metrics/bootstrap.py')},
             'leakmel.learn.metrics.decisions': { 'leakmel.learn.metrics.decisions.AlarmThreshold': ( 'learn/metrics/decisions.html#alarmthreshold',

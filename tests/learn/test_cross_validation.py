@@ -227,6 +227,15 @@ def test_pieces_of_one_recording_are_in_one_group() -> None:
     assert "6 fewer are counted" in groups.note
 
 
+def test_pieces_of_two_sensors_with_one_name_are_not_joined() -> None:
+    paths = [f"S{s}/rec_part{k}.wav" for s in range(6) for k in range(3)]
+    sensors = [path.partition("/")[0] for path in paths]
+    table = pd.DataFrame({"path": paths, "sensor": sensors, "content": "", "label": ["LEAK", "NO", "NO"] * 6})
+    assert joined_groups(table).code.tolist() == np.repeat(range(6), 3).tolist()
+    unknown = table.assign(sensor=[*sensors[:-1], ""])
+    assert len(joined_groups(unknown)) == 1  # the last piece may be of any sensor
+
+
 def test_group_that_alone_has_a_label_is_not_left_out() -> None:
     classes, code = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 1, 2, 3, 4, 4])
     with pytest.raises(DataError) as error:

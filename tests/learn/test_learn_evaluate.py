@@ -32,6 +32,7 @@ from leakmel.learn.metrics.bootstrap import (
     interval_from_draws,
     recording_groups,
     source_names,
+    source_of_pieces,
 )
 from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.metrics.significance import (
@@ -239,6 +240,9 @@ def test_names_of_pieces():
         "bt12.wav",
     ]
     assert source_names(names).tolist() == ["a", "a", "a", "A", "", "", ""]
+    table = pd.DataFrame({"path": names[:3], "sensor": ["S1", "S1", "S2"]})
+    assert source_of_pieces(table).tolist() == ["S1/a", "S1/a", "S2/a"]
+    assert source_of_pieces(table.drop(columns="sensor")).tolist() == ["a", "a", "a"]
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------

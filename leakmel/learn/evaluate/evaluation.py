@@ -30,7 +30,7 @@ from ..data.splits import LeakySplitWarning, Split, existing_split
 from ..data.task import Task
 from .plots import worst_errors
 from .report import Evaluation
-from ..metrics.bootstrap import Bootstrap, differences, recording_groups, source_names
+from ..metrics.bootstrap import Bootstrap, differences, recording_groups, source_of_pieces
 from ..metrics.decisions import fit_calibration
 from ..metrics.metrics import FIGURES, best_threshold, reliability
 from leakmel.learn.metrics.significance import (
@@ -129,6 +129,8 @@ def _leakage_warnings(
     detector: Detector, known: Overlap | None, split: Split | None, parts: Mapping[str, Segments], part: str
 ) -> tuple[str, ...]:
     "Collect the warnings of leakage for every figure, each once."
+    import pandas as pd
+
     trained = detector.record.get("split")
     own = trained.get("stamp") if isinstance(trained, dict) else ""
     stamps = [
@@ -138,7 +140,7 @@ def _leakage_warnings(
     ]
     tables = [recordings_of(ds) for ds in parts.values()]
     if len(tables) > 1 and all("path" in t for t in tables):  # pieces of one recording, by their names
-        names = np.concatenate([source_names(t["path"]) for t in tables])
+        names = source_of_pieces(pd.concat(tables, ignore_index=True))
         of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         shared = shared_values(names, of, list(parts), "source recording")
         if shared and part in shared.parts:

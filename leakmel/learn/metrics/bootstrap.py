@@ -7,6 +7,7 @@ __all__ = [
     "MIN_GROUPS",
     "Groups",
     "source_names",
+    "source_of_pieces",
     "recording_groups",
     "tail_probability",
     "Interval",
@@ -27,6 +28,7 @@ import numpy as np
 
 from ...core.errors import UsageError
 from ..data.groups import Group, group_name, group_values
+from ..data.leakage import names_by_sensor
 from .metrics import FIGURES, check_scores, figures_of_counts
 
 if TYPE_CHECKING:
@@ -72,6 +74,13 @@ def source_names(
     return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
 
 
+def source_of_pieces(
+    table: "pd.DataFrame",  # a row for each recording, with its path
+) -> np.ndarray:  # [B] str, as `source_names`, with the sensor where it is known
+    "Recognise the recording that a piece was cut from by its name and its sensor."
+    return names_by_sensor(table, source_names(table["path"]).tolist())
+
+
 def recording_groups(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
     group: Group = "sensor",  # as in `group_values`
@@ -100,7 +109,7 @@ def recording_groups(
             "the sensor of some recordings is unknown, so recordings are grouped by night; intervals are too narrow if a sensor recorded in several nights",
         )
     paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
-    if "path" in table and (cut := source_names(paths)).astype(bool).any():
+    if "path" in table and (cut := source_of_pieces(table)).astype(bool).any():
         return _encode_groups(
             "source",
             np.where(cut != "", cut, paths),

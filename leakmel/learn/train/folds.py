@@ -40,7 +40,7 @@ from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups
 from ..data.segments import Segments
 from ..data.task import Task
-from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_names
+from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
 from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
@@ -63,7 +63,7 @@ def joined_groups(
     found = group if isinstance(group, Groups) else recording_groups(table, group)
     code = join_groups(found.code, table["content"].to_numpy(object))
     if "path" in table:
-        code = join_groups(code, source_names(table["path"]))
+        code = join_groups(code, source_of_pieces(table))
     of = np.zeros(len(found), np.int64)
     of[found.code] = code
     names = []
