@@ -4834,6 +4834,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/learn/train/folds.py'),
                                            'leakmel.learn.train.folds._evaluate_kind': ( 'learn/train/folds.html#_evaluate_kind',
                                                                                          'leakmel/learn/train/folds.py'),
+                                           'leakmel.learn.train.folds._scored_folds': ( 'learn/train/folds.html#_scored_folds',
+                                                                                        'leakmel/learn/train/folds.py'),
                                            'leakmel.learn.train.folds.blend_of': ( 'learn/train/folds.html#blend_of',
                                                                                    'leakmel/learn/train/folds.py'),
                                            'leakmel.learn.train.folds.blend_scores': ( 'learn/train/folds.html#blend_scores',

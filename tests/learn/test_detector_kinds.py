@@ -20,6 +20,8 @@ from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import Split
+from leakmel.learn.data.task import make_task
+from leakmel.learn.metrics.bootstrap import Groups
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.export import export_detector
@@ -369,6 +371,29 @@ def test_groups_stay_together_and_labels_are_in_every_training_part():
         for k in np.unique(fold):
             assert not set(code[fold == k]) & set(code[fold != k])
             assert set(classes[fold != k]) == set(classes)
+
+
+@pytest.mark.parametrize("kind", ["spectral", "blend"])
+@pytest.mark.parametrize(("is_mixed", "n_scored"), [(True, 1), (False, 4)])
+def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch, kind, is_mixed, n_scored):
+    def folds_of_one_label(classes: np.ndarray, *_: Any) -> np.ndarray:
+        fold = np.arange(len(classes)) % 2 + 2 * (classes == 1)
+        if is_mixed:
+            fold[np.flatnonzero(classes == 0)[:2]] = 2
+        return fold
+
+    monkeypatch.setattr(folds_module, "MOST_FOR_FOLDS", 20)
+    monkeypatch.setattr(folds_module, "make_folds", folds_of_one_label)
+    with lm.open_dataset(sets["training"]) as ds:
+        rows = np.arange(len(ds))
+        groups = Groups("recording", np.arange(len(rows)), tuple(map(str, rows)))
+        settings = lm.TrainSettings(detector=kind, **SMALL)
+        trainer = folds_module.FoldTrainer([ds], rows, make_task(ds.class_names), settings, groups)
+        choice = folds_module.choose_kind(trainer, detector=kind)
+        truth = trainer.truth[choice.scored]
+    assert choice.n_folds == n_scored
+    assert set(truth.tolist()) == {False, True}
+    assert all(np.isfinite(t.auc) for t in choice.tried)
 
 
 def test_a_label_of_one_group_only_gives_a_spectral_detector_without_a_choice(sets, tmp_path, caplog):

@@ -312,6 +312,19 @@ def blend_scores(members: Sequence[np.ndarray], lines: Sequence[tuple[float, flo
     return (total / len(members)).astype(np.float32)
 
 
+def _scored_folds(
+    fold: np.ndarray,  # [k] int, of `make_folds`
+    is_leak: np.ndarray,  # [k] bool
+) -> list[int]:
+    "Choose the folds that are scored: of many recordings the first one with leaks and others, else all."
+    every = list(range(int(fold.max()) + 1))
+    if len(fold) > MOST_FOR_FOLDS:
+        for k in every:
+            if 0 < is_leak[fold == k].mean() < 1:
+                return [k]
+    return every
+
+
 def choose_kind(
     trainer: FoldTrainer,
     chosen: np.ndarray | None = None,  # [k] int, recordings to use, ascending; None: all
@@ -324,8 +337,7 @@ def choose_kind(
     chosen = np.arange(len(trainer.rows)) if chosen is None else chosen
     classes, code = trainer.ds.labels[chosen], trainer.groups.code[chosen]
     fold = make_folds(classes, code, 5, seed)
-    n_folds = int(fold.max()) + 1
-    parts = list(range(n_folds)) if len(chosen) <= MOST_FOR_FOLDS else [0]
+    parts = _scored_folds(fold, trainer.truth[chosen])
     scored = np.flatnonzero(np.isin(fold, parts))
     wanted = kinds_to_fit(detector, len(chosen))
     found: dict[str, np.ndarray] = {}
@@ -334,8 +346,8 @@ def choose_kind(
         for kind in wanted:
             began = time.perf_counter()
             out = np.full((len(chosen), trainer.ds.row_shape[0]), np.nan, np.float32)
-            for k in parts:
-                bar.update(bar.n_done, f"{kind}, fold {k + 1} of {len(parts)}")
+            for n, k in enumerate(parts):
+                bar.update(bar.n_done, f"{kind}, fold {n + 1} of {len(parts)}")
                 held_out = fold == k
                 out[held_out] = trainer.scores(kind, chosen[~held_out], chosen[held_out], seed)
                 bar.update(bar.n_done + 1)
