@@ -25,6 +25,8 @@ import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
+from leakmel.learn.metrics.bootstrap import Bootstrap
+from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
 from leakmel.learn.reports import training_report
 from leakmel.learn.model import spectral
@@ -88,6 +90,19 @@ def test_each_recording_is_scored_once_for_each_seed_without_its_group(found: Cr
     assert not np.array_equal(one.fold, two.fold)
     assert np.allclose(found.table["score"], (one.score + two.score) / 2)
     assert found.detector.figures["auc"] > 0.7, "leaks of the demo are easy"
+
+
+def test_pooled_figures_are_those_of_one_detector(found: CrossValidation) -> None:
+    truth = found.table["leak"].to_numpy(bool)
+    boot = Bootstrap(truth, found.groups, n_draws=200)
+    for name in ("auc", "balanced_accuracy"):
+        assert found.detector.figures[name] == np.mean([getattr(r, name) for r in found.repetitions])
+        draws = [boot.draws(r.score, 0.5)[name] for r in found.repetitions]
+        assert np.allclose(found.detector.draws[name], np.mean(draws, 0), equal_nan=True)
+    for name, baseline in found.baselines.items():
+        areas = [leak_metrics(truth, r.baselines[name])["auc"] for r in found.repetitions]
+        assert baseline.figures["auc"] == np.mean(areas)
+    assert found.detector.counts.n == 2 * len(found)
 
 
 def test_report_plot_and_plain_values(found: CrossValidation) -> None:

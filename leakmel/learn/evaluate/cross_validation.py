@@ -262,7 +262,7 @@ class CrossValidation(RowTable):
     # a row per recording: path, label, sensor, group, leak, fold, score and a score of each baseline (means over seeds)
     table: pd.DataFrame
     groups: Groups  # groups that are kept together in folds and resampled as a whole
-    detector: ScoredModel
+    detector: ScoredModel  # figures are means over seeds
     baselines: Mapping[str, ScoredModel]
     verdict: Verdict
     cautions: tuple[str, ...]  # what the recordings cannot prove
@@ -386,13 +386,19 @@ class CrossValidation(RowTable):
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
-        truth, score = self.table["leak"].to_numpy(bool), self.table["score"].to_numpy()
-        models = list(self.baselines.values())
-        p = cross_calibrated(HeldOutScores(score, truth, self.groups.code, self.groups.by, self.method))
+        n_seeds = len(self.repetitions)
+        truth, code = (np.tile(v, n_seeds) for v in (self.table["leak"].to_numpy(bool), self.groups.code))
+        score = np.concatenate([r.score for r in self.repetitions])
+        own = replace(self.detector, score=score)
+        models = [
+            replace(m, score=np.concatenate([r.baselines[n] for r in self.repetitions]))
+            for n, m in self.baselines.items()
+        ]
+        p = cross_calibrated(HeldOutScores(score, truth, code, self.groups.by, self.method))
         known = np.isfinite(p)
         calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {
-            "roc": roc_figure(truth, [self.detector], models, verdict=self.verdict),
+            "roc": roc_figure(truth, [own], models, verdict=self.verdict),
             "reliability": reliability_figure(reliability(truth, score), calibrated),
         }
 
@@ -488,9 +494,9 @@ def _result(
     "Compute pooled figures, and compare them with those of the baselines."
     table, asked = _result_table(trainer, repetitions), trainer.settings.detector
     boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
-    detector = score_model(boot, table["score"].to_numpy(), name="detector", title=asked)
+    detector = score_model(boot, np.stack([r.score for r in repetitions]), name="detector", title=asked)
     simple = {
-        n: score_model(boot, table[f"score_{n}"].to_numpy(), name=n, title=t)
+        n: score_model(boot, np.stack([r.baselines[n] for r in repetitions]), name=n, title=t)
         for n, t in BASELINE_TITLES.items()
     }
     notes = cautions(trainer.truth, trainer.groups)

@@ -159,7 +159,7 @@ def new_group_answer(
     truth: np.ndarray,  # [n] bool
     tested: Sequence[
         tuple[str, Groups, np.ndarray]
-    ],  # name, groups and [n] out-of-fold scores, the easiest grouping first
+    ],  # name, groups and out-of-fold scores, [n] or [seeds, n], the easiest grouping first
     *,
     n_draws: int = 2000,
     seed: int = 0,
@@ -552,7 +552,7 @@ def generalisation(
         groupings = [g for g in done if g.result is not None]
         groupings += [g for g in (*done, *planned) if g.code]
         tested = [
-            (g.hardest_name, g.result.groups, g.result.detector.score)
+            (g.hardest_name, g.result.groups, np.stack([r.score for r in g.result.repetitions]))
             for g in groupings
             if g.result is not None
         ]

@@ -54,14 +54,14 @@ class ScoredModel:
 
     name: str
     title: str
-    score: np.ndarray  # [B]
+    score: np.ndarray  # [B], mean over seeds
     threshold: float  # a leak from here on
     threshold_from: str  # origin of the threshold
-    figures: dict[str, float]  # each of FIGURES, NaN where undefined
+    figures: dict[str, float]  # each of FIGURES, mean over seeds; NaN where undefined
     intervals: dict[str, Interval]
     undefined: dict[str, str]  # figure -> why it is NaN
-    counts: Confusion
-    draws: dict[str, np.ndarray] = field(repr=False)  # [D] each figure in every draw
+    counts: Confusion  # sum over seeds
+    draws: dict[str, np.ndarray] = field(repr=False)  # [D] each figure in every draw, mean over seeds
 
     @property
     def summary(self) -> dict:
@@ -93,25 +93,29 @@ def plain(
 
 def score_model(
     boot: Bootstrap,
-    score: np.ndarray,  # [B]
+    score: np.ndarray,  # [B], or [S, B] of one detector for each of S seeds
     *,
     name: str,
     title: str,
     threshold: float = 0.5,
     threshold_from: str = "not chosen: 0.5",
 ) -> ScoredModel:
-    "Compute figures and intervals of scores."
-    truth, draws = boot.truth, boot.draws(score, threshold)
+    "Compute figures and intervals of scores; figures are means over seeds, not those of a mean score."
+    truth, every = boot.truth, np.atleast_2d(np.asarray(score, np.float64))
+    figures = [leak_metrics(truth, own, threshold) for own in every]
+    drawn = [boot.draws(own, threshold) for own in every]
+    draws = {n: np.mean([own[n] for own in drawn], 0) for n in FIGURES}
+    counts = [vars(confusion(truth, own, threshold)) for own in every]
     return ScoredModel(
         name,
         title,
-        np.asarray(score, np.float64),
+        every.mean(0),
         float(threshold),
         threshold_from,
-        leak_metrics(truth, score, threshold),
+        {n: float(np.mean([own[n] for own in figures])) for n in FIGURES},
         boot.intervals(draws),
-        why_undefined(truth, score, threshold),
-        confusion(truth, score, threshold),
+        {n: why for own in every for n, why in why_undefined(truth, own, threshold).items()},
+        Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
         draws,
     )
 
