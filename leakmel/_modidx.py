@@ -3139,6 +3139,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'leakmel/learn/metrics/decisions.py'),
                                                  'leakmel.learn.metrics.decisions.HeldOutScores.__len__': ( 'learn/metrics/decisions.html#heldoutscores.__len__',
                                                                                                             'leakmel/learn/metrics/decisions.py'),
+                                                 'leakmel.learn.metrics.decisions.HeldOutScores.is_by_recording': ( 'learn/metrics/decisions.html#heldoutscores.is_by_recording',
+                                                                                                                    'leakmel/learn/metrics/decisions.py'),
                                                  'leakmel.learn.metrics.decisions.HeldOutScores.n_groups': ( 'learn/metrics/decisions.html#heldoutscores.n_groups',
                                                                                                              'leakmel/learn/metrics/decisions.py'),
                                                  'leakmel.learn.metrics.decisions.HeldOutScores.normal': ( 'learn/metrics/decisions.html#heldoutscores.normal',

@@ -96,6 +96,23 @@ def test_alarm_threshold_keeps_the_budget_on_the_held_out_recordings() -> None:
     assert not alarm_threshold(network(rng, 6, 4), 1).is_resolved
 
 
+def test_guarantee_is_stated_only_where_it_holds() -> None:
+    scores = network(np.random.default_rng(3), 120, 12)
+    assert "guaranteed" in str(alarm_threshold(scores, 5))
+    sure = replace(scores, score=np.where(scores.score > 0.5, 1.0, scores.score))
+    clipped = alarm_threshold(sure, 5)
+    assert clipped.threshold == 1
+    assert clipped.expected > 5, "recordings with the score 1 are alarms"
+    assert clipped.sensitivity > 0
+    single = replace(scores, group=np.arange(len(scores)), by="recording")
+    unnamed = replace(single, by="group")  # of data sets without names
+    for found in (clipped, alarm_threshold(single, 5), alarm_threshold(unnamed, 5)):
+        assert not found.is_guaranteed
+        assert "guaranteed" not in str(found)
+        assert "estimated" in str(found)
+    assert alarm_threshold(replace(single, by="sensor"), 5).is_guaranteed
+
+
 def test_alarm_threshold_of_one_sensor_or_without_normal_recordings() -> None:
     rng = np.random.default_rng(3)
     one = alarm_threshold(network(rng, 1, 30), 10)

@@ -42,6 +42,11 @@ class HeldOutScores:
         return len(np.unique(self.group))
 
     @property
+    def is_by_recording(self) -> bool:
+        "Whether groups are single recordings, several of which may be of one sensor."
+        return self.by in ("recording", "source") or self.by != "sensor" and self.n_groups == len(self)
+
+    @property
     def normal(self) -> tuple[np.ndarray, np.ndarray]:  # [m] float64, [m] int64
         "Scores and groups of the recordings without a leak."
         return self.score[~self.truth], self.group[~self.truth]
@@ -171,8 +176,8 @@ class AlarmThreshold:
         if self.is_guaranteed:
             return f"{text}, guaranteed on average over new {self.by}s (conformal, {many})"
         if np.isnan(self.expected):
-            return f"{text}; no {self.by} can be left out to check it ({many})"
-        text += f"; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
+            return f"{text}, estimated; no {self.by} can be left out to check it ({many})"
+        text += f", estimated; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
         if not self.is_resolved:
             text += (
                 f"; too few for this budget: one of {self.n_normal:,} is {100 / self.n_normal:.1f} per 100"
@@ -205,7 +210,8 @@ def alarm_threshold(
         )
     share = per_100 / 100
     conformal = conformal_threshold(normal, group, share)
-    threshold = conformal if conformal is not None else _quantile_threshold(normal, share, scores.score)
+    wanted = conformal if conformal is not None else _quantile_threshold(normal, share, scores.score)
+    threshold = min(1.0, wanted)
     numbers, code = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
     rates = []
@@ -215,13 +221,13 @@ def alarm_threshold(
             drawn = np.repeat(normal, times)
             chosen = conformal_threshold(drawn, np.repeat(code, times), share) if conformal else None
             chosen = _quantile_threshold(drawn, share, scores.score) if chosen is None else chosen
-            rates.append(100 * (left_out >= chosen).mean())
+            rates.append(100 * (left_out >= min(1.0, chosen)).mean())
     low, high = np.quantile(rates, (0.025, 0.975)).tolist() if rates else (np.nan, np.nan)
     leaks = scores.score[scores.truth]
     return AlarmThreshold(
-        threshold=float(min(1.0, threshold)),
+        threshold=float(threshold),
         per_100=float(per_100),
-        is_guaranteed=conformal is not None,
+        is_guaranteed=conformal is not None and conformal <= 1 and not scores.is_by_recording,
         expected=float(np.mean(rates)) if rates else float("nan"),
         low=low,
         high=high,
