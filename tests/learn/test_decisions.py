@@ -143,6 +143,28 @@ def test_calibration_brings_scores_near_the_share_of_leaks(n_each: int, method: 
     assert fit_calibration(replace(scores, truth=np.zeros(len(scores), bool))) is None
 
 
+def test_platt_calibration_is_not_flattened_by_a_penalty() -> None:
+    rng = np.random.default_rng(1)
+    slopes = []
+    for _ in range(100):
+        z = rng.normal(0, 1, 24)
+        truth = rng.random(24) < 1 / (1 + np.exp(-3 * z))
+        scores = HeldOutScores(1 / (1 + np.exp(-z / 10)), truth, np.arange(24), "sensor", "simulated")
+        if (found := fit_calibration(scores)) is not None:
+            slopes.append(found.x[0] / 10)
+    assert 1.8 < np.median(slopes) < 3.5
+
+
+def test_platt_calibration_of_separated_scores_is_finite() -> None:
+    truth = np.arange(24) >= 12
+    scores = HeldOutScores(np.where(truth, 1.0, 0.0), truth, np.arange(24), "sensor", "simulated")
+    found = fit_calibration(scores)
+    assert found is not None
+    p = found.probability(scores.score)
+    assert np.allclose(p[truth], 13 / 14, atol=1e-3)  # Platt's target for 12 leaks
+    assert np.allclose(p[~truth], 1 / 14, atol=1e-3)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, few_trees: None) -> Path:
     folder = tmp_path_factory.mktemp("decisions")

@@ -96,7 +96,12 @@ def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all h
         return Calibration(
             "isotonic", tuple(curve.X_thresholds_.tolist()), tuple(curve.y_thresholds_.tolist()), n, share
         )
-    line = LogisticRegression(max_iter=1000).fit(_logit(scores.score)[:, None], scores.truth)
+    n_leaks = int(scores.truth.sum())
+    target = np.where(scores.truth, (n_leaks + 1) / (n_leaks + 2), 1 / (n - n_leaks + 2))
+    x, twice = np.tile(_logit(scores.score), 2)[:, None], np.repeat([True, False], n)
+    line = LogisticRegression(C=np.inf, max_iter=1000).fit(  # C: no penalty, which would flatten the line
+        x, twice, sample_weight=np.concatenate([target, 1 - target])
+    )
     slope = max(0.0, float(line.coef_[0, 0]))  # a higher score never means a lower probability
     return Calibration("Platt", (slope, float(line.intercept_[0])), (), n, share)
 
