@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -338,6 +339,28 @@ def test_a_finished_model_is_replaced_only_where_that_is_asked_for(
     assert (
         trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Starts with epoch 1")
     )
+
+
+def test_the_decision_is_made_on_the_device_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: Any = SimpleNamespace(
+        best_figures=object(),
+        stepper=SimpleNamespace(device=torch.device("cuda:1")),
+        data=None,
+        settings=None,
+    )
+    devices = []
+
+    def with_decision(*given: Any) -> None:
+        devices.append(given[-1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "detector_of", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "with_decision", with_decision)
+    with pytest.raises(KeyboardInterrupt):
+        loop.finish_training(loop.TrainingRun(state, tmp_path, CheckpointSettings()), "")
+    assert devices == ["cuda:1"]
 
 
 def test_after_epoch_is_called_after_the_checkpoint(sets: Path, tmp_path: Path, right: TrainResult) -> None:

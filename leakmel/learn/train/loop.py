@@ -416,7 +416,8 @@ def finish_training(
     if choice is not None and trainer is not None and choice.kind == "blend":
         spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
-    detector = with_decision(detector, state.data, state.settings, choice, trainer, state.stepper.device.type)
+    device = str(state.stepper.device)
+    detector = with_decision(detector, state.data, state.settings, choice, trainer, device)
     write_history(
         run.out / "history.csv", state.epochs
     )  # after a kill it may be older than the last checkpoint
