@@ -2622,6 +2622,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'leakmel/learn/data/segments.py'),
                                              'leakmel.learn.data.segments.Segments.places': ( 'learn/data/segments.html#segments.places',
                                                                                               'leakmel/learn/data/segments.py'),
+                                             'leakmel.learn.data.segments.Segments.preload': ( 'learn/data/segments.html#segments.preload',
+                                                                                               'leakmel/learn/data/segments.py'),
                                              'leakmel.learn.data.segments.Segments.read': ( 'learn/data/segments.html#segments.read',
                                                                                             'leakmel/learn/data/segments.py'),
                                              'leakmel.learn.data.segments.Segments.recording_of': ( 'learn/data/segments.html#segments.recording_of',

@@ -18,6 +18,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode
+from leakmel.learn.data import segments
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import Split
 from leakmel.learn.data.task import make_task
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SMALL = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 KINDS = ("spectral", "cnn", "blend")
+LOAD = segments.load_items
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +373,26 @@ def test_groups_stay_together_and_labels_are_in_every_training_part():
         for k in np.unique(fold):
             assert not set(code[fold == k]) & set(code[fold != k])
             assert set(classes[fold != k]) == set(classes)
+
+
+@pytest.mark.parametrize(("kind", "n_loaded"), [("spectral", 0), ("cnn", 2)])
+def test_only_the_recordings_of_a_network_are_loaded_into_memory(
+    sets, trained, tmp_path, monkeypatch, kind, n_loaded
+):
+    loaded = []
+
+    def load(ds: Segments, *args: Any, **more: Any) -> Any:
+        loaded.append(ds)
+        return LOAD(ds, *args, **more)
+
+    monkeypatch.setattr(segments, "load_items", load)
+    settings = lm.TrainSettings(detector=kind, **SMALL)
+    made = lm.train(sets["training"], sets["validation"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert len(loaded) == n_loaded  # training and validation
+    assert made.detector.thresholds == trained[kind].detector.thresholds
+    if kind == "spectral":
+        lm.cross_validate(sets["training"], settings=settings, jobs=1, n_draws=100, **QUIET)
+        assert not loaded
 
 
 @pytest.mark.parametrize("kind", ["spectral", "blend"])

@@ -325,12 +325,20 @@ class Segments(Dataset):
             self.labels = classes[counts > 0]  # [n] int64, class of each row
             self.segment_counts = counts[counts > 0]
             self.n_too_short = int((counts == 0).sum())  # recordings without a long segment, not in `rows`
-            fits = preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2
-            if preload_to_ram is True or fits:
-                self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
+            self.preload(preload_to_ram, progress)
         except BaseException:
             close_opened(self.sources, sources)
             raise
+
+    def preload(
+        self,
+        preload_to_ram: bool | str = "auto",  # "auto": where it takes at most half of the free memory
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
+    ) -> None:
+        "Load the items into memory, if they are not there yet."
+        fits = preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2
+        if self.preloaded is None and (preload_to_ram is True or fits):
+            self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
 
     @cached_property
     def segment_counts(self) -> np.ndarray:

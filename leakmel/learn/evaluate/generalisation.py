@@ -517,9 +517,10 @@ def generalisation(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
+    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
-        open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
+        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
         nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
     ):
         if folder is not None:

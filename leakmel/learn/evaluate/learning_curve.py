@@ -422,9 +422,10 @@ def learning_curve(
     settings = replace(settings, detector="spectral") if note else settings
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
+    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
     with (
-        open_training(data, settings=settings, **task, legacy=legacy, labels=labels, progress=show) as opened,
+        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
         nullcontext() if folder is None else folder_lock(folder, "learning curve"),
     ):
         if folder is not None:

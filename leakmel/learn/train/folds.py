@@ -163,7 +163,7 @@ class FoldTrainer:
             level=level,
             rows=self.rows[chosen],
             task=self.task,
-            preload_to_ram=self.settings.preload_to_ram,
+            preload_to_ram=level == "long" and self.settings.preload_to_ram,  # others are read once
             legacy=any(s.legacy for s in self.sources),
             progress="none",
         )

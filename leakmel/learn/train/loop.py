@@ -736,7 +736,7 @@ def train(
     opened = open_training(
         training,
         validation,
-        settings=settings,
+        settings=replace(settings, preload_to_ram=False),  # only a network reads the items more than once
         leak_label=leak_label,
         kind=kind,
         leave_out=leave_out,
@@ -773,6 +773,9 @@ def train(
                 if pre is not None:
                     announce("A spectral detector was chosen: the pre-training is not part of it", show=show)
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
+        for part in (begun.training, begun.validation):
+            if part is not None:
+                part.preload(settings.preload_to_ram, show)
         state = TrainingState(begun, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
         return _train_network(run, resume, choice, trainer, show, after_epoch)
