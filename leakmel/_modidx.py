@@ -2877,6 +2877,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                  'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._score_fold': ( 'learn/evaluate/cross_validation.html#_score_fold',
                                                                                                                   'leakmel/learn/evaluate/cross_validation.py'),
+                                                         'leakmel.learn.evaluate.cross_validation._spectral_seconds': ( 'learn/evaluate/cross_validation.html#_spectral_seconds',
+                                                                                                                        'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._trainer_of': ( 'learn/evaluate/cross_validation.html#_trainer_of',
                                                                                                                   'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._write_files': ( 'learn/evaluate/cross_validation.html#_write_files',

@@ -133,6 +133,23 @@ def test_interrupted_run_of_a_kind_is_resumed(
     assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
 
 
+@pytest.mark.parametrize("most", [20, 200])
+def test_time_is_estimated_from_one_fit_on_a_few_recordings(
+    small_sets: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    sizes, done = list[int](), FoldTrainer.fit
+
+    def fit(self: FoldTrainer, kind: str, chosen: np.ndarray, seed: int = 0) -> Any:
+        sizes.append(len(chosen))
+        return done(self, kind, chosen, seed)
+
+    monkeypatch.setattr(module, "_MOST_TIMED", most, raising=False)
+    monkeypatch.setattr(FoldTrainer, "fit", fit)
+    found = cross_validated(small_sets, n_folds=2, progress="log")
+    assert len(sizes) == 1 + len(found.folds)
+    assert sizes[0] <= min(len(found), most + 2)  # with each class
+
+
 def processes_of_joblib() -> list[int]:
     found = list[int]()
     for p in psutil.Process().children():

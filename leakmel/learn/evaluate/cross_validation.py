@@ -425,6 +425,21 @@ _FILES = {"summary.json": _is_summary, TABLE_NAME: lambda f: b",leak,fold,score"
 
 WORTH_PROCESSES = 30.0  # seconds of all fits; each process takes a few to start
 _PROCESS_BYTES = 1 << 30  # of a process without the rows
+_MOST_TIMED = 200  # recordings
+
+
+def _spectral_seconds(trainer: FoldTrainer) -> float:
+    "Estimate the seconds of a fit of a spectral detector from one on a few of the recordings."
+    import sklearn.ensemble
+    import sklearn.linear_model  # noqa: F401  # loading it is not part of a fit
+
+    _ = trainer.features  # read once, also for the fits
+    n = len(trainer.rows)
+    some = np.linspace(0, n - 1, min(n, _MOST_TIMED)).astype(np.int64)
+    some = np.union1d(some, np.unique(trainer.ds.labels, return_index=True)[1])  # with each class
+    began = time.perf_counter()
+    trainer.fit("spectral", some)
+    return (time.perf_counter() - began) * n / len(some)
 
 
 def _plan_fits(
@@ -444,12 +459,7 @@ def _plan_fits(
         n *= 1 + (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1)
     seconds, parts = 0.0, []
     if "spectral" in kinds:
-        took = []
-        for _ in range(2):  # the first fit also loads scikit-learn
-            began = time.perf_counter()
-            trainer.fit("spectral", np.arange(len(trainer.rows)))
-            took.append(time.perf_counter() - began)
-        seconds += n * min(took)
+        seconds += n * _spectral_seconds(trainer)
         parts.append(f"{n} spectral detectors")
     if "cnn" in kinds:
         lengths = with_length(settings, len(data.training))
