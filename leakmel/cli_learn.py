@@ -244,6 +244,10 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
     "Evaluate a detector by cross-validation over the recordings of all data sets."
     from leakmel.learn.plans import find_data_sets, settings_from
 
+    unused = {"--resume": args.resume != "auto", "--allow-leaky-split": args.allow_leaky_split}
+    unused |= {"--no-evaluation": args.no_evaluation}
+    unused |= {f"--{name.replace('_', '-')}": True for name in given_fields(args, CheckpointSettings)}
+    refuse_unused(unused, f"together with --{'learning-curve' if args.learning_curve else 'cross-validate'}")
     group = args.group or "sensor"
     is_several = "," in group and not group.startswith("re:")
     if args.learning_curve and (args.cross_validate or is_several):

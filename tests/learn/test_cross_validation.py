@@ -371,6 +371,31 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert body["code"] == "invalid-arguments"
 
 
+@pytest.mark.parametrize("mode", ["--cross-validate", "--learning-curve"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--resume never",
+        "--allow-leaky-split",
+        "--no-evaluation",
+        "--checkpoint-steps 5",
+        "--checkpoint-s 9",
+        "--keep-checkpoints 2",
+        "--no-fsync",
+    ],
+)
+def test_options_of_one_training_are_refused(
+    small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, mode: str, words: str
+) -> None:
+    place = ["train", str(small_sets), "--out", str(tmp_path / "out"), "--json"]
+    assert main([*place, mode, *words.split()]) == 2
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "unused-option"
+    assert words.split()[0].replace("no-fsync", "fsync") in body["error"]
+    assert f"together with {mode}" in body["error"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
     given = {"data": str(small_sets), "out": str(tmp_path), "detector": "spectral", "device": "cpu"}
     assert execute_cross_validation(plan_training(given)) is None
