@@ -359,6 +359,19 @@ def test_a_damaged_score_file_is_computed_again(sets, alone, tmp_path):
     assert again.detector.thresholds == alone.detector.thresholds
 
 
+def test_scores_of_another_version_are_computed_again(sets, tmp_path, monkeypatch):
+    with lm.open_dataset(sets["training"]) as ds:
+        n = len(ds)
+        groups = Groups("recording", np.arange(n), tuple(map(str, range(n))))
+        settings = lm.TrainSettings(detector="spectral")
+        given = [ds], np.arange(n), make_task(ds.class_names), settings, groups, "cpu", tmp_path
+        trainer = folds_module.FoldTrainer(*given)
+        for version, n_done in (("1", 1), ("1", 1), ("2", 2)):
+            monkeypatch.setattr(folds_module, "__version__", version, raising=False)
+            trainer.scores("spectral", np.arange(4, n), np.arange(4))
+            assert trainer.n_done == n_done
+
+
 def test_groups_stay_together_and_labels_are_in_every_training_part():
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError
 from ...core.progress import Progress
@@ -221,6 +222,7 @@ class FoldTrainer:
         settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
         settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
         about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
+        about["leakmel"] = __version__  # another version may fit otherwise
         if kind == "spectral":  # fits of a release with other weights are not used
             about["weights"] = WEIGHTS
         facts = json.dumps(about, sort_keys=True).encode()
