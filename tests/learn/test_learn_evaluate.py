@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,16 @@ def test_names_of_pieces():
     table = pd.DataFrame({"path": names[:3], "sensor": ["S1", "S1", "S2"]})
     assert source_of_pieces(table).tolist() == ["S1/a", "S1/a", "S2/a"]
     assert source_of_pieces(table.drop(columns="sensor")).tolist() == ["a", "a", "a"]
+
+
+def test_draws_are_in_memory_once():
+    groups = groups_of(np.arange(5000))
+    tracemalloc.start()
+    boot = Bootstrap(np.arange(5000) % 2 == 0, groups, n_draws=1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * boot.times.nbytes
+    assert (boot.times.sum(1) == 5000).all()
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------

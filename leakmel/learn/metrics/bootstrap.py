@@ -199,8 +199,9 @@ class Bootstrap:
         self.groups = groups
         rng = np.random.default_rng(seed)
         n = max(1, len(groups))
-        drawn = (np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_draws))
-        self.times = np.stack([times.astype(np.uint16) for times in drawn])  # [D, G] of each group
+        self.times = np.empty((n_draws, n), np.uint16)  # [D, G] of each group
+        for times in self.times:
+            times[:] = np.bincount(rng.integers(0, n, n), minlength=n)
 
     def auc_draws(
         self,
