@@ -4371,6 +4371,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds._round_lock': ( 'learn/retrain/rounds.html#_round_lock',
                                                                                             'leakmel/learn/retrain/rounds.py'),
+                                              'leakmel.learn.retrain.rounds._with_decision': ( 'learn/retrain/rounds.html#_with_decision',
+                                                                                               'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds.fine_tune': ( 'learn/retrain/rounds.html#fine_tune',
                                                                                           'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds.retrain': ( 'learn/retrain/rounds.html#retrain',

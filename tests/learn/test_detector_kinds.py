@@ -28,6 +28,7 @@ from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.export import export_detector
 from leakmel.learn.model.files import load_plain
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.metrics.voting import UNCHOSEN
 from leakmel.learn.model import spectral
 from leakmel.learn.model.spectral import (
     SpectralClassifier,
@@ -36,6 +37,9 @@ from leakmel.learn.model.spectral import (
     spectral_features,
     window_numbers,
 )
+from leakmel.learn.retrain.round_record import round_settings
+from leakmel.learn.retrain.rounds import fine_tune
+from leakmel.learn.retrain.selection import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
 
@@ -462,6 +466,29 @@ def test_a_champion_of_each_kind_is_retrained(sets, trained, kind, tmp_path):
     old = next(m for m in trained[kind].detector.members if isinstance(m, SpectralClassifier))
     new = next(m for m in challenger.members if isinstance(m, SpectralClassifier))
     assert not torch.equal(old.get_buffer("weight"), new.get_buffer("weight"))
+    assert challenger.held_out is None, "there is no validation"
+    assert set(challenger.thresholds.values()) == {0.5}, "not those that were chosen for the champion"
+    assert challenger.threshold_from == UNCHOSEN
+
+
+def test_a_fitted_challenger_has_the_decision_of_the_validation_recordings(sets, trained, tmp_path):
+    champion = trained["spectral"].detector
+    with (
+        Segments(sets["training"], level="recording", task=champion.task) as old,
+        Segments(sets["validation"], level="recording", task=champion.task) as validation,
+    ):
+        items = SegmentSubset([whole_recordings(old, np.arange(len(old)))], champion.task)
+        settings = round_settings(champion, None)
+        challenger = fine_tune(champion, items, validation, settings, tmp_path, show="none")
+        scores = challenger.recording_scores(score_rows(challenger, validation))
+        truth = validation.labels == champion.task.leak_in_model
+    saved = load_detector(tmp_path / "model.pt")
+    assert saved.held_out is not None
+    assert np.array_equal(saved.held_out.score, np.clip(scores, 0, 1))
+    assert np.array_equal(saved.held_out.truth, truth)
+    assert saved.held_out.method == saved.threshold_from.removeprefix("highest F1 on ")
+    found = lm.predict(sets["recordings"], saved, false_alarms=20, device="cpu", progress="none")
+    assert found.calibration is not None
 
 
 HOSTILE = {

@@ -26,7 +26,8 @@ from ..data.segments import Segments
 from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT
 from ..metrics.bootstrap import Groups, recording_groups
-from ..metrics.voting import choose_rule
+from ..metrics.decisions import HeldOutScores
+from ..metrics.voting import DecisionRule, choose_rule
 from ..model.card import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, class_scores, load_detector, score_rows
@@ -155,6 +156,29 @@ def _refit_spectral(champion: Detector, items: SegmentSubset, seed: int) -> Spec
     return fit_spectral(features, items.labels[first], old.n_classes, seed=seed % (1 << 32))
 
 
+def _with_decision(
+    detector: Detector, validation: Segments | None, settings: TrainSettings, device: str
+) -> Detector:
+    "Choose vote and thresholds on validation, and add its scores; without validation the thresholds are 0.5."
+    if validation is None:
+        is_auto = settings.vote == "auto"
+        rule = DecisionRule() if is_auto else DecisionRule(settings.vote, settings.vote_share)
+        return replace(detector, **rule.options())
+    segments = score_rows(detector, validation, device=pick_device(device))
+    is_leak = validation.labels == detector.task.leak_in_model
+    rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share)
+    detector = replace(detector, **rule.options())
+    groups = recording_groups(recordings_of(validation))
+    held_out = HeldOutScores(
+        np.clip(detector.recording_scores(segments), 0, 1),
+        is_leak,
+        groups.code.astype(np.int64),
+        groups.by,
+        f"{len(is_leak):,} validation recordings",
+    )
+    return replace(detector, held_out=held_out)
+
+
 def fine_tune(
     champion: Detector,
     items: SegmentSubset,
@@ -185,11 +209,7 @@ def fine_tune(
     provenance = champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None)
     fitted: dict[str, Any] = {"classifier": classifier, "record": record, "provenance": provenance}
     challenger = replace(champion, **fitted, held_out=None, evaluations=())  # those are of the champion
-    if validation is not None:
-        scores = score_rows(challenger, validation, device=pick_device(device))
-        is_leak = validation.labels == champion.task.leak_in_model
-        rule = choose_rule(is_leak, scores, settings.vote, settings.vote_share)
-        challenger = replace(challenger, **rule.options())
+    challenger = _with_decision(challenger, validation, settings, device)
     folder.mkdir(parents=True, exist_ok=True)
     write_card(challenger, challenger.save(folder / MODEL))
     return challenger
