@@ -548,7 +548,16 @@ def search(
     numbers = {"trials": trials, "again": again, **pruning, "hours": 1 if hours is None else hours}
     _check_arguments(resume, numbers)
     began = time.monotonic()
-    base = replace(settings or TrainSettings(), detector="cnn")
+    base = settings or TrainSettings()
+    if base.detector not in ("auto", "cnn"):
+        raise UsageError(
+            "a search trains networks only, but another kind of detector was asked for",
+            code="wrong-value",
+            found=f"detector {base.detector!r}",
+            expected="detector 'cnn', or 'auto' to leave it open",
+            remedy="train this kind without a search (leakmel train)",
+        )
+    base = replace(base, detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = Path(os.path.abspath(os.path.expanduser(out)))

@@ -75,6 +75,7 @@ def import_optuna() -> Any:  # the module; raises UsageError where it is not ins
 LOG_SCALE_SETTINGS = ("learning_rate", "weight_decay")  # drawn on a logarithmic scale unless "log" is given
 _NOT_SEARCHED = {
     "seed": "the best of many seeds is best by chance",
+    **dict.fromkeys(("detector", "keep_level"), "a search trains networks"),
     "vote": "'auto' selects the best voting rule on validation in each epoch",
     **dict.fromkeys(sorted(SPEED_ONLY), "it changes the speed only, not the weights"),
 }
