@@ -4770,6 +4770,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials.Trial': ( 'learn/search/trials.html#trial',
                                                                                     'leakmel/learn/search/trials.py'),
+                                             'leakmel.learn.search.trials.Trial.__post_init__': ( 'learn/search/trials.html#trial.__post_init__',
+                                                                                                  'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials.Trial.__repr__': ( 'learn/search/trials.html#trial.__repr__',
                                                                                              'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials.Trial.best_epoch': ( 'learn/search/trials.html#trial.best_epoch',

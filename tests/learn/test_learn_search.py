@@ -1054,6 +1054,30 @@ def test_ties_prefer_lower_loss_then_earlier_trial() -> None:
     assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0
 
 
+def test_a_trial_has_the_f1_of_the_epoch_that_was_kept(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "A training keeps the lowest loss of epochs that differ by chance, which need not have the highest F1."
+    found = Trial(0, "complete", {}, (0.9, 0.8), (0.3, 0.1), 1.0, kept_epoch=2)
+    assert (found.f1, found.best_epoch) == (0.8, 2)
+    assert SearchState({}, [found, Trial(1, "complete", {}, (0.85,), (0.2,), 1.0)]).best.number == 1
+    real = module.train
+
+    def first_kept(**how: Any) -> Any:
+        return replace(real(**how), best_epoch=1)
+
+    monkeypatch.setattr(module, "train", first_kept)
+    searched(sets, tmp_path / "run", trials=1, again=0)
+    memory = read_state(tmp_path / "run")
+    assert memory is not None
+    assert [t.best_epoch for t in memory.trials] == [1]
+    assert [t.f1 for t in memory.trials] == [t.f1s[0] for t in memory.trials]
+    changed = (tmp_path / "run" / "search.json").read_text().replace('"kept_epoch": 1', '"kept_epoch": 9')
+    (tmp_path / "run" / "search.json").write_text(changed)
+    with raises("not-a-search"):
+        read_state(tmp_path / "run")
+
+
 def test_an_undefined_figure_is_null_in_the_file(tmp_path: Path) -> None:
     "JSON has no NaN: other programs could not read the file."
     memory = SearchState({}, [Trial(0, "complete", {}, (math.nan, 0.5), (math.nan, 0.1), 1.0)])

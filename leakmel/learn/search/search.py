@@ -227,7 +227,6 @@ class _Trained:
     "Result of a training."
 
     trial: Trial
-    f1: float = math.nan  # of the epoch that was kept
     error: Exception | None = None  # that ended it
 
 
@@ -251,7 +250,7 @@ def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Tra
 
     state: State = "complete"
     error: Exception | None = None
-    f1 = math.nan
+    kept_epoch = 0
     here = trial_folder(task.folder, task.number, task.seed)
     try:
         if task.seed is None and (saved := latest_checkpoint(here / "checkpoints")) is not None:
@@ -263,7 +262,7 @@ def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Tra
                 warnings.simplefilter("ignore", kind)  # reported once, when the search begins
             result = train(out=here, settings=settings, progress=False, after_epoch=after_epoch, **how)
         epochs = list(result.epochs)
-        f1 = epochs[result.best_epoch - 1].f1
+        kept_epoch = result.best_epoch
     except _Pruned:
         state = "pruned"
     except (DataError, MachineError) as e:
@@ -272,7 +271,7 @@ def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Tra
     losses = tuple(e.val_loss for e in epochs)
     reason = "" if error is None else str(error)
     seconds = sum(e.seconds for e in epochs)
-    return _Trained(Trial(task.number, state, task.changes, f1s, losses, seconds, reason), f1, error)
+    return _Trained(Trial(task.number, state, task.changes, f1s, losses, seconds, reason, kept_epoch), error)
 
 
 def _train_on_worker(task: _Task, n_together: int) -> _Trained:
@@ -423,8 +422,8 @@ class _Search:
         for task, result in self.trained(self.task(n, changes[n], seed) for n, seed in wanted):
             if result.error is not None:
                 raise result.error
-            self.keep(SeedTrial(task.number, task.settings.seed, result.f1, result.trial.seconds))
-            text = f"trial {task.number} with seed {task.settings.seed}: F1 {result.f1:.4f}"
+            self.keep(SeedTrial(task.number, task.settings.seed, result.trial.f1, result.trial.seconds))
+            text = f"trial {task.number} with seed {task.settings.seed}: F1 {result.trial.f1:.4f}"
             announce(text, show=self.show)
 
     def conclude(self, trials: int, again: int, stamp: str) -> SearchResult:

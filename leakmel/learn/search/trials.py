@@ -245,6 +245,11 @@ class Trial:
     val_losses: tuple[float, ...]
     seconds: float  # training and validation
     error: str = ""  # why it failed
+    kept_epoch: int = 0  # number from 1 of the epoch whose weights the model has; 0: not known
+
+    def __post_init__(self):
+        if not 0 <= self.kept_epoch <= len(self.f1s):
+            raise ValueError(f"epoch {self.kept_epoch} of {len(self.f1s)}")
 
     @property
     def objectives(self) -> list[float]:
@@ -253,8 +258,8 @@ class Trial:
 
     @property
     def best_epoch(self) -> int:
-        "Number from 1 of the epoch with the highest objective, the first of equals; 0: no epoch."
-        return 1 + self.objectives.index(max(self.objectives)) if self.f1s else 0
+        "Number from 1 of the epoch that was kept, else of the first one with the highest objective; 0: no epoch."
+        return self.kept_epoch or (1 + self.objectives.index(max(self.objectives)) if self.f1s else 0)
 
     @property
     def f1(self) -> float:
@@ -262,7 +267,7 @@ class Trial:
 
     @property
     def objective(self) -> float:
-        return max(self.objectives, default=-math.inf)
+        return self.objectives[self.best_epoch - 1] if self.f1s else -math.inf
 
     def __repr__(self) -> str:
         ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.error}"}
