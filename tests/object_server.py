@@ -2,9 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BUCKET, SECRET = "pipes", "MARKER0SECRET0KEY0WJALRX"
 
@@ -96,3 +100,16 @@ class ObjectServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@contextmanager
+def stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    "Serve the files of a folder as objects; yields their URL."
+    server = ObjectServer()
+    try:
+        server.connect()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server.put_folder(folder, uuid.uuid4().hex)  # the servers of a process share their objects
+    finally:
+        server.close()

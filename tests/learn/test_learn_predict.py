@@ -309,7 +309,8 @@ def test_objects_give_the_same_table_as_the_folder(mixed, detector, model, tmp_p
         assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
         words = ["--model", str(model), "--device", "cpu", "--engine", "torch", "--quiet"]
         for root, name in ((mixed, "a.csv"), (url, "b.csv")):
-            assert main(["predict", str(root), *words, "--out", str(tmp_path / name)]) == 0
+            assert main(["predict", str(root), *words, "--out", str(tmp_path / name), "--report"]) == 0
+            assert (tmp_path / name).with_suffix(".report.html").is_file()
         assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     finally:
         server.close()

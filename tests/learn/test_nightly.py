@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,27 @@ def test_scores_are_those_of_predict(tmp_path, model):
     table = lm.predict(folder, model, **QUIET).table
     assert stored == dict(zip(table["path"], table["score"]))
     assert levels == dict(zip(table["path"], table["rms_db"]))
+
+
+@pytest.mark.slow
+def test_objects_give_the_same_history_as_the_folder(tmp_path, model, monkeypatch):
+    pytest.importorskip("moto")
+    from object_server import stored
+
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    here = nightly(folder, model, tmp_path / "here", **QUIET)
+    with stored(folder, monkeypatch) as url:
+        there = nightly(url, model, tmp_path / "there", **QUIET)
+    assert not there.rejected
+    assert replace(there.counts, times_from_file=0) == replace(here.counts, times_from_file=0)
+    values = []
+    for state in ("here", "there"):
+        db = sqlite3.connect(tmp_path / state / HISTORY_FILE)
+        sql = "SELECT path, score, floor_db, bands FROM recordings ORDER BY path"
+        values.append(db.execute(sql).fetchall())
+        db.close()
+    assert len(values[0]) == 6
+    assert values[0] == values[1]
 
 
 def test_a_second_run_reads_nothing_and_writes_the_same(tmp_path, model, monkeypatch):

@@ -14,9 +14,10 @@ from leakmel.audio.labels import Decision, append_decision
 from leakmel.audio.tables import read_table
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
+from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.provenance import Provenance, _short_digests
 from leakmel.learn.review.sampling import KINDS, SampleMix, SamplePool, choose_recordings, sample_mix
-from leakmel.learn.review.suggest import SUGGESTION_COLUMNS
+from leakmel.learn.review.suggest import SUGGESTION_COLUMNS, band_statistics
 
 QUIET = {"device": "cpu", "progress": "none"}
 
@@ -89,6 +90,21 @@ def test_numbers_out_of_range_are_refused(given):
     with pytest.raises(LeakmelError) as e:
         choose_recordings(pool_of(), **given)
     assert e.value.code == "out-of-range"
+
+
+@pytest.mark.slow
+def test_diverse_recordings_are_found_among_objects(folder, monkeypatch):
+    pytest.importorskip("moto")
+    from object_server import stored
+
+    with stored(folder, monkeypatch) as url:
+        found = lm.suggest(url, made_detector(), n=6, mix=SampleMix(0, 1, 0), **QUIET)
+        paths = [s.path for s in found.items]
+        statistics = band_statistics(found.folder, paths, required_spec(made_detector()), progress="none")
+    assert [s.kind for s in found.items] == ["diverse"] * 6
+    local = band_statistics(folder, paths, required_spec(made_detector()), progress="none")
+    assert np.isfinite(local).all()
+    assert np.array_equal(statistics, local)
 
 
 def test_reasons_for_left_out_recordings(folder, tmp_path):

@@ -13,10 +13,10 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/nightly/levels.ipynb #03d80a48
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy as np
 from ...audio.wav import Recording, read_wav
 from ...core.errors import RecordingError
 from ...core.progress import Progress
+from ...core.store import LocalCopies
 from ..data.segments import conform_recording, cut_into_rows
 from .history import N_BANDS
 from ...mel.engines import open_engine
@@ -83,7 +84,8 @@ def levels_of(
 
 
 def recording_levels(
-    paths: Sequence[str | bytes | os.PathLike],
+    folder: Path,  # of the recordings, absolute path or URL
+    paths: Sequence[bytes],  # relative to it
     digests: Sequence[str],  # of the payloads that were scored
     spec: MelSpec,  # of the model
     *,
@@ -92,13 +94,15 @@ def recording_levels(
     "Measure recordings."
     found: list[Levels | None] = []
     with (
+        LocalCopies(folder) as copies,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(paths), label="levels", show=progress) as bar,
     ):
 
-        def of_one(path: str | bytes | os.PathLike, digest: str) -> Levels | None:
+        def of_one(path: bytes, digest: str) -> Levels | None:
             try:
-                recording = read_wav(path)
+                with copies.of([path]) as local:
+                    recording = read_wav(local[path])
                 return (
                     levels_of(recording_features(recording, spec, engine).mels)
                     if recording.digest == digest

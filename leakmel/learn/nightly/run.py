@@ -38,6 +38,7 @@ from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import read_wav
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from ...core.store import LocalCopies
 from ...dataset.file.schema import Rejected
 from ...dataset.file.writer import replacing
 from ..model import classifiers
@@ -306,9 +307,8 @@ def _read_new(
     done: Predictions = predict(
         x.folder, detector, manifest=_manifest_of(found, files.to_read), device=device, progress=progress
     )
-    full = [os.path.join(os.fsencode(x.folder), s.path) for s in done.scored]
     payloads = [s.facts["digest"].decode() for s in done.scored]
-    measured = recording_levels(full, payloads, done.spec, progress=progress)
+    measured = recording_levels(x.folder, done.scored.paths, payloads, done.spec, progress=progress)
     entries: list[HistoryEntry] = []
     rows: list[tuple] = []
     rejected = list(done.rejections)
@@ -539,10 +539,11 @@ def _clips(
     chosen = [r.digest for r in rows if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
         return found
-    with open_engine("auto", spec, device="cpu") as engine:
+    with open_engine("auto", spec, device="cpu") as engine, LocalCopies(folder) as copies:
         for digest in chosen:
             try:
-                recording = read_wav(os.path.join(os.fsencode(folder), paths[digest]))
+                with copies.of([paths[digest]]) as local:
+                    recording = read_wav(local[paths[digest]])
                 if recording.digest == digest:
                     features = recording_features(recording, spec, engine)
                     found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)

@@ -13,13 +13,13 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/predict/plots.ipynb #60d2dc29
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...audio.wav import read_wav
 from ...core.errors import RecordingError, UsageError, show_path
+from ...core.store import LocalCopies
 from leakmel.insight.plots import (
     _LABEL_COLORS,
     _TEXT,
@@ -132,7 +132,8 @@ def segment_features(
 ) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also if the file has changed
     "Compute the features of some long segments of a recording again."
     spec = predictions.spec
-    read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
+    with LocalCopies(predictions.folder) as copies, copies.of([recording.path]) as local:
+        read = read_wav(local[recording.path])
     if read.digest.encode() != bytes(recording.facts["digest"]):
         raise RecordingError("changed", "the file has changed since it was scored")
     row = conform_recording(read, spec, predictions.length)[0]

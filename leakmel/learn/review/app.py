@@ -82,7 +82,8 @@ class SimilarRecordings:
     def _statistics(self, indices: Sequence[int], progress: str) -> np.ndarray:
         if self.spec is None or not indices:
             return np.zeros((0, 1), np.float32)
-        return band_statistics([self.found.full_path(i) for i in indices], self.spec, progress=progress)
+        paths = [os.fsencode(self.found.recordings[i].path) for i in indices]
+        return band_statistics(self.found.folder, paths, self.spec, progress=progress)
 
     def of(
         self,

@@ -34,6 +34,7 @@ from ...audio.tables import read_table
 from ...audio.wav import read_wav
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...core.progress import Progress
+from ...core.store import LocalCopies
 from ...dataset.file.writer import replacing
 from ..data.segments import conform_recording, segment_count
 from ..model.detector import Detector, load_detector, required_spec
@@ -53,7 +54,8 @@ MAX_FEATURES = 4000  # recordings
 
 
 def band_statistics(
-    paths: Sequence[str | os.PathLike | bytes],  # of recordings
+    folder: Path,  # of the recordings, absolute path or URL
+    paths: Sequence[bytes],  # relative to it
     spec: MelSpec,
     *,
     progress: str = "auto",
@@ -61,13 +63,15 @@ def band_statistics(
     "Compute the band statistics of recordings."
     found = np.full((len(paths), 2 * spec.n_mels + 1), np.nan, np.float32)
     with (
+        LocalCopies(folder) as copies,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(paths), label="band statistics", show=progress) as bar,
     ):
 
-        def of_one(path: str | os.PathLike | bytes) -> np.ndarray | None:
+        def of_one(path: bytes) -> np.ndarray | None:
             try:
-                samples, _ = conform_recording(read_wav(path), spec, "spec")
+                with copies.of([path]) as local:
+                    samples, _ = conform_recording(read_wav(local[path]), spec, "spec")
             except (RecordingError, OSError):
                 return None
             row = np.zeros((1, spec.n_samples), samples.dtype)
@@ -342,10 +346,9 @@ def _features(done: Predictions, status: _Status, seed: int, progress: str) -> n
     "Band statistics of a random part of the recordings that count; NaN for the others."
     counts = np.flatnonzero(status.is_open | status.is_labelled)
     some = np.sort(np.random.default_rng(seed).permutation(counts)[:MAX_FEATURES])
-    folder = os.fsencode(done.folder)
     found = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
-    paths = [os.path.join(folder, done.scored[i].path) for i in some]
-    found[some] = band_statistics(paths, done.spec, progress=progress)
+    paths = [done.scored[i].path for i in some]
+    found[some] = band_statistics(done.folder, paths, done.spec, progress=progress)
     return found
 
 
