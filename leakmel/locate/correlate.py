@@ -92,14 +92,14 @@ def _channels(
     return x, y, rate
 
 
-def _check_signals(x: np.ndarray, y: np.ndarray) -> None:
+def _check_signals(x: np.ndarray, y: np.ndarray, where: str = "") -> None:
     "Refuse recordings whose correlation means nothing."
     for name, samples in (("a", x), ("b", y)):
         if not np.isfinite(samples).all():
             raise DataError(f"recording {name} has samples that are not finite numbers", code="nonfinite")
         if not len(samples) or samples.min() == samples.max():
             raise DataError(
-                f"recording {name} is silent: all its samples are equal",
+                f"recording {name} is silent{where}: all its samples are equal",
                 code="silent-recording",
                 remedy="check the logger and its sensor",
             )
@@ -507,6 +507,7 @@ def correlate(
     x, y, rate = _channels(a, b, offset_s)
     _check_signals(x, y)
     x, y, correction_s = _shifted(x, y, rate, offset_s or 0.0)
+    _check_signals(x, y, " in the time that both have in common")
     x, y = ((s - s.mean()) / s.std() for s in (x, y))
     n_samples = _segment(len(x), rate, pipe.most_s)
     x, y = (_level(s, n_samples) for s in (x, y))

@@ -15,6 +15,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core.errors import DataError
 
 pytest.importorskip("scipy")
 import soundfile
@@ -251,6 +252,18 @@ def test_start_times_in_names(tmp_path: Path) -> None:
     assert refusal(a, later, clock_error_s=0.0) == "start-times-differ"
     assert lm.correlate(a, later, clock_error_s=0.0, offset_s=0.0, **PIPE).verdict == "leak"
     assert lm.correlate(write(tmp_path / "both.wav", pair), **PIPE).position_m == pytest.approx(30, abs=0.05)
+
+
+def test_recordings_that_are_silent_in_their_common_time_are_refused() -> None:
+    pair = synthetic_pair(position_m=35.0)
+    a, b = channel(pair, 0), channel(pair, 1)
+    rate = pair.sample_rate
+    ends = replace(a, samples=np.where(np.arange(len(a.samples))[:, None] < rate, a.samples, 0))
+    with pytest.raises(DataError, match="recording a is silent in the time that both") as e:
+        lm.correlate(ends, b, clock_error_s=0.0, offset_s=1.0, **PIPE)
+    assert e.value.code == "silent-recording"
+    with pytest.raises(DataError, match="both recordings are the same"):
+        lm.correlate(a, replace(a, samples=a.samples[rate:]), clock_error_s=0.0, offset_s=1.0, **PIPE)
 
 
 def test_hostile_recordings(tmp_path: Path) -> None:
