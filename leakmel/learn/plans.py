@@ -48,6 +48,7 @@ from .data.task import make_task
 from .evaluate.cross_validation import CrossValidation, cross_validate
 from .evaluate.evaluation import evaluate, record_evaluation
 from .evaluate.report import Evaluation
+from .model.card import evaluation_result, next_steps
 from .model.detector import load_detector
 from .model.devices import pick_device
 from .model.locate import model_file
@@ -389,7 +390,8 @@ def execute_evaluation(
         data, name = files["testing"], files["testing"].name
     same = {option: plan.given[option] for option in ("allow_leaky_split", "legacy", "labels", "device")}
     found = evaluate(result.detector, data, **parts, **same, progress=progress)
-    record_evaluation(result.model_path, found, name)
+    if (stored := record_evaluation(result.model_path, found, name)) is not None:
+        result.detector.evaluations = stored.evaluations
     write_summary(plan.out, run_summary(result, found))
     return found
 
@@ -399,7 +401,9 @@ def run_summary(
     evaluation: Evaluation | None,
 ) -> dict[str, Any]:
     "Return training and evaluation as plain values."
-    return result.summary | {"evaluation": None if evaluation is None else evaluation.summary}
+    known = result.detector.evaluations
+    advice = {"evaluation_result": evaluation_result(known), "next_steps": next_steps(known)}
+    return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
 
 
 # %% ../../nbs/learn/plans.ipynb #aa08e87a

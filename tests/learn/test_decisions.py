@@ -1,5 +1,6 @@
 """Decisions: calibration, alarm budgets, conformal thresholds, and the evaluation that a model file carries."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,11 +27,13 @@ from leakmel.learn.model.card import (
     TEST_SET,
     best_evaluation,
     evaluation_record,
+    evaluation_result,
     model_card,
     next_steps,
     record_from_plain,
 )
 from leakmel.learn.model.detector import load_detector
+from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
 
 def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 1.0) -> HeldOutScores:
@@ -217,6 +220,21 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
     assert "calibrated probability" in found.report()
     names = [trace.name for trace in found.plots()["reliability"].data]
     assert names[1:] == ["score", "probability"]
+
+
+def test_summary_of_a_training_says_how_the_detector_was_evaluated(small_sets: Path, tmp_path: Path) -> None:
+    given = {"data": str(small_sets), "out": str(tmp_path), "detector": "cnn", "epochs": 1, "channels": "4,8"}
+    plan = plan_training(given | {"epoch_share": 0.1, "device": "cpu"}, progress="none")
+    result = execute_training(plan, progress="none")
+    assert "Never evaluated" in repr(result)
+    found = execute_evaluation(plan, result, progress="none")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["evaluation"]["verdict"]
+    (record,) = load_detector(result.model_path).evaluations
+    assert summary["evaluation_result"] == evaluation_result([record]) != "never evaluated"
+    assert summary["next_steps"] == next_steps([record])
+    assert run_summary(result, found) == summary | {"evaluation": found and found.summary}
+    assert "Never evaluated" not in repr(result)
 
 
 def test_detector_without_evaluation_is_reported(trained: Path, tmp_path: Path) -> None:
