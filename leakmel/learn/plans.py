@@ -276,7 +276,8 @@ def plan_training(
         "leave_out": tuple(word.strip() for word in p["leave_out"].split(",") if word.strip()),
     }
     split = None
-    checked = [path for part, path in files.items() if part != "testing" or p["evaluation"]]
+    parts = [part for part in files if part != "testing" or p["evaluation"]]
+    checked = [files[part] for part in parts]
     # by label names: recordings for testing may have been built alone
     by_name = p["evaluation"] and p["group"] is None and "testing" in files
     # errors are raised now, not after the training
@@ -285,7 +286,7 @@ def plan_training(
     try:
         task = make_task(opened[0].class_names, **of_task)
         if by_name:
-            Segments(opened[-1:], level="recording", task=task, preload_to_ram=False)
+            Segments(opened[parts.index("testing")], level="recording", task=task, preload_to_ram=False)
     finally:
         close_opened(opened, checked)
     if p["group"] is not None:

@@ -18,6 +18,7 @@ from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+from leakmel.learn.plans import plan_training
 from leakmel.learn.train.inputs import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.state import TrainingState
@@ -263,3 +264,20 @@ def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path
     assert not any("silence" in c for c in found.cautions)
     own = trained(network, tmp_path / "own").detector
     assert "silence" not in evaluate(own, network / "sets" / NAMES[2], device="cpu", progress="none").report()
+
+
+def test_labels_of_the_test_set_are_checked_before_the_training(network: Path, tmp_path: Path) -> None:
+    "Also where the folder has no validation set, and one is given."
+    source = next((network / "demo" / "TESTING").rglob("*.wav"))
+    (tmp_path / "wavs" / "BURST").mkdir(parents=True)
+    (tmp_path / "wavs" / "BURST" / source.name).write_bytes(source.read_bytes())
+    (tmp_path / "sets").mkdir()
+    lm.build(tmp_path / "wavs", out=tmp_path / "sets" / NAMES[2], progress="none", check=0)
+    (tmp_path / "sets" / NAMES[0]).symlink_to(network / "sets" / NAMES[0])
+    given = {
+        "data": str(tmp_path / "sets"),
+        "validation": str(network / "sets" / NAMES[1]),
+        "out": str(tmp_path / "run"),
+    }
+    with raises("unknown-label", says="BURST"):
+        plan_training(given, progress="none")
