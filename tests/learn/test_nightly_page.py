@@ -14,10 +14,18 @@ from test_learn_predict import made_detector, noise
 from test_nightly import QUIET, name, put_at, write_nights
 
 import leakmel as lm
+from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly import run as module
-from leakmel.learn.nightly.drift import MIN_RECORDINGS, reference_from
+from leakmel.learn.nightly.drift import (
+    MIN_RECORDINGS,
+    quantities,
+    ranges_of,
+    reference_from,
+    reference_of_data_set,
+)
 from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, History
+from leakmel.learn.nightly.levels import recording_levels
 from leakmel.learn.nightly.page_parts import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
@@ -131,6 +139,23 @@ def test_a_map_of_a_table_with_coordinates(tmp_path):
     (drawn,) = re.findall(r"<svg class='map'.*?</svg>", text)
     assert drawn.count("<circle") == 2
     assert place_of({"lat": "91", "lon": "0"}) is None
+
+
+def test_the_reference_of_a_data_set_leaves_out_the_padding_of_short_recordings(tmp_path):
+    "A nightly run measures the segments of a recording only."
+    spec = lm.MelSpec.preset("disjoint", duration_s=2.0)
+    for k in range(MIN_RECORDINGS):
+        put_at(tmp_path / "set" / "A", f"{k:02d}.wav", noise(k, n=4096, level=500 + 20 * k))
+    built = lm.build(tmp_path / "set", out=tmp_path / "set.h5", spec=spec, progress="none", check=0)
+    found = reference_of_data_set(built.path, made_detector(spec))
+    paths = sorted((tmp_path / "set" / "A").iterdir())
+    digests = [read_wav(path).digest for path in paths]
+    levels = recording_levels(tmp_path, [os.fsencode(p) for p in paths], digests, spec, progress="none")
+    bands = np.array([x.bands for x in levels if x is not None])
+    own = ranges_of(quantities(np.zeros(len(bands)), None, bands))
+    assert found.n == len(bands) == MIN_RECORDINGS
+    for band in (f"band {k + 1}" for k in range(bands.shape[1])):
+        assert found.ranges[band] == pytest.approx(own[band], abs=0.05), band
 
 
 def test_drift_against_a_data_set(tmp_path):

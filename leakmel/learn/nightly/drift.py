@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import DataError, show_path
-from ...dataset.file.reader import open_dataset
+from ..data.segments import Segments
 from ..model.detector import Detector, required_spec, spec_differences
 from .history import N_BANDS, History
 from .levels import levels_of
@@ -100,7 +100,8 @@ def reference_of_data_set(
     detector: Detector,
 ) -> Reference:  # raises DataError, VerifyError
     "Measure a data set with the features of a detector."
-    with open_dataset(path) as ds:
+    with Segments(path, level="recording", with_labels=False, preload_to_ram=False) as recordings:
+        (ds,) = recordings.sources
         if wrong := spec_differences(required_spec(detector), ds.spec):
             raise DataError(
                 "the features of the reference are not those of the model",
@@ -109,7 +110,7 @@ def reference_of_data_set(
                 found=", ".join(wrong),
                 remedy="give the training set of the model, or a data set with its features",
             )
-        usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool))
+        usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
         chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), _MAX_ROWS)).astype(int))]
         if len(chosen) < MIN_RECORDINGS:
             raise DataError(
@@ -119,8 +120,10 @@ def reference_of_data_set(
                 found=len(chosen),
                 expected=f"at least {MIN_RECORDINGS}",
             )
-        level = ds.files["rms_db"].to_numpy(float)[chosen]
-        bands = np.array([levels_of(ds[int(i)][0]).bands for i in chosen])
+        rows, counts = recordings.rows[chosen], recordings.segment_counts[chosen]
+        level = ds.files["rms_db"].to_numpy(float)[rows]
+        # as in a nightly run, without the padding behind a short recording
+        bands = np.array([levels_of(ds[i][0][:n]).bands for i, n in zip(rows.tolist(), counts.tolist())])
     found = ranges_of(quantities(level, None, bands))
     return Reference(f"data set {show_path(os.path.basename(os.fspath(path)))}", len(chosen), found)
 
