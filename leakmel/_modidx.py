@@ -5848,6 +5848,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'leakmel/ops/working_folder.py'),
                                             'leakmel.ops.working_folder.WorkingFolder.summary': ( 'ops/working_folder.html#workingfolder.summary',
                                                                                                   'leakmel/ops/working_folder.py'),
+                                            'leakmel.ops.working_folder._copy': ( 'ops/working_folder.html#_copy',
+                                                                                  'leakmel/ops/working_folder.py'),
                                             'leakmel.ops.working_folder.make_working_folder': ( 'ops/working_folder.html#make_working_folder',
                                                                                                 'leakmel/ops/working_folder.py'),
                                             'leakmel.ops.working_folder.start_kinds': ( 'ops/working_folder.html#start_kinds',

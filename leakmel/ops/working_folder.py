@@ -71,6 +71,18 @@ class WorkingFolder:
 
 
 # %% ../../nbs/ops/working_folder.ipynb #912c046d
+def _copy(source: Path, target: Path) -> None:
+    "Copy a file as a whole or not at all."
+    new = target.with_name(f".{target.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        new.write_bytes(source.read_bytes())
+        os.replace(new, target)
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
 def make_working_folder(
     folder: str | os.PathLike,  # created if it does not exist
 ) -> WorkingFolder:  # raises OutputError
@@ -91,15 +103,12 @@ def make_working_folder(
     try:
         (target / "runs").mkdir(parents=True, exist_ok=True)
         for source in sorted(NOTEBOOKS.glob("*.ipynb")):
-            try:
-                with (target / source.name).open("xb") as f:
-                    created.append(source.name)
-                    f.write(source.read_bytes())
-            except FileExistsError:
+            if os.path.lexists(target / source.name):
                 kept.append(source.name)
+                continue
+            _copy(source, target / source.name)
+            created.append(source.name)
     except OSError as e:
-        with suppress(IndexError, OSError):  # the last one may be incomplete
-            (target / created[-1]).unlink()
         raise OutputError(
             f"the working folder cannot be written ({e.strerror})",
             code="output-not-writable",

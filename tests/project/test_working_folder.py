@@ -12,7 +12,7 @@ from notebook_runs import run_here
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.ops.working_folder import NOTEBOOKS
+from leakmel.ops.working_folder import NOTEBOOKS, make_working_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1400, "height": 12800}  # tall, so that a picture shows a whole notebook
@@ -35,6 +35,24 @@ def test_init_changes_no_existing_file(tmp_path, capsys):
     assert "existing notebooks were not changed: build.ipynb, start.ipynb" in out
     assert (tmp_path / "start.ipynb").read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_interrupted_copy_is_repeated(tmp_path, monkeypatch):
+    "A part of a notebook must not count as an existing file."
+
+    def interrupted(path: Path) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_working_folder(tmp_path)
+    (tmp_path / ".build.ipynb.new").write_text("a part, after a kill")
+    found = make_working_folder(tmp_path)
+    assert not found.kept
+    assert set(os.listdir(tmp_path)) == {*found.created, "runs"}
+    for path in NOTEBOOKS.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["file", "runs is a file"])
