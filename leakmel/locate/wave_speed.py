@@ -22,7 +22,6 @@ class Material:
     usual_gpa: float
     high_gpa: float
     source: str  # of the values
-    is_plastic: bool = False  # stiffness depends on temperature and frequency
 
 
 _BOOK = "Chaudhry, Applied Hydraulic Transients, table of moduli"
@@ -35,21 +34,13 @@ MATERIALS = MappingProxyType(
         "asbestos-cement": Material(20, 24, 28, f"{_BOOK}: 24; range estimated"),
         "concrete": Material(14, 25, 30, f"{_BOOK}: concrete without steel"),
         "pvc": Material(
-            2.4,
-            3.0,
-            4.0,
-            f"{_BOOK}: rigid PVC 2.4 to 2.75; high end (fast loads, cold water) estimated",
-            True,
+            2.4, 3.0, 4.0, f"{_BOOK}: rigid PVC 2.4 to 2.75; high end (fast loads, cold water) estimated"
         ),
         "pe": Material(
-            0.7,
-            1.0,
-            2.0,
-            "polyethylene (PE 80, PE 100): 0.76 GPa at 23 °C in slow tests; rest estimated",
-            True,
+            0.7, 1.0, 2.0, "polyethylene (PE 80, PE 100): 0.76 GPa at 23 °C in slow tests; rest estimated"
         ),
         "pex": Material(
-            0.4, 0.6, 1.2, "crosslinked polyethylene: 0.46 GPa at 20 °C (Pexgol); rest estimated", True
+            0.4, 0.6, 1.2, "crosslinked polyethylene: 0.46 GPa at 20 °C (Pexgol); rest estimated"
         ),
     }
 )

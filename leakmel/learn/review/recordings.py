@@ -40,7 +40,6 @@ class TableScore:
     segment_scores: tuple[float, ...] = ()
     segment_s: float = math.nan  # from one segment to the next
     is_leak: bool = False  # label in the data set; of a cross-validation only
-    by_kind: Mapping[str, float] = field(default_factory=dict)  # kind of detector -> score
     suggestion: str = ""  # kind and reason; of a table of suggestions only
 
 
@@ -57,7 +56,6 @@ class ScoreTable:
 
 _PREDICTIONS, _HELD_OUT = {"path", "score", "threshold", "segment_scores"}, {"path", "score", "fold", "leak"}
 _SUGGESTIONS = {"path", "score", "kind", "reason", "digest"}
-_KINDS = ("spectral", "cnn", "blend")
 
 
 def _table_score(row: Mapping[str, str], is_held_out: bool) -> TableScore:  # raises ValueError
@@ -68,8 +66,7 @@ def _table_score(row: Mapping[str, str], is_held_out: bool) -> TableScore:  # ra
     if not path or not all(0 <= x <= 1 for x in (score, *segments)):
         raise ValueError("no path, or a score that is not from 0 to 1")
     if is_held_out:
-        by_kind = {k: float(row[f"score_{k}"]) for k in _KINDS if row.get(f"score_{k}")}
-        return TableScore(path, score, is_leak={"True": True, "False": False}[row["leak"]], by_kind=by_kind)
+        return TableScore(path, score, is_leak={"True": True, "False": False}[row["leak"]])
     if row.keys() >= _SUGGESTIONS:
         return TableScore(path, score, suggestion=show_path(f"{row['kind']}: {row['reason']}"[:200]))
     every_s = float(row.get("scored_s") or "nan") / len(segments) if segments else math.nan
@@ -245,9 +242,7 @@ def _with_table(found: ReviewRecordings, table: ScoreTable) -> ReviewRecordings:
             given = {"suggestion": row.suggestion}
         elif not table.is_held_out:
             given = {"score": row.score, "segment_scores": row.segment_scores}
-        new[fits[0]] = replace(
-            found.recordings[fits[0]], **given | ({"by_kind": row.by_kind} if row.by_kind else {})
-        )
+        new[fits[0]] = replace(found.recordings[fits[0]], **given)
     if not new:
         raise DataError(
             "the table names no recording of the folder",
