@@ -1,6 +1,5 @@
-"Detectors as programs: the same scores from samples, for both presets, or no file."
+"Detectors as programs: the same scores from samples, for both presets. Model files: others are not replaced."
 
-import json
 import os
 import warnings
 import zipfile
@@ -14,13 +13,12 @@ import torch
 from errors import raises
 
 import leakmel as lm
-from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.core.errors import OutputError, UsageError
 from leakmel.audio.synth import write_wav
 from leakmel.learn.model import files
-from leakmel.learn.model import export
 from leakmel.learn.model.files import plain_bytes
 from leakmel.learn.model.detector import Detector, load_detector, image_shape
-from leakmel.learn.model.export import MelFeatures, export_detector
+from leakmel.learn.model.export import MelFeatures, SamplesToScores
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.data.task import make_task
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
@@ -42,13 +40,6 @@ def made(preset: str, **changes: Any) -> Detector:
     return Detector(net, make_task(["BACKGROUND", "LEAK", "NORMAL"]), spec, vote="frac_vote", share=0.7)
 
 
-def loaded(path: Path) -> tuple[Any, dict[str, Any]]:
-    beside = {"detector.json": ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.export.load(path, extra_files=beside).module(), json.loads(beside["detector.json"])
-
-
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
@@ -56,10 +47,10 @@ def loaded(path: Path) -> tuple[Any, dict[str, Any]]:
         ("overlap", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None}),
     ],
 )
-def test_exported_program_has_the_scores_of_the_detector(tmp_path, preset, changes):
+def test_program_has_the_scores_of_the_detector(preset, changes):
     detector = made(preset, **changes)
     assert detector.spec is not None
-    program, about = loaded(export_detector(detector, tmp_path / "model.pt2"))
+    program = SamplesToScores(detector)
     for n in (1, 2, 5):
         x = (
             np.random.default_rng(n)
@@ -73,8 +64,6 @@ def test_exported_program_has_the_scores_of_the_detector(tmp_path, preset, chang
         found = program(torch.from_numpy(x))
         assert found.shape == right.shape == (n, detector.spec.row_shape[0])
         assert torch.allclose(found, right, atol=1e-3)
-    assert lm.MelSpec(**about["spec"]) == detector.spec
-    assert (about["vote"], about["share"], about["threshold"]) == ("frac_vote", 0.7, 0.5)
 
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
@@ -85,29 +74,11 @@ def test_features_keep_to_the_tolerance_of_engines(preset):
     assert compare(found, reference_features(x, spec), spec).ok
 
 
-def test_program_with_wrong_features_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "hann_periodic", np.hanning)  # symmetric
-    with raises("program-differs", DataError):
-        export_detector(made("disjoint"), tmp_path / "model.pt2")
-    assert not list(tmp_path.iterdir())
-
-
-def test_program_with_other_output_is_not_written(tmp_path, monkeypatch):
-    detector = made("disjoint")
-    right = Detector.segment_scores
-    monkeypatch.setattr(
-        Detector, "segment_scores", lambda self, rows, counts=None: right(self, rows, counts) + 0.01
-    )
-    with raises("program-differs", DataError):
-        export_detector(detector, tmp_path / "model.pt2")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_detector_without_a_spec_is_refused(tmp_path):
+def test_a_detector_without_a_spec_is_refused():
     detector = made("disjoint")
     detector.spec = None
     with raises("no-spec", UsageError):
-        export_detector(detector, tmp_path / "model.pt2")
+        SamplesToScores(detector)
 
 
 def write_other_archive(path: Path) -> None:
@@ -159,10 +130,6 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
     "checkpoint": lambda p: p.write_bytes(plain_bytes({"format": "leakmel training 1"})),
     "no right to read": lambda p: os.close(os.open(p, os.O_CREAT, 0)),
 }
-WRITERS: dict[str, Callable[[Detector, Path], object]] = {
-    "detector": Detector.save,
-    "exported detector": export_detector,
-}
 
 
 def seen(folder: Path) -> dict[str, Any]:
@@ -173,20 +140,19 @@ def seen(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_other_files_are_not_replaced(tmp_path, foreign, kind):
+def test_other_files_are_not_replaced(tmp_path, foreign):
     FOREIGN[foreign](target := tmp_path / "model")
     before = seen(tmp_path)
     with pytest.raises(
         OutputError,
-        match=f"model: the path exists and is not an? {kind}, so it is not replaced\\. Choose another name, or remove it yourself",
+        match="model: the path exists and is not a detector, so it is not replaced\\. Choose another name, or remove it yourself",
     ):
-        WRITERS[kind](made("disjoint"), target)
+        made("disjoint").save(target)
     assert seen(tmp_path) == before
 
 
-def test_earlier_export_is_replaced_and_links_are_not_followed(tmp_path):
+def test_earlier_detector_is_replaced_and_links_are_not_followed(tmp_path):
     mine, other = made("disjoint"), made("disjoint")
     other.share = 0.3
     assert load_detector(other.save(mine.save(tmp_path / "model.pt"))).share == 0.3
@@ -196,15 +162,10 @@ def test_earlier_export_is_replaced_and_links_are_not_followed(tmp_path):
     assert load_detector(tmp_path / "model.pt").share == 0.3
     (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-1])  # damaged: still one's own
     assert load_detector(mine.save(tmp_path / "model.pt")).share == 0.7
-    assert loaded(export_detector(other, export_detector(mine, tmp_path / "model.pt2")))[1]["share"] == 0.3
-    for kind, path in (("exported detector", "model.pt"), ("detector", "model.pt2")):
-        with raises("other-file-in-the-way", OutputError, says=kind):
-            WRITERS[kind](mine, tmp_path / path)
-    assert sorted(os.listdir(tmp_path)) == ["link", "model.pt", "model.pt2"]
+    assert sorted(os.listdir(tmp_path)) == ["link", "model.pt"]
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-def test_file_created_during_the_export_is_not_replaced(tmp_path, monkeypatch, kind):
+def test_file_created_while_a_detector_is_written_is_not_replaced(tmp_path, monkeypatch):
     real = os.write
 
     def slowly(fd: int, piece: memoryview) -> int:
@@ -212,7 +173,7 @@ def test_file_created_during_the_export_is_not_replaced(tmp_path, monkeypatch, k
         return real(fd, piece)
 
     monkeypatch.setattr(files.os, "write", slowly)
-    with raises("other-file-in-the-way", OutputError, says=kind):
-        WRITERS[kind](made("disjoint"), tmp_path / "model")
+    with raises("other-file-in-the-way", OutputError, says="detector"):
+        made("disjoint").save(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "somebody's"
     assert os.listdir(tmp_path) == ["model"]
