@@ -1434,8 +1434,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.fallocate': ( 'dataset/file/writer.html#fallocate',
                                                                                         'leakmel/dataset/file/writer.py'),
-                                             'leakmel.dataset.file.writer.output_error': ( 'dataset/file/writer.html#output_error',
-                                                                                           'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.part_bytes': ( 'dataset/file/writer.html#part_bytes',
                                                                                          'leakmel/dataset/file/writer.py'),
                                              'leakmel.dataset.file.writer.part_offsets': ( 'dataset/file/writer.html#part_offsets',

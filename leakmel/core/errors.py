@@ -165,7 +165,7 @@ def write_error(
     path: str | bytes | os.PathLike,  # that was to be written
 ) -> OutputError:  # to be raised; a SpaceError where the disk is full
     "Turn an OSError of writing into an error with a remedy."
-    reason = os.strerror(error.errno or 0)
+    reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
             f"there is no room left on the file system ({reason})",
@@ -175,9 +175,9 @@ def write_error(
         )
     return OutputError(
         f"the path cannot be written ({reason})",
-        code="output",
+        code="write-failed",
         path=path,
-        remedy="choose another folder, or change its permissions",
+        remedy="check the permissions and the file system, or choose another folder",
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.core.errors import OutputError, UsageError
-from leakmel.dataset.file.writer import SPARE_BYTES, output_error, part_bytes, require_space
+from leakmel.core.errors import OutputError, UsageError, write_error
+from leakmel.dataset.file.writer import SPARE_BYTES, part_bytes, require_space
 from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _apply_style
 from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread
@@ -85,7 +85,7 @@ def _no_links(error: OSError, root: Path) -> OutputError:
             path=root,
             remedy="use a work folder on a file system with hard links",
         )
-    return output_error(error, error.filename or root)
+    return write_error(error, error.filename or root)
 
 
 def _build(data: Path, target: Path, geometry: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from leakmel.dataset.run.config import (
 )
 from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_run
 from leakmel.dataset.file.spec_file import write_spec
-from leakmel.dataset.file.writer import output_error
+from leakmel.core.errors import write_error
 from leakmel.ops import tune as tune_module
 from leakmel.ops.tune import (
     DEFAULT,
@@ -362,7 +362,7 @@ def test_measurements_are_shown_if_they_cannot_be_stored(
         return len(trials.sample) / (200.0 if faster and "files_per_batch" in changes else 100.0)
 
     def refusing(path: Path) -> Any:
-        raise output_error(OSError(number, os.strerror(number)), path)
+        raise write_error(OSError(number, os.strerror(number)), path)
 
     monkeypatch.setattr(BuildTrials, "run", run)
     monkeypatch.setattr("leakmel.dataset.run.config.replacing", refusing)

@@ -346,5 +346,8 @@ def test_a_link_is_no_target_and_errors_name_the_target(server: RecordServer, tm
         fetch(tmp_path)
     (tmp_path / "set").unlink()
     denied = PermissionError(errno.EACCES, "denied", "made")
-    with mock.patch("os.rename", side_effect=denied), raises("output", OutputError, path=tmp_path / "set"):
+    with (
+        mock.patch("os.rename", side_effect=denied),
+        raises("write-failed", OutputError, path=tmp_path / "set"),
+    ):
         fetch(tmp_path)

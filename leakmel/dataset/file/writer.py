@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "SPARE_BYTES",
-    "output_error",
     "write_errors",
     "OutputLock",
     "delayed_signals",
@@ -31,7 +30,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...core.errors import OutputError, SpaceError, VerifyError
+from ...core.errors import OutputError, SpaceError, VerifyError, write_error
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
 from leakmel.dataset.file.schema import (
@@ -47,27 +46,6 @@ from leakmel.dataset.file.schema import (
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #858593e5
-def output_error(
-    error: OSError,  # what writing raised
-    path: str | os.PathLike,
-) -> OutputError:  # to be raised
-    "Convert an OSError of writing into an OutputError or a SpaceError."
-    reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(
-            f"there is no room left on the file system ({reason})",
-            code="no-space",
-            path=path,
-            remedy="free disk space and build again",
-        )
-    return OutputError(
-        f"the file cannot be written ({reason})",
-        code="write-failed",
-        path=path,
-        remedy="check the permissions and the file system, or write to another folder",
-    )
-
-
 @contextmanager
 def write_errors(
     target: Path,  # named where the error names no file
@@ -76,7 +54,7 @@ def write_errors(
     try:
         yield
     except OSError as e:
-        raise output_error(e, e.filename or target) from e
+        raise write_error(e, e.filename or target) from e
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #16590536
@@ -102,7 +80,7 @@ class OutputLock:
             ):  # repeat if the last holder removed the file between open and lock
                 self.fd = self._lock()
         except OSError as e:
-            raise output_error(e, self.path) from e
+            raise write_error(e, self.path) from e
         return self
 
     def _lock(self) -> int:
@@ -231,7 +209,7 @@ def reserve(fd: int, n_bytes: int, path: Path) -> None:
             return
         if e.errno == errno.ENOSPC:
             require_space(path.parent, n_bytes - allocated_bytes(path))  # reports how many bytes are missing
-        raise output_error(e, path) from e
+        raise write_error(e, path) from e
 
 
 def allocated_bytes(path: Path) -> int:
@@ -252,7 +230,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield new
         os.replace(new, path)
     except OSError as e:
-        raise output_error(e, e.filename or path) from e
+        raise write_error(e, e.filename or path) from e
     finally:
         with suppress(OSError):
             new.unlink(missing_ok=True)
@@ -338,7 +316,7 @@ class RowFile:
                 self.partial.unlink(missing_ok=True)
                 self.fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as e:
-            raise output_error(e, e.filename or self.partial) from e
+            raise write_error(e, e.filename or self.partial) from e
         try:
             reserve(self.fd, self.waveform_offset + self.n_candidates * self.waveform_bytes, self.partial)
         except BaseException:

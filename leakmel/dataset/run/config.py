@@ -37,10 +37,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
 from ...core.monitor import machine_facts, usable_cores, wsl_version
 from ...core.parameters import check_types, field_choices, field_kinds
-from ..file.writer import output_error, replacing
+from ..file.writer import replacing
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 
@@ -322,7 +322,7 @@ def write_tuned(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise output_error(e, path.parent) from e
+        raise write_error(e, path.parent) from e
     with replacing(path) as new:
         new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path

@@ -40,9 +40,10 @@ from leakmel.core.errors import (
     SpecError,
     UsageError,
     show_path,
+    write_error,
 )
 from ...core.store import LocalCopies
-from ..file.writer import output_error
+
 from ...mel.spec import PRESET_RATE, MelSpec, preset_values
 
 
@@ -409,7 +410,7 @@ def check_target(
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
     except OSError as e:
-        raise output_error(e, target) from e
+        raise write_error(e, target) from e
     if stat.S_ISDIR(mode):
         raise OutputError(
             "the output path is a folder, but it must be a file",

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from ...audio.listing import Listing
-from ...core.errors import SpaceError
+from ...core.errors import SpaceError, write_error
 from ...core.store import StorePath
 from ..source.loader import FACTS, decoders
-from ..file.writer import output_error, sync_folder
+from ..file.writer import sync_folder
 
 log = logging.getLogger("leakmel")
 
@@ -348,7 +348,7 @@ class Journal:
 
     def _give_up(self, error: OSError) -> None:
         "Continue without a journal if the disk is full; raise any other error as an OutputError."
-        failure = output_error(error, self.path)
+        failure = write_error(error, self.path)
         if not isinstance(failure, SpaceError):
             raise failure from error
         log.warning(

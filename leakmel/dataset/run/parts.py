@@ -43,12 +43,20 @@ from ...audio.manifest import Manifest, scan
 from ...audio.tables import require_same_table
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from ...core.errors import DataError, EngineError, SpecError, UsageError, VerifyError, show_path
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    SpecError,
+    UsageError,
+    VerifyError,
+    show_path,
+    write_error,
+)
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name
-from ..file.writer import OutputLock, output_error
+from ..file.writer import OutputLock
 from .config import PipelineConfig
 from .existing import read_state, write_rejected
 from .inputs import SpecLike, checked_inputs
@@ -162,7 +170,7 @@ def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises Out
         except OSError:
             os.replace(new, path)  # a file system without hard links; all processes write the same
     except OSError as e:
-        raise output_error(e, path) from e
+        raise write_error(e, path) from e
     finally:
         with suppress(OSError):
             new.unlink(missing_ok=True)

@@ -37,11 +37,19 @@ from ...audio.conform import digests_of
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of
-from ...core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    UsageError,
+    VerifyError,
+    show_path,
+    write_error,
+)
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
-from ..file.writer import OutputLock, output_error, require_space, reserve
+from ..file.writer import OutputLock, require_space, reserve
 from .loader import FACTS, BatchReader, Slot, decoders
 from .read_ahead import ReadAhead
 from ...mel.spec import MelSpec
@@ -372,7 +380,7 @@ def load(
                 try:
                     cache.take(slot)
                 except OSError as e:
-                    raise output_error(e, "the cache file") from e
+                    raise write_error(e, "the cache file") from e
                 with lanes.lock:
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
@@ -457,7 +465,7 @@ def open_cache(
                 partial.unlink(missing_ok=True)
         return SampleCache.open(path, reader.spec.n_samples, key), True
     except OSError as e:
-        raise output_error(e, e.filename or path) from e
+        raise write_error(e, e.filename or path) from e
 
 
 def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
@@ -536,5 +544,5 @@ def clear_cache(
                 with suppress(OutputError), OutputLock(made):  # else it is being made
                     partial.unlink(missing_ok=True)
     except OSError as e:
-        raise output_error(e, e.filename or folder) from e
+        raise write_error(e, e.filename or folder) from e
     return removed

@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 import torch
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, LeakmelError, OutputError
-from ...dataset.file.writer import output_error, replacing, sync_folder, delayed_signals
+from ...core.errors import DataError, LeakmelError, OutputError, write_error
+from ...dataset.file.writer import replacing, sync_folder, delayed_signals
 from .devices import memory_guard
 
 
@@ -60,7 +60,7 @@ def write_whole(
             if sync:
                 sync_folder(path.parent)
     except OSError as e:
-        raise output_error(e, path) from e
+        raise write_error(e, path) from e
 
 
 # %% ../../../nbs/learn/model/files.ipynb #51051de5
@@ -93,7 +93,7 @@ def remove_file(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as e:
-        raise output_error(e, path) from e
+        raise write_error(e, path) from e
 
 
 # %% ../../../nbs/learn/model/files.ipynb #0925432f

@@ -14,8 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from ...core.errors import DataError, OutputError, SpaceError
-from ...dataset.file.writer import OutputLock, output_error, replacing
+from ...core.errors import DataError, OutputError, SpaceError, write_error
+from ...dataset.file.writer import OutputLock, replacing
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
@@ -152,7 +152,7 @@ class History:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise output_error(e, self.folder) from e
+            raise write_error(e, self.folder) from e
         with ExitStack() as stack:
             stack.enter_context(OutputLock(self.path))
             exists = _check_file(self.path)

@@ -32,12 +32,12 @@ from ...audio.conform import native
 from ...audio.file_names import columns_of_names
 from ...audio.manifest import Manifest
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path
+from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
 from ...core.progress import Progress
 from ...core.store import absolute_folder, output_path
 from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
-from ...dataset.file.writer import output_error, replacing
+from ...dataset.file.writer import replacing
 from ...dataset.source.loader import PLAIN
 from ...mel.spec import MelSpec
 from ..data.segments import LENGTHS, covered_samples
@@ -283,7 +283,7 @@ def check_output(
         require_kind(path, "table of predictions", is_ours)
     parent = next(p for p in out.parents if p.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise output_error(PermissionError(errno.EACCES, ""), out.parent)
+        raise write_error(PermissionError(errno.EACCES, ""), out.parent)
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #b10c0002

@@ -32,11 +32,11 @@ import torch
 
 from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
 from ...core.monitor import Monitor
 from ...core.progress import announce
 from ...core.run_plan import RowTable, user_path, write_summary
-from ...dataset.file.writer import OutputLock, output_error
+from ...dataset.file.writer import OutputLock
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
@@ -140,7 +140,7 @@ def folder_lock(
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(OutputLock(out / "model.pt"))
         except OSError as e:
-            raise output_error(e, out) from e
+            raise write_error(e, out) from e
         except OutputError as e:
             if e.code != "output-locked":
                 raise
