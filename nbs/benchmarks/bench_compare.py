@@ -639,10 +639,12 @@ def _below(figures: dict[str, Any]) -> list[str]:
         f"the rows of every tool were verified before it was timed: {sum(c['checked'] for c in right):,} rows compared with float64, at most {most:.4f} dB off"
     )
     m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
-    linked = f" (hard links to {figures['originals']:,})" if figures.get("originals") else ""
+    count = f"{figures['n_files']:,} recordings"
+    if figures.get("originals"):
+        count = f"up to {figures['n_files']:,} files (hard links to {figures['originals']:,} recordings, which leakmel reports as duplicates)"
     return [
         *lines,
-        f"{figures['n_files']:,} recordings{linked}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
+        f"{count}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
     ]
 
 

@@ -193,11 +193,10 @@ def about_words(
     *more: str,  # after files and rounds
 ) -> str:
     "Files, rounds, machine, date and commit of a record."
-    n = figures["rounds"]
-    return (
-        ", ".join([f"{figures['n_files']:,} files", f"{n} round{'s' * (n != 1)}", *more])
-        + f"; {machine_words(figures)}"
-    )
+    n, files = figures["rounds"], f"{figures['n_files']:,} files"
+    if figures.get("originals"):
+        files = f"up to {files} (hard links to {figures['originals']:,} recordings)"
+    return ", ".join([files, f"{n} round{'s' * (n != 1)}", *more]) + f"; {machine_words(figures)}"
 
 
 def limit_notes(
