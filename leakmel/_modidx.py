@@ -1718,6 +1718,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'leakmel/dataset/run/open_jobs.py'),
                                                'leakmel.dataset.run.open_jobs._reserve_job': ( 'dataset/run/open_jobs.html#_reserve_job',
                                                                                                'leakmel/dataset/run/open_jobs.py'),
+                                               'leakmel.dataset.run.open_jobs._restore_places': ( 'dataset/run/open_jobs.html#_restore_places',
+                                                                                                  'leakmel/dataset/run/open_jobs.py'),
                                                'leakmel.dataset.run.open_jobs._resume_rows': ( 'dataset/run/open_jobs.html#_resume_rows',
                                                                                                'leakmel/dataset/run/open_jobs.py'),
                                                'leakmel.dataset.run.open_jobs.consecutive_runs': ( 'dataset/run/open_jobs.html#consecutive_runs',

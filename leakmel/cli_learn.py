@@ -246,7 +246,8 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
 
     unused = {"--resume": args.resume != "auto", "--allow-leaky-split": args.allow_leaky_split}
     unused |= {"--no-evaluation": args.no_evaluation}
-    unused |= {f"--{name.replace('_', '-')}": True for name in given_fields(args, CheckpointSettings)}
+    for name, value in given_fields(args, CheckpointSettings).items():
+        unused[f"--{'no-' if value is False else ''}{name.replace('_', '-')}"] = True
     refuse_unused(unused, f"together with --{'learning-curve' if args.learning_curve else 'cross-validate'}")
     group = args.group or "sensor"
     is_several = "," in group and not group.startswith("re:")

@@ -340,7 +340,7 @@ class _LeftOut:
             message = (
                 f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; {how}"
             )
-            left.append((os.path.relpath(first, self.root), "other_format", message))
+            left.append((os.path.relpath(first, self.root or None), "other_format", message))
         return [Problem(kind, show_place("", path), message) for path, kind, message in sorted(left)]
 
 
@@ -406,10 +406,13 @@ def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
 
 def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[FoundFiles, list[Problem]]:
     "Find the recordings below a URL; their stamps stand in place of modification times."
-    found, notes = FoundFiles(), list[Problem]()
+    found, notes, left_out = FoundFiles(), list[Problem](), _LeftOut(b"")
     for key, size, stamp in list_objects(folder):
         path = os.fsencode(key)
         if not is_recording_name(path.rpartition(b"/")[2]):
+            left_out.add_other(path)
+            continue
+        if not SYSTEM_FOLDERS.isdisjoint(key.split("/")[:-1]):
             continue
         if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
             notes.append(Problem("special", show_place("", path), _NO_PATH))
@@ -418,7 +421,7 @@ def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[
         on_found(1)
     found.folders = list({path.rpartition(b"/")[0] for path in found.paths})
     found.sort()
-    return found, sorted(notes, key=lambda note: note.path)
+    return found, sorted([*notes, *left_out.problems()], key=lambda note: note.path)
 
 
 def found_below(
@@ -637,7 +640,7 @@ def existing_folder(
         return root
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
-    except (FileNotFoundError, NotADirectoryError) as e:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as e:  # ValueError: a zero byte
         raise DataError("no such folder", code="no-such-folder", path=root, remedy=remedy) from e
     except OSError as e:
         raise list_error(e, root) from e

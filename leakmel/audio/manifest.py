@@ -83,6 +83,9 @@ class Manifest:
     table_path: Path | None = None  # of the table that names the recordings
     unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}
     table_digest: str = ""  # of its content, as `NameTable` has it; empty: not known
+    names: NameTable | None = field(
+        default=None, compare=False, repr=False
+    )  # its content; None: not in memory
     table_columns: Mapping[str, str] = field(
         default_factory=dict
     )  # which of its columns are used, as for `scan`
@@ -106,7 +109,7 @@ class Manifest:
     ) -> "Manifest":  # raises UsageError
         "Return one of n parts: consecutive recordings of each split, as equal in number as possible."
         own = tuple(x.part(number, n_parts) for x in self.listings)
-        return replace(self, listings=own, notes=(), content=None, part_of=(number, n_parts))
+        return replace(self, listings=own, notes=(), content=None, names=None, part_of=(number, n_parts))
 
     def save(
         self,
@@ -548,6 +551,7 @@ def _by_table(
         naming=naming,
         table_path=table.file,
         table_digest=table.digest,
+        names=table,
         table_columns=columns,
     )
 

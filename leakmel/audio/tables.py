@@ -205,7 +205,7 @@ def read_table_bytes(
 def require_same_table(
     file: Path | None,  # None: no table
     digest: str,  # of the table when it was read; empty: not known
-    remedy: str,
+    remedy: str = "scan the folder again, then build",
 ) -> None:  # raises DataError
     "Check that a table has not changed since it was read."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:

@@ -154,7 +154,7 @@ DATASET = {
     "parts-missing": "Some parts of a data set have not been built.",
     "plan-invalid": "The plan of the parts of a data set is damaged, or of another release.",
     "several-devices": "A process of a cluster sees several GPUs, and must see one.",
-    "table-changed": "The table of labels was changed while the data set, or its parts, were built.",
+    "table-changed": "The table of labels was changed after the folder was listed: it is not the table of a stored listing, or of the parts.",
     "other-manifest": "The manifest was made from another folder.",
     "other-recordings": "The preloaded recordings are not those of this build.",
     "out-of-range": "A setting is out of its range.",

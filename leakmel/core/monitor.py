@@ -10,17 +10,17 @@ __all__ = [
     "CGROUP_FILE",
     "LoadMeter",
     "Sampler",
+    "cgroup_limits",
+    "read_small_file",
+    "cpu_quota",
     "usable_cores",
+    "cgroup_free_bytes",
+    "free_memory",
     "wsl_version",
     "Monitor",
     "peak",
     "mean",
     "size_text",
-    "cgroup_limits",
-    "read_small_file",
-    "cpu_quota",
-    "cgroup_free_bytes",
-    "free_memory",
     "machine_facts",
 ]
 
@@ -172,6 +172,63 @@ class Sampler:
         return sample
 
 
+# %% ../../nbs/core/monitor.ipynb #0bcd402b
+CGROUP_ROOT = "/sys/fs/cgroup"  # root folder of the control groups
+CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
+
+
+def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
+    "Folders of this process's control groups, from the innermost to the root."
+    try:
+        lines = Path(own).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []
+    for line in [*(x for x in lines if x.count(":") >= 2), "0::/"]:
+        _, controllers, path = line.split(":", 2)
+        top = Path(root) if not controllers else Path(root, controller)
+        if controllers and controller not in controllers.split(","):
+            continue
+        inner = Path("/", path.lstrip("/"))
+        for each in (inner, *inner.parents):
+            yield top / each.relative_to("/")
+
+
+def cgroup_limits(
+    controller: str,  # "cpu", "memory" or "pids"
+    names: Sequence[str],  # files of one number each, those of version 2 and 1
+    root: str | os.PathLike = CGROUP_ROOT,
+    own: str | os.PathLike = CGROUP_FILE,
+) -> list[int]:  # empty if there is no limit
+    "Limits of the control groups around this process."
+    texts = [
+        read_small_file(folder / name) for folder in _cgroup_folders(controller, root, own) for name in names
+    ]
+    # version 1 writes "no limit" as a huge number
+    return [int(t) for t in texts if t.isdecimal() and int(t) < 1 << 60]
+
+
+def read_small_file(path: Path) -> str:
+    "Text of a small file, empty if it cannot be read."
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+# %% ../../nbs/core/monitor.ipynb #f2752aa7
+def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
+    "CPU time limit of the control groups in cores; None if they have no limit."
+    found = []
+    for folder in _cgroup_folders("cpu", root, own):
+        pair = read_small_file(folder / "cpu.max").split() or [
+            read_small_file(folder / "cpu.cfs_quota_us"),
+            read_small_file(folder / "cpu.cfs_period_us"),
+        ]
+        if len(pair) == 2 and pair[0].isdecimal() and pair[1].isdecimal() and int(pair[1]):
+            found.append(int(pair[0]) / int(pair[1]))
+    return min(found, default=None)
+
+
 # %% ../../nbs/core/monitor.ipynb #c689b367
 @cache
 def _own_quota() -> float | None:
@@ -187,6 +244,44 @@ def usable_cores() -> int:
         n = os.cpu_count() or 1
     quota = _own_quota()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
+
+
+# %% ../../nbs/core/monitor.ipynb #f7335e73
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def cgroup_free_bytes(
+    root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE
+) -> int | None:
+    "Free bytes of memory within the control groups; None if they have no limit."
+    found = []
+    for folder in _cgroup_folders("memory", root, own):
+        for limit_name, used_name, spare_name in _MEMORY_FILES:
+            limit, used = read_small_file(folder / limit_name), read_small_file(folder / used_name)
+            if limit.isdecimal() and used.isdecimal():  # else no limit ("max"), or no such group
+                words = read_small_file(folder / "memory.stat").split()
+                spare = int(words[words.index(spare_name) + 1]) if spare_name in words[:-1] else 0
+                found.append(max(0, int(limit) - int(used) + spare))
+    return min(found, default=None)
+
+
+# %% ../../nbs/core/monitor.ipynb #47bdc9f7
+def free_memory(
+    root: str | os.PathLike = CGROUP_ROOT,  # root folder of the control groups
+    own: str | os.PathLike = CGROUP_FILE,  # file that lists the groups of this process
+) -> int:  # bytes
+    "Memory that is available to this process."
+    try:
+        import psutil
+
+        free = int(psutil.virtual_memory().available)
+    except ImportError:  # `leakmel doctor` works without it; the page cache is not counted as free here
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    room = cgroup_free_bytes(root, own)
+    return free if room is None else min(free, room)
 
 
 # %% ../../nbs/core/monitor.ipynb #0b1f7a32
@@ -280,101 +375,6 @@ def size_text(
         if n_bytes >= factor:
             return f"{n_bytes / factor:,.{2 if unit == 'GB' else 1 if n_bytes < 100 * factor else 0}f} {unit}"
     return f"{n_bytes:,.0f} bytes"
-
-
-# %% ../../nbs/core/monitor.ipynb #0bcd402b
-CGROUP_ROOT = "/sys/fs/cgroup"  # root folder of the control groups
-CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
-
-
-def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
-    "Folders of this process's control groups, from the innermost to the root."
-    try:
-        lines = Path(own).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
-    for line in [*(x for x in lines if x.count(":") >= 2), "0::/"]:
-        _, controllers, path = line.split(":", 2)
-        top = Path(root) if not controllers else Path(root, controller)
-        if controllers and controller not in controllers.split(","):
-            continue
-        inner = Path("/", path.lstrip("/"))
-        for each in (inner, *inner.parents):
-            yield top / each.relative_to("/")
-
-
-def cgroup_limits(
-    controller: str,  # "cpu", "memory" or "pids"
-    names: Sequence[str],  # files of one number each, those of version 2 and 1
-    root: str | os.PathLike = CGROUP_ROOT,
-    own: str | os.PathLike = CGROUP_FILE,
-) -> list[int]:  # empty if there is no limit
-    "Limits of the control groups around this process."
-    texts = [
-        read_small_file(folder / name) for folder in _cgroup_folders(controller, root, own) for name in names
-    ]
-    # version 1 writes "no limit" as a huge number
-    return [int(t) for t in texts if t.isdecimal() and int(t) < 1 << 60]
-
-
-def read_small_file(path: Path) -> str:
-    "Text of a small file, empty if it cannot be read."
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-# %% ../../nbs/core/monitor.ipynb #f2752aa7
-def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
-    "CPU time limit of the control groups in cores; None if they have no limit."
-    found = []
-    for folder in _cgroup_folders("cpu", root, own):
-        pair = read_small_file(folder / "cpu.max").split() or [
-            read_small_file(folder / "cpu.cfs_quota_us"),
-            read_small_file(folder / "cpu.cfs_period_us"),
-        ]
-        if len(pair) == 2 and pair[0].isdecimal() and pair[1].isdecimal() and int(pair[1]):
-            found.append(int(pair[0]) / int(pair[1]))
-    return min(found, default=None)
-
-
-# %% ../../nbs/core/monitor.ipynb #f7335e73
-_MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def cgroup_free_bytes(
-    root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE
-) -> int | None:
-    "Free bytes of memory within the control groups; None if they have no limit."
-    found = []
-    for folder in _cgroup_folders("memory", root, own):
-        for limit_name, used_name, spare_name in _MEMORY_FILES:
-            limit, used = read_small_file(folder / limit_name), read_small_file(folder / used_name)
-            if limit.isdecimal() and used.isdecimal():  # else no limit ("max"), or no such group
-                words = read_small_file(folder / "memory.stat").split()
-                spare = int(words[words.index(spare_name) + 1]) if spare_name in words[:-1] else 0
-                found.append(max(0, int(limit) - int(used) + spare))
-    return min(found, default=None)
-
-
-# %% ../../nbs/core/monitor.ipynb #47bdc9f7
-def free_memory(
-    root: str | os.PathLike = CGROUP_ROOT,  # root folder of the control groups
-    own: str | os.PathLike = CGROUP_FILE,  # file that lists the groups of this process
-) -> int:  # bytes
-    "Memory that is available to this process."
-    try:
-        import psutil
-
-        free = int(psutil.virtual_memory().available)
-    except ImportError:  # `leakmel doctor` works without it; the page cache is not counted as free here
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    room = cgroup_free_bytes(root, own)
-    return free if room is None else min(free, room)
 
 
 # %% ../../nbs/core/monitor.ipynb #a966f08e

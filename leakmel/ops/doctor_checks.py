@@ -211,7 +211,7 @@ def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLi
     found, advice = f"{usable} of {cores} usable", ""
     if quota is not None:
         found += f", with a quota of {quota:g} cores' time"
-    if quota is not None and quota < cores and usable <= math.ceil(quota):
+    if quota is not None and quota < cores and usable == max(1, math.ceil(quota)):
         advice = "Raise the CPU quota of the container: it bounds the threads of a build"
     elif usable < cores:
         advice = "Let the process use all cores (taskset, or an option of the batch system)"

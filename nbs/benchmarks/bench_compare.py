@@ -641,7 +641,8 @@ def _below(figures: dict[str, Any]) -> list[str]:
     m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
     count = f"{figures['n_files']:,} recordings"
     if figures.get("originals"):
-        count = f"up to {figures['n_files']:,} files (hard links to {figures['originals']:,} recordings, which leakmel reports as duplicates)"
+        most = max((k for e in figures["contestants"].values() for k in e["n_files"].values()), default=0)
+        count = f"up to {most:,} files (hard links to {figures['originals']:,} recordings, which leakmel reports as duplicates)"
     return [
         *lines,
         f"{count}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",

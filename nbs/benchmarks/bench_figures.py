@@ -195,7 +195,8 @@ def about_words(
     "Files, rounds, machine, date and commit of a record."
     n, files = figures["rounds"], f"{figures['n_files']:,} files"
     if figures.get("originals"):
-        files = f"up to {files} (hard links to {figures['originals']:,} recordings)"
+        most = max((k for e in figures["contestants"].values() for k in e["n_files"].values()), default=0)
+        files = f"up to {most:,} files (hard links to {figures['originals']:,} recordings)"
     return ", ".join([files, f"{n} round{'s' * (n != 1)}", *more]) + f"; {machine_words(figures)}"
 
 

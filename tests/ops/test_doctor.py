@@ -240,6 +240,8 @@ def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
     check = doctor_checks.examine_cores(**made)
     assert (check.status, check.figures["quota_cores"]) == ("warn", 2.5)
     assert check.advice.startswith("Raise the CPU quota of the container")
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 2)  # by taskset
+    assert "taskset" in doctor_checks.examine_cores(**made).advice
     (tmp_path / "job" / "cpu.max").write_text("900000 100000\n")
     monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
     assert doctor_checks.examine_cores(**made).status == "ok", "a quota above the cores bounds nothing"

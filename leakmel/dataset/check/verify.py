@@ -494,7 +494,7 @@ def check_data_set(
     accounting: bool = True,
     unread: np.ndarray | None = None,  # [n_rows] bool, rows to compare with their digests; None: all
     edges: Sequence[int] = (),  # rows to recompute in any case
-    table: str | os.PathLike | None = None,  # that the labels come from
+    table: str | os.PathLike | NameTable | None = None,  # that the labels come from, or its content
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     sources: Sources | None = None,  # expected rows, computed in advance
     is_changed: Callable[[bytes], bool] = lambda path: False,  # a rejected file, since it was listed
@@ -502,7 +502,7 @@ def check_data_set(
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
-    names = None if table is None else read_table(table, columns)
+    names = table if table is None or isinstance(table, NameTable) else read_table(table, columns)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block

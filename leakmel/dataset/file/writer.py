@@ -293,6 +293,7 @@ class RowFile:
         self.row_shape = row_shape
         self.n_candidates = n_candidates
         self.waveform_shape = waveform_shape
+        self.is_packed = False  # `compress` has rewritten the file, so rows lie at other places
         self.row_bytes, self.waveform_bytes = part_bytes(row_shape, waveform_shape)
         if start != "none":
             self._open(resume=start == "resume")
@@ -438,6 +439,7 @@ class RowFile:
                     n_bytes = f.id.get_filesize()
             os.truncate(packed, n_bytes)  # release the unused space
             os.replace(packed, self.partial)
+            self.is_packed = True
         finally:
             packed.unlink(missing_ok=True)
         self._close()

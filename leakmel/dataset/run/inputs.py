@@ -31,6 +31,7 @@ import numpy as np
 from ...audio.conform import resampled_length
 from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
+from ...audio.tables import require_same_table
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
 from leakmel.core.errors import (
     DataError,
@@ -534,6 +535,8 @@ def checked_inputs(
     folders = [f for _, target in targets for f in (target.parent, *target.parent.parents)]
     made = [f for f in folders if not os.path.exists(f)]  # the innermost first
     listings = [listing for listing, _ in targets]
+    if manifest.names is None:
+        require_same_table(manifest.table_path, manifest.table_digest)
     try:
         for listing, target in targets:
             check_target(target, manifest.root)

@@ -317,7 +317,9 @@ class Job:
             return 0
         journal, self.journal, self.is_closed, n_kept = self.journal, None, True, 0
         if journal is not None:
-            if keep:  # without an open journal (a data set is checked, or there is no room) all is entered
+            if (
+                keep and not self.file.is_packed
+            ):  # without an open journal (a data set is checked, or there is no room) all is entered
                 with suppress(OSError, LeakmelError):
                     journal.enter(self.entry)
                 n_kept = journal.n_entered

@@ -27,8 +27,10 @@ from leakmel.dataset.file.writer import (
     RowFile,
     allocated_bytes,
     part_bytes,
+    part_offsets,
     read_at,
     require_space,
+    write_at,
     write_errors,
     delayed_signals,
 )
@@ -74,6 +76,40 @@ def consecutive_runs(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9711799e
+def _restore_places(
+    job: Job,
+    entries: Sequence[Entry],  # of the journal
+) -> None:  # raises OSError
+    "Move rows back to the places of their candidates, after a build that ended when it had moved its rows together."
+    file = job.file
+    known = np.concatenate([entry.known for entry in entries])
+    numbers, at = np.unique(known["number"], return_index=True)
+    known, places = known[at], np.arange(len(numbers))
+    if not (shifted := np.flatnonzero(numbers != places)).size:
+        return
+
+    def read(begin: int, item_bytes: int, first: int, n: int) -> np.ndarray:
+        data = os.pread(file.fd, item_bytes * n, begin + item_bytes * first)
+        whole = len(data) // item_bytes  # fewer where the file was cut
+        return np.frombuffer(data[: whole * item_bytes], np.uint8).reshape(whole, item_bytes)
+
+    first = read(file.offset, file.row_bytes, int(places[shifted[0]]), 1)
+    if not len(first) or digests_of(first)[0] != known["digest"][shifted[0]]:
+        return  # they were not moved
+    parts = [("digest", file.offset, file.offset, file.row_bytes)]
+    if file.waveform_bytes:  # first, because rows take their place
+        begin = part_offsets(file.target, len(numbers), file.row_shape, file.waveform_shape)[1]
+        parts.insert(0, ("waveform_digest", begin, file.waveform_offset, file.waveform_bytes))
+    for name, begin, goal, item_bytes in parts:
+        for run in reversed(
+            [*consecutive_runs(numbers, places, item_bytes)]
+        ):  # no item is written over another one
+            items = read(begin, item_bytes, int(places[run.start]), run.stop - run.start)
+            fine = digests_of(items) == known[name][run][: len(items)]
+            for number, item in zip(numbers[run][: len(items)][fine].tolist(), items[fine]):
+                write_at(file.fd, item.data, goal + number * item_bytes)
+
+
 def _resume_rows(
     job: Job,
     journal: Journal,
@@ -193,7 +229,7 @@ def _finished_job(
             root=run.manifest.root,
             sample=sample,
             accounting=False,
-            table=run.manifest.table_path,
+            table=None if run.manifest.table_path is None else run.manifest.names or run.manifest.table_path,
             columns=run.manifest.table_columns,
         )
         moved.n_files = job.report.checked
@@ -253,6 +289,7 @@ def _keep_rows(
         entries, kept = list[Entry](), np.zeros(n, bool)
         if journal.past.entries:
             with run.timeline.span("verify", "main", split=job.split) as moved:
+                _restore_places(job, journal.past.entries)
                 entries += _resume_rows(job, journal, kept)
                 journal.past.entries.clear()
                 moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())

@@ -277,8 +277,9 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         (now,) = stamps_of(job.listing, np.array([k]))
         return (now["size"], now["mtime_ns"]) != (job.listing.sizes[k], job.listing.mtimes_ns[k])
 
-    again = "run the same command again: the rows that are right are kept"
-    require_same_table(run.manifest.table_path, run.manifest.table_digest, again)
+    manifest, again = run.manifest, "build again; with --fresh if this happens again"
+    if manifest.names is None:
+        require_same_table(manifest.table_path, manifest.table_digest)
     unread = ~job.matched[job.good]
     if run.request.check is None:
         unread[:] = True
@@ -287,13 +288,13 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     with run.timeline.span("verify", lane, split=job.split) as moved:
         report = check_data_set(
             job.file.partial,
-            root=run.manifest.root,
+            root=manifest.root,
             sample=_n_checked(run, job),
             accounting=False,
             unread=unread,
             edges=_edges(np.searchsorted(np.flatnonzero(job.good), _starts(run, job))),
-            table=run.manifest.table_path,
-            columns=run.manifest.table_columns,
+            table=None if manifest.table_path is None else manifest.names or manifest.table_path,
+            columns=manifest.table_columns,
             sources=sources,
             is_changed=is_changed,
             progress=note,

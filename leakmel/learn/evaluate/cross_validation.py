@@ -387,14 +387,20 @@ class CrossValidation(RowTable):
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
         n_seeds = len(self.repetitions)
-        truth, code = (np.tile(v, n_seeds) for v in (self.table["leak"].to_numpy(bool), self.groups.code))
+        truth = np.tile(self.table["leak"].to_numpy(bool), n_seeds)
         score = np.concatenate([r.score for r in self.repetitions])
         own = replace(self.detector, score=score)
         models = [
             replace(m, score=np.concatenate([r.baselines[n] for r in self.repetitions]))
             for n, m in self.baselines.items()
         ]
-        p = cross_calibrated(HeldOutScores(score, truth, code, self.groups.by, self.method))
+        n, by = len(self.table), self.groups.by
+        p = np.concatenate(  # of each seed by its own calibration
+            [
+                cross_calibrated(HeldOutScores(r.score, truth[:n], self.groups.code, by, self.method))
+                for r in self.repetitions
+            ]
+        )
         known = np.isfinite(p)
         calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {

@@ -114,7 +114,11 @@ def score_model(
         threshold_from,
         {n: float(np.mean([own[n] for own in figures])) for n in FIGURES},
         boot.intervals(draws),
-        {n: why for own in every for n, why in why_undefined(truth, own, threshold).items()},
+        {
+            n: why if len(every) == 1 else f"{why} (with at least one of {len(every)} seeds)"
+            for own in every
+            for n, why in why_undefined(truth, own, threshold).items()
+        },
         Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
         draws,
     )
