@@ -145,6 +145,7 @@ def flat(data: Path) -> Path:
     folder.mkdir()
     for path in data.rglob("*.wav"):
         shutil.copy2(path, folder)
+    time.sleep(0.05)
     return folder
 
 
