@@ -82,10 +82,6 @@ class Manifest:
     naming: Naming = Naming()  # where labels and parts of names come from
     table_path: Path | None = None  # of the table that names the recordings
     unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}
-    table_digest: str = ""  # of its content, as `NameTable` has it; empty: not known
-    names: NameTable | None = field(
-        default=None, compare=False, repr=False
-    )  # its content; None: not in memory
     table_columns: Mapping[str, str] = field(
         default_factory=dict
     )  # which of its columns are used, as for `scan`
@@ -93,6 +89,9 @@ class Manifest:
         default_factory=dict
     )  # counts of labels by people, of `relabel_manifest`
     part_of: tuple[int, int] | None = None  # number of this part from 1, and number of parts; None: the whole
+    table_digest: str = ""  # of the content of the table, as `NameTable` has it; empty: not known
+    # content of the table; None: not in memory
+    names: NameTable | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return sum(map(len, self.listings))

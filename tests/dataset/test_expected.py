@@ -84,7 +84,7 @@ def test_a_wrong_rule_is_found_before_publishing(tmp_path, mixed, monkeypatch, w
     monkeypatch.setattr(
         loader,
         "conform",
-        lambda x, rate, rules: (
+        lambda x, rate, rules, **options: (
             conform(x, rate, rules) if len(x) == 2048 and x.shape[1] == 1 else wrong(x, rate, rules)
         ),
     )
@@ -98,7 +98,7 @@ def test_a_wrong_rule_is_found_before_publishing(tmp_path, mixed, monkeypatch, w
 )
 def test_a_row_that_should_have_been_rejected_is_found(tmp_path, mixed, monkeypatch, rule, name):
     spec = lm.MelSpec.preset("disjoint", duration_s=0.5, **{rule: "reject"})
-    monkeypatch.setattr(loader, "conform", lambda x, rate, rules: conform(x, rate, SPEC.rules))
+    monkeypatch.setattr(loader, "conform", lambda x, rate, rules, **options: conform(x, rate, SPEC.rules))
     with pytest.raises(VerifyError, match=f"{name}.*is rejected"):
         lm.build(mixed, out=tmp_path / "x.h5", **QUIET | {"spec": spec})
 

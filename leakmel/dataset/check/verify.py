@@ -402,6 +402,30 @@ class _UnusedTable(UsageError):
     "A table was given for a data set whose labels do not come from a table."
 
 
+def _recordings_folder(
+    top: Path,
+    split: str,
+    naming: Naming,
+    paths: np.ndarray,  # of the rows
+) -> tuple[
+    bytes, str
+]:  # folder that the paths are relative to, and why it cannot be used; raises MachineError
+    "Find the folder of the recordings of a data set."
+    try:
+        existing_folder(top)
+        splits = split_folders(top) if naming.base == "split" else {}
+    except DataError as e:
+        return b"", f"the data folder cannot be used; the data set was not compared: {e}"
+    folder = os.fsencode(splits.get(split, top))
+    is_remote = isinstance(top, StorePath)
+    if is_remote or not len(paths) or any(os.path.lexists(os.path.join(folder, p)) for p in paths):
+        return folder, ""
+    return folder, (
+        f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
+        "give the data folder that the data set was built from"
+    )
+
+
 def _check_origin(
     f: h5py.File,
     columns: _Columns,
@@ -430,26 +454,7 @@ def _check_origin(
         report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
-    fault = ""
-    splits: dict[str, Path] = {}
-    top = absolute_folder(root)
-    is_remote = isinstance(top, StorePath)
-    try:
-        existing_folder(top)
-        splits = split_folders(top) if naming.base == "split" else {}
-    except DataError as e:
-        fault = f"the data folder cannot be used; the data set was not compared: {e}"
-    folder = os.fsencode(splits.get(f.attrs["split"], top))
-    if (
-        not fault
-        and not is_remote
-        and len(paths)
-        and not any(os.path.lexists(os.path.join(folder, p)) for p in paths)
-    ):
-        fault = (
-            f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
-            "give the data folder that the data set was built from"
-        )
+    folder, fault = _recordings_folder(absolute_folder(root), f.attrs["split"], naming, paths)
     if fault:
         report._note_moved(fault)
         report.labels_compared = False

@@ -513,6 +513,19 @@ def _check_arguments(resume: str, numbers: dict[str, Any]) -> None:  # raises Us
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
 
 
+def _network_settings(settings: TrainSettings) -> TrainSettings:  # raises UsageError
+    "Return the initial settings of a search, which trains networks only."
+    if settings.detector not in ("auto", "cnn"):
+        raise UsageError(
+            "a search trains networks only, but another kind of detector was asked for",
+            code="wrong-value",
+            found=f"detector {settings.detector!r}",
+            expected="detector 'cnn', or 'auto' to leave it open",
+            remedy="train this kind without a search (leakmel train)",
+        )
+    return replace(settings, detector="cnn")
+
+
 def search(
     training: Sources,  # training data sets; with `split` all data sets that the split divides
     validation: Sources | None = None,  # data sets that evaluate the trials
@@ -547,16 +560,7 @@ def search(
     numbers = {"trials": trials, "again": again, **pruning, "hours": 1 if hours is None else hours}
     _check_arguments(resume, numbers)
     began = time.monotonic()
-    base = settings or TrainSettings()
-    if base.detector not in ("auto", "cnn"):
-        raise UsageError(
-            "a search trains networks only, but another kind of detector was asked for",
-            code="wrong-value",
-            found=f"detector {base.detector!r}",
-            expected="detector 'cnn', or 'auto' to leave it open",
-            remedy="train this kind without a search (leakmel train)",
-        )
-    base = replace(base, detector="cnn")
+    base = _network_settings(settings or TrainSettings())
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = Path(os.path.abspath(os.path.expanduser(out)))
