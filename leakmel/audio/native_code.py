@@ -105,7 +105,7 @@ def _mix_channels(samples, mean, out):
     for start in range(0, n, _EXACT):
         of_totals, of_all, differ = np.int64(0), np.int64(0), np.int64(0)
         stop = min(start + _EXACT, n)
-        if n_channels == 2:  # without an inner loop: four times as fast
+        if n_channels == 2:  # without an inner loop
             for i in range(start, stop):
                 a, b = np.int64(samples[i, 0]), np.int64(samples[i, 1])
                 mean[i] = np.float32(np.float64(a + b) * (0.5 / 32_768))
