@@ -17,8 +17,28 @@ import scipy.io.wavfile
 import scipy.signal
 
 
+SYSTEM_FOLDERS = (  # written by hand: what a list of the project lacks is missed
+    b"lost+found",
+    b"$recycle.bin",
+    b"recycler",
+    b"recycled",
+    b"system volume information",
+    b"found.000",
+    b"lost.dir",
+    b"__macosx",
+    b"@eadir",
+    b"#recycle",
+    b"@recycle",
+    b"#snapshot",
+    b"~snapshot",
+    b"@recently-snapshot",
+    b"network trash folder",
+    b"temporary items",
+)
+
+
 def walk(folder: str | os.PathLike) -> list[bytes]:
-    "Paths of the recordings below a folder, relative to it, in the order of their bytes."
+    "Paths of the recordings below a folder, relative to it, in the order of their bytes; none in folders that are hidden or of a system."
     base = os.fsencode(folder)
     found = [
         os.path.relpath(os.path.join(at, name), base) for at, _, names in os.walk(base) for name in names
@@ -26,7 +46,9 @@ def walk(folder: str | os.PathLike) -> list[bytes]:
     return sorted(
         p
         for p in found
-        if p.lower().endswith((b".wav", b".wave")) and not os.path.basename(p).startswith(b".")
+        if p.lower().endswith((b".wav", b".wave"))
+        and not any(part.startswith(b".") for part in p.split(b"/"))
+        and not any(part.lower() in SYSTEM_FOLDERS for part in p.split(b"/")[:-1])
     )
 
 

@@ -318,9 +318,9 @@ def _refused(m: _Maker) -> None:
     wild = riff(fmt(3, bits=32), chunk(b"data", struct.pack("<f", 1e20) * RATE))
     m.refused("TRAINING", "NOLEAK/louder than the sun.wav", wild, "unsupported")
     m.refused("VALIDATION", "LEAK/a pipe says what it is.wav", wav(make_sound(1))[:4000], "truncated")
-    for name in ("loose.wav", ".trash/thrown away.wav"):
-        path = m.put("TRAINING", name, wav(make_sound(m.next())))
-        m.made.files.append(Planted("TRAINING", path, None, "", "no_label", frozenset({"no_label"})))
+    path = m.put("TRAINING", "loose.wav", wav(make_sound(m.next())))
+    m.made.files.append(Planted("TRAINING", path, None, "", "no_label", frozenset({"no_label"})))
+    m.put("TRAINING", ".trash/thrown away.wav", wav(make_sound(m.next())))
     m.refused("TESTING", "loose, and no recording.wav", b"shopping list", "not_wav")
     secret = m.row("TESTING", "LEAK/secret.wav")
     os.chmod(m.made.root / SPLITS["TESTING"] / "LEAK" / "secret.wav", 0)
@@ -433,7 +433,7 @@ def _links(m: _Maker) -> None:
         if f.path.startswith(b"NOLEAK/session 1/"):
             made.files.append(replace(f, split="TRAINING", path=b"NOLEAK/again/" + os.path.basename(f.path)))
     os.mkfifo(training / "LEAK" / "pipe.wav")
-    made.places.add(("special", f"{training.name}/LEAK/pipe.wav"))
+    made.places |= {("special", f"{training.name}/LEAK/pipe.wav"), ("passed_over", f"{training.name}/.trash")}
     m.row("TRAINING", "LEAK/folder.wav/inside.wav")
     for name in (
         "LEAK/.hidden.wav",

@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy import strings
 
+from ..core.comparison import text_key
+
 # %% ../../nbs/audio/file_names.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 _ALIASES = {
@@ -43,7 +45,7 @@ def split_name(
     folder: str,  # name of a folder, or what a user typed
 ) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
     "The split a folder name stands for."
-    return _ALIASES.get(re.sub(r"^dataset[_ -]", "", folder.casefold()))
+    return _ALIASES.get(re.sub(r"^dataset[_ -]", "", text_key(folder).casefold()))
 
 
 # %% ../../nbs/audio/file_names.ipynb #07094184

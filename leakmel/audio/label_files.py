@@ -31,8 +31,9 @@ from leakmel.audio.labels import (
     read_decisions,
     read_labels,
 )
-from .listing import found_below
+from .listing import found_below, is_system_folder
 from .wav import Recording, read_wav
+from ..core.comparison import text_key
 from ..core.errors import DataError, OutputError, RecordingError, UsageError, show_path, write_error
 
 # %% ../../nbs/audio/label_files.ipynb #5ac5e655
@@ -49,11 +50,11 @@ class _Recordings:
         self.paths = [os.fsdecode(path) for path, _, _ in found_below(root, root)[0]]
         self.by_stem: dict[str, list[str]] = {}
         for path in self.paths:
-            self.by_stem.setdefault(os.path.splitext(os.path.basename(path))[0], []).append(path)
+            self.by_stem.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
 
     def of_track(self, track: Path) -> str | None:  # relative path; raises DataError
         "Return the recording of a track: the one next to it, or the only one of its name."
-        found = self.by_stem.get(_ENDING.sub("", track.name), [])
+        found = self.by_stem.get(text_key(_ENDING.sub("", track.name)), [])
         here = os.path.relpath(track.parent, self.root)
         near = [path for path in found if (os.path.dirname(path) or ".") == here]
         if len(found := near or found) > 1:
@@ -106,7 +107,10 @@ def _track_files(
     found: list[tuple[Path, Path | None]] = []
     for path in (Path(os.path.abspath(track)) for track in tracks):
         if path.is_dir():
-            found += [(file, path) for file in sorted(path.rglob("*.[tT][xX][tT]")) if file.is_file()]
+            files = (file for file in sorted(path.rglob("*.[tT][xX][tT]")) if file.is_file())
+            found += [
+                (f, path) for f in files if not any(map(is_system_folder, f.relative_to(path).parts[:-1]))
+            ]
         else:
             found.append((path, None))
     return found
@@ -216,7 +220,7 @@ class TrackExport:
 def _matching(found: _Recordings, path: str, digest: str) -> tuple[str, Recording] | None:
     "Return the recording at a path, which may lack the folder of a split; raises DataError if several fit."
     fits: dict[str, Recording] = {}
-    for p in found.by_stem.get(os.path.splitext(os.path.basename(path))[0], []):
+    for p in found.by_stem.get(text_key(os.path.splitext(os.path.basename(path))[0]), []):
         if p == path or p.endswith("/" + path):
             try:
                 recording = read_wav(found.root / p)

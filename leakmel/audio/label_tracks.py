@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .labels import SKIPPED, UNSURE, read_text
+from ..core.comparison import text_key
 from ..core.errors import DataError, show_path
 
 
@@ -131,12 +132,12 @@ def label_of(
     leak_label: str = "LEAK",
 ) -> str:  # one of the labels, UNSURE or SKIPPED
     "Derive the label of a recording from its time ranges."
-    names = {name.casefold(): name for name in labels}
+    names = {text_key(name).casefold(): name for name in labels}
     seconds: dict[str, float] = {}
     for r in ranges:
-        if (name := names.get(r.text.casefold())) is not None:
+        if (name := names.get(text_key(r.text).casefold())) is not None:
             seconds[name] = seconds.get(name, 0.0) + r.end_s - r.start_s
-    if (leak := names.get(leak_label.casefold())) in seconds:
+    if (leak := names.get(text_key(leak_label).casefold())) in seconds:
         return leak or SKIPPED
     longest = [name for name, s in seconds.items() if s == max(seconds.values())]
     return SKIPPED if not longest else longest[0] if len(longest) == 1 else UNSURE

@@ -39,6 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .tables import read_table
+from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, show_path, write_error
 from ..core.locks import OwnerLock, flock
 
@@ -366,7 +367,7 @@ def _verdict(last: Iterable[Decision]) -> tuple[str, str]:  # "agreed", "differ"
     "Return what the last decisions on a recording amount to."
     opinions = [d.label for d in last if d.label != SKIPPED]
     named = [label for label in opinions if label != UNSURE]
-    if len({label.casefold() for label in named}) > 1:
+    if len({text_key(label).casefold() for label in named}) > 1:
         return "differ", ""
     if UNSURE in opinions:
         return "unsure", ""
@@ -456,7 +457,12 @@ def check_paths(
     file: str | os.PathLike | None = None,  # of the table, for errors
 ) -> None:  # raises DataError if a decision without a digest names a path that several recordings have
     "Check that paths identify recordings, and warn of paths in a handwritten table that no recording has."
-    named = {d.path for last in current.last.values() for d in last if d.label and not d.digest}
+    paths = list(paths)
+    named = set(
+        match_texts(
+            {d.path for last in current.last.values() for d in last if d.label and not d.digest}, paths
+        ).values()
+    )
     met = set[str]()
     for path in paths:
         if path in named and path in met:
@@ -468,7 +474,7 @@ def check_paths(
                 remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
             )
         met.add(path)
-    if current.exact_paths and (unknown := sorted(current.last.keys() - met)):
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, met))):
         log.warning(
             "%s of %s paths in the table of labels were not found, first %s",
             f"{len(unknown):,}",
@@ -488,8 +494,10 @@ def relabel(
     differ: dict[int, tuple[Decision, ...]] = {}
     met = set[str]()
     persons: dict[int, str] = {}
+    named = {d.path for last in current.last.values() for d in last if not d.digest}
+    by_path = {path: current.last[name] for name, path in match_texts(named, paths).items()}
     for i, (path, digest) in enumerate(zip(paths, digests)):
-        opinions = (*(current.last.get(digest, ()) if digest else ()), *current.last.get(path, ()))
+        opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
         if not opinions:
             continue
         met.update(d.key for d in opinions)
@@ -502,7 +510,7 @@ def relabel(
         elif kind == "agreed":
             by_person[i] = True
             persons[i] = ", ".join(sorted(d.by for d in last if d.label))
-            if label.casefold() != labels[i].casefold():
+            if text_key(label).casefold() != text_key(labels[i]).casefold():
                 new[i] = label
                 changed.append(i)
     return Relabelled(new, by_person, changed, differ, unsure, frozenset(current.last.keys() - met), persons)

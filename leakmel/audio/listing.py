@@ -6,6 +6,7 @@
 __all__ = [
     "SYSTEM_FOLDERS",
     "FileEntry",
+    "MAX_PASSED_OVER",
     "LONGEST_PATH",
     "LONGEST_NAME",
     "DRY",
@@ -13,11 +14,13 @@ __all__ = [
     "is_recording_name",
     "list_error",
     "is_inside",
+    "is_system_folder",
     "folders_in",
     "split_folders",
     "label_map",
     "holds_recording",
     "FoundFiles",
+    "passed_over_note",
     "found_below",
     "part_range",
     "Listing",
@@ -27,10 +30,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
-import errno, os, stat, sys
+import errno, os, re, stat, sys
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -82,19 +85,48 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 
 
 # %% ../../nbs/audio/listing.ipynb #cffdecae
-# folders that operating systems and storage devices make, which hold no recordings of the user
+# folders that operating systems, storage devices and programs that synchronise make, in lower case
 SYSTEM_FOLDERS = frozenset(
-    {"lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "#recycle", "__MACOSX"}
+    {
+        *(
+            "$recycle.bin",
+            "recycler",
+            "recycled",
+            "system volume information",
+            "lost.dir",
+        ),  # Windows, Android
+        *("lost+found", "__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder"),
+        *(
+            "@eadir",
+            "#recycle",
+            "#snapshot",
+            "@sharesnap",
+            "@recycle",
+            "@recently-snapshot",
+            "~snapshot",
+            "trashbox",
+        ),
+        *("_gsdata_", "files_trashbin", "files_versions"),  # GoodSync, Nextcloud
+    }
 )
+_FOUND = re.compile(r"found\.\d{3}", re.ASCII)  # files that Windows repaired
+
+
+def is_system_folder(
+    name: str,  # of a folder, without those that it lies in
+) -> bool:
+    "Whether a folder holds no recordings of the user: it is hidden, or one of SYSTEM_FOLDERS in any case."
+    low = name.lower()
+    return low.startswith(".") or low in SYSTEM_FOLDERS or _FOUND.fullmatch(low) is not None
 
 
 def folders_in(
     path: Path,
     root: Path,  # links are followed inside it
 ) -> list[tuple[str, bool]]:  # sorted
-    "List the folders in a folder, without hidden ones and SYSTEM_FOLDERS, and whether each lies in the root."
+    "List the folders in a folder, without those of `is_system_folder`, and whether each lies in the root."
     if isinstance(path, StorePath):
-        return [(name, True) for name in names_in(path)[0] if not _is_passed_over(name)]
+        return [(name, True) for name in names_in(path)[0] if not is_system_folder(name)]
     found = []
     try:
         with os.scandir(path) as entries:
@@ -105,17 +137,12 @@ def folders_in(
                     if e.errno in MACHINE_FAULTS:
                         raise
                     continue  # a link in a circle
-                if is_folder and not _is_passed_over(entry.name):
+                if is_folder and not is_system_folder(entry.name):
                     inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
                     found.append((entry.name, inside))
     except OSError as e:
         raise list_error(e, path) from e
     return sorted(found)
-
-
-def _is_passed_over(name: str) -> bool:
-    "Whether a folder of this name is no label folder."
-    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def split_folders(
@@ -174,7 +201,10 @@ def holds_recording(
 ) -> bool:
     "Whether a recording lies in a folder or below it; stops at the first one. Raises DataError, MachineError."
     if isinstance(folder, StorePath):
-        return any(is_recording_name(os.fsencode(Path(key).name)) for key, _, _ in list_objects(folder))
+        return any(
+            is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
+            for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
+        )
     waiting = [os.fsencode(folder)]
     while waiting:
         path = waiting.pop()
@@ -183,7 +213,7 @@ def holds_recording(
                 for entry in entries:
                     if is_recording_name(entry.name) and entry.is_file(follow_symlinks=False):
                         return True
-                    if entry.is_dir(follow_symlinks=False):
+                    if entry.is_dir(follow_symlinks=False) and not is_system_folder(os.fsdecode(entry.name)):
                         waiting.append(entry.path)
         except (FileNotFoundError, NotADirectoryError):
             continue  # a label that this split does not have
@@ -207,6 +237,7 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 FileEntry = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+MAX_PASSED_OVER = 20_000  # entries of folders that are not listed, in which recordings are counted
 
 
 class FoundFiles:
@@ -215,6 +246,10 @@ class FoundFiles:
     def __init__(self, found: Iterable[FileEntry] = ()):
         self.paths: list[bytes] = []
         self.folders: list[bytes] = []  # all that were listed, relative as the paths
+        self.passed_over = Counter[
+            bytes
+        ]()  # recordings in folders that are not listed, by folder below the root
+        self.left_to_count = MAX_PASSED_OVER  # entries of such folders
         self.sizes = array("q")  # bytes
         self.mtimes_ns = array("q")
         for path, size, mtime_ns in found:
@@ -234,6 +269,18 @@ class FoundFiles:
         self.paths.append(path)
         self.sizes.append(size)
         self.mtimes_ns.append(mtime_ns)
+
+    def pass_over(self, folder: bytes, root: bytes, named: Collection[bytes] = ()) -> None:
+        "Count the recordings in and below a folder that is not listed; what cannot be read counts as empty."
+        waiting = [folder]
+        while waiting and self.left_to_count > 0:
+            with suppress(OSError), os.scandir(path := waiting.pop()) as entries:
+                for entry in islice(entries, self.left_to_count):
+                    self.left_to_count -= 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif is_recording_name(entry.name) and os.path.relpath(entry.path, root) not in named:
+                        self.passed_over[os.path.relpath(path, root)] += 1
 
     def sort(self) -> None:
         "Sort by the bytes of the paths."
@@ -404,7 +451,9 @@ def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
     return native()
 
 
-def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[FoundFiles, list[Problem]]:
+def _found_objects(
+    folder: StorePath, on_found: Callable[[int], None], named: Collection[bytes]
+) -> tuple[FoundFiles, list[Problem]]:
     "Find the recordings below a URL; their stamps stand in place of modification times."
     found, notes, left_out = FoundFiles(), list[Problem](), _LeftOut(b"")
     for key, size, stamp in list_objects(folder):
@@ -412,7 +461,8 @@ def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[
         if not is_recording_name(path.rpartition(b"/")[2]):
             left_out.add_other(path)
             continue
-        if not SYSTEM_FOLDERS.isdisjoint(key.split("/")[:-1]):
+        if any(map(is_system_folder, key.split("/")[:-1])) and path not in named:
+            found.passed_over[path.rpartition(b"/")[0]] += 1
             continue
         if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
             notes.append(Problem("special", show_place("", path), _NO_PATH))
@@ -424,14 +474,33 @@ def _found_objects(folder: StorePath, on_found: Callable[[int], None]) -> tuple[
     return found, sorted([*notes, *left_out.problems()], key=lambda note: note.path)
 
 
+def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one listing; at most one
+    "Report how many recordings lie in folders that are not listed."
+    found = list(found)
+    counts = sum((x.passed_over for x in found), Counter[bytes]())
+    if not counts:
+        return []
+    folders = sorted(counts)
+    n, more = counts.total(), "at least " if any(x.left_to_count <= 0 for x in found) else ""
+    shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
+    where = how_many(len(folders), "system or hidden folder")
+    message = (
+        f"{more}{how_many(n, 'recording')} in {where} {'was' if n == 1 else 'were'} passed over: {shown}"
+    )
+    return [Problem("passed_over", show_path(folders[0]), message)]
+
+
 def found_below(
     root: str | os.PathLike,  # links are followed inside it
     folder: str | os.PathLike,  # the root, or a folder in it
     on_found: Callable[[int], None] = lambda n: None,  # called with the number of new recordings
+    named: Collection[
+        bytes
+    ] = (),  # paths below the root that count in folders of systems, too; files are found by their names
 ) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
     if isinstance(folder, StorePath):
-        return _found_objects(folder, on_found)
+        return _found_objects(folder, on_found, named)
     real_root = os.path.realpath(os.fsencode(root))
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1
@@ -455,8 +524,9 @@ def found_below(
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
         elif stat.S_ISDIR(st.st_mode):
-            if os.fsdecode(entry.name) in SYSTEM_FOLDERS:
-                left_out.add("special", entry.path, "a folder of the operating system, which is not listed")
+            if is_system_folder(os.fsdecode(entry.name)):
+                if not entry.is_symlink():
+                    found.pass_over(entry.path, left_out.root, named)
             elif entry.is_symlink():
                 heappush(links, entry.path)
             else:

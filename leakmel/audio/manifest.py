@@ -38,9 +38,11 @@ from leakmel.audio.listing import (
     found_below,
     is_inside,
     is_recording_name,
+    is_system_folder,
     label_map,
     list_error,
     make_listing,
+    passed_over_note,
     split_folders,
 )
 from .manifest_file import read_manifest, stored_folder, write_manifest
@@ -52,9 +54,11 @@ from leakmel.audio.problems import (
     label_problems,
     name_problems,
     show_place,
+    twin_problems,
 )
 from .wav import MACHINE_FAULTS
 from .tables import NameTable, missing_files, paths_below_root, read_table, table_columns
+from ..core.comparison import text_key
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
@@ -200,12 +204,18 @@ class Manifest:
         # the note says why they have no label
         misfits = {p.path for p in self.notes if p.kind == "no_match" and by_name}
         found = list(self.notes)
+        named: dict[str, dict[str, None]] = {f"{by}s": {} for by in GROUP_FIELDS}
         for x in self.listings:
-            seen = name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"])
+            columns = x.name_columns("gain", *GROUP_FIELDS)
+            for by in GROUP_FIELDS:
+                named[f"{by}s"] |= dict.fromkeys(columns[by].tolist())
+            seen = name_problems(x.show, x.label_ids, columns["gain"])
             if self.naming.source == "table":
                 seen = (replace(p, message=NO_LABEL_IN_TABLE) if p.kind == "no_label" else p for p in seen)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
         found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
+        for what, names in named.items():
+            found += twin_problems(names, what)
         if self.content is not None:
             found += content_problems(content_columns(self.listings, self.label_names, self.table))
         rows = [(p.kind, p.path, p.message) for p in found]
@@ -240,7 +250,7 @@ class Manifest:
                 code="unknown-grouping",
                 expected=f"one of {', '.join(GROUP_FIELDS)}",
             )
-        known = self.table[self.table[by] != ""]
+        known = _with_keys(self.table, by)
         labels = pd.crosstab(known[by], known["label"]).reindex(
             columns=pd.Index(text_column(self.label_names)), fill_value=0
         )
@@ -279,6 +289,12 @@ class Manifest:
 
 
 # %% ../../nbs/audio/manifest.ipynb #7ffa0920
+def _with_keys(table: "pd.DataFrame", by: str) -> "pd.DataFrame":
+    "Return the rows whose group is known; groups that look the same are one."
+    keys = table.assign(**{by: text_column(map(text_key, table[by]))})
+    return keys[keys[by] != ""]
+
+
 def shared_groups(
     manifest: Manifest,
 ) -> dict[
@@ -287,7 +303,7 @@ def shared_groups(
     "Count the groups, and those that lie in more than one split."
     counts = {}
     for by in GROUP_FIELDS if len(manifest.listings) > 1 else ():
-        n_splits = manifest.table[manifest.table[by] != ""].groupby(by)["split"].nunique()
+        n_splits = _with_keys(manifest.table, by).groupby(by)["split"].nunique()
         if len(n_splits):
             counts[by] = {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
     return counts
@@ -372,17 +388,20 @@ def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> d
     return splits or {"": root}
 
 
-def _refuse_deeper_splits(root: Path, folders: Iterable[bytes]) -> None:
-    "Refuse a folder of label folders that hold split folders: each set would become a class."
+def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[bytes]) -> None:
+    "Refuse folders that hold nothing but split folders: each set would become a class."
     places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
-    deeper = [(name, inner) for name, inner in places if split_name(inner) and not name.startswith(".")]
-    if deeper:
-        first = deeper[0][0]
+    if (
+        places
+        and all(split_name(inner) for _, inner in places)
+        and all(path.count(b"/") != 1 for path in paths)
+    ):
+        first = places[0][0]
         raise DataError(
             "the split folders lie one level deeper",
             code="splits-one-level-down",
             path=root,
-            found=", ".join(show_path(f"{name}/{inner}") for name, inner in deeper if name == first),
+            found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
             remedy=f"use {show_path(root / first)} as the data folder",
         )
 
@@ -399,8 +418,8 @@ def _first_folders(
     return names
 
 
-def _entries_next_to_splits(root: Path, splits: dict[str, Path]) -> Iterator[Problem]:
-    "Report missing splits, and entries next to the split folders, which are not read."
+def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFiles) -> Iterator[Problem]:
+    "Report missing splits, and entries next to the split folders, which are not read; `found` counts those in folders of systems."
     for split in SPLITS:
         if split not in splits:
             yield Problem("missing_split", split, "the data folder has no folder for this split")
@@ -410,7 +429,11 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path]) -> Iterator[Pro
     else:
         is_folder = {name: (root / name).is_dir() for name in os.listdir(root)}
     for name in sorted(is_folder.keys() - {folder.name for folder in splits.values()}):
-        if name.startswith("."):
+        if is_system_folder(name):
+            if isinstance(root, StorePath) and is_folder[name]:
+                found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
+            elif is_folder[name] and not (root / name).is_symlink():
+                found.pass_over(os.fsencode(root / name), os.fsencode(root))
             continue
         message = "the folder is not the folder of a split; nothing in it is read"
         if not is_folder[name]:
@@ -423,7 +446,8 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     "Return the manifest of a root whose splits are folders."
     splits = split_folders(root)
     targets = _target_folders(root, split, splits)
-    notes = list(_entries_next_to_splits(root, splits)) if splits else []
+    beside = FoundFiles()
+    notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
     misfits: dict[str, list[int]] = {}
@@ -434,7 +458,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         misfits[name] = []
         if naming.source == "folders":
             if not splits:
-                _refuse_deeper_splits(root, found[name].folders)
+                _refuse_deeper_splits(root, found[name].folders, found[name].paths)
             labels[name] = _first_folders(found[name].paths)
         else:
             parsed = [naming.read(path) for path, _, _ in found[name]]
@@ -456,6 +480,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
                     f"no .wav or .wave file was found below {show_path(folder)}: check the path, and whether the disk is mounted",
                 )
             )
+    notes += passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
         for i in misfits[x.split]:
             if x.label_ids[i] >= 0 or not naming.labels_by_folder:  # else it is rejected for its folder
@@ -468,6 +493,7 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
     "Return the manifest of a root whose splits are in the file names."
     wanted = SPLITS if split is None else (_requested_split(split),)
     found, notes = found_below(root, root, on_found)
+    notes += passed_over_note([found])
     parsed = [naming.read(path) for path, _, _ in found]
     present = [s for s in SPLITS if any(x.split == s for x in parsed)]
     if not set(wanted) & set(present):
@@ -514,7 +540,8 @@ def _by_table(
             found=", ".join(sorted(named)),
             remedy="name one of these splits",
         )
-    present = {path: (path, size, mtime_ns) for path, size, mtime_ns in found_below(root, root, on_found)[0]}
+    files = found_below(root, root, on_found, set(table.paths))[0]
+    present = {path: (path, size, mtime_ns) for path, size, mtime_ns in files}
     table = paths_below_root(table, present.keys())
     naming = Naming("table", base="root")
     labels = _sorted_labels(label or None for label in table.labels)
@@ -526,7 +553,7 @@ def _by_table(
         x = make_listing(name, root, found, names, labels, naming, [table.parts[i] for i in rows])
         others = {column: [texts[i] for i in rows] for column, texts in table.extra.items()}
         listings.append(replace(x, extra=others))
-    notes = []
+    notes = passed_over_note([files])
     if table.ignored:
         notes.append(
             Problem(

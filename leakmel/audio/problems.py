@@ -18,6 +18,7 @@ __all__ = [
     "format_counts",
     "show_place",
     "name_problems",
+    "twin_problems",
     "label_problems",
     "ProblemReport",
 ]
@@ -32,6 +33,7 @@ from html import escape
 
 import numpy as np
 
+from ..core.comparison import text_key
 from ..core.errors import show_path
 
 
@@ -91,12 +93,14 @@ KIND_GROUPS = {
     },
     NAMES: {
         "gain_1": "the name has gain 1: the hydrophone was not in the water",
-        "case_twins": "labels that differ only in case count as separate classes",
+        "case_twins": "names that differ only in case count as different: of labels, each is a class",
+        "look_alikes": "names that look the same, but differ in blanks, invisible characters or accents (NFC, NFD): of labels, each is a class",
         "empty_label": "a split has no recording of the label",
         "missing_split": "the data folder has no folder for the split",
         "not_a_split": "the entry lies outside the split folders and is not read",
         "link": "the link is not followed",
-        "special": "the entry is not a regular file, or it is a folder of the operating system",
+        "special": "the entry is not a regular file",
+        "passed_over": "recordings in hidden folders and folders of systems (bins, snapshots, versions) are not read",
         "other_format": "audio files of another format are not read; convert them to WAV",
         "no_match": "the name does not fit the pattern",
         "wrong_root": "no file of the table exists: its paths must be relative to the data folder",
@@ -164,22 +168,33 @@ def name_problems(
             yield Problem("gain_1", show(i), "the name has gain 1: the hydrophone was not in the water")
 
 
+def twin_problems(
+    names: Iterable[str],  # of what is compared; each once, or more often
+    what: str = "labels",  # others than labels are grouped by `text_key`
+) -> Iterator[Problem]:
+    "Find names that differ only in case, or in what a reader cannot see."
+    seen: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        twin = seen.setdefault(text_key(name).casefold(), name)
+        effect = "count as two classes" if what == "labels" else f"count as two {what}"
+        if what != "labels" and text_key(twin) == text_key(name):
+            effect = "are grouped as one"
+        if twin.casefold() != name.casefold():
+            message = f"the {what} differ only in blanks, invisible characters or accents (NFC, NFD) and {effect}: give them one name"
+            yield Problem("look_alikes", f"{twin!a}, {name!a}", message)
+        elif twin != name:
+            message = f"the {what} differ only in case and {effect}"
+            yield Problem("case_twins", f"{show_path(twin)}, {show_path(name)}", message)
+
+
 def label_problems(
     label_names: Sequence[str],  # in id order
     label_ids: Iterable[
         tuple[str, np.ndarray]
     ],  # of each split: its folder below the root, or its name, and [B] of its recordings
 ) -> Iterator[Problem]:
-    "Find labels that differ only in case, and labels without recordings."
-    seen: dict[str, str] = {}
-    for name in label_names:
-        twin = seen.setdefault(name.casefold(), name)
-        if twin != name:
-            yield Problem(
-                "case_twins",
-                f"{show_path(twin)}, {show_path(name)}",
-                "the labels differ only in case and count as two classes",
-            )
+    "Find labels that differ only in case or in what cannot be seen, and labels without recordings."
+    yield from twin_problems(label_names)
     for place, ids in label_ids:
         counts = np.bincount(ids[ids >= 0], minlength=len(label_names))
         for i, name in enumerate(label_names):

@@ -28,6 +28,7 @@ from leakmel.audio.labels import (
 from .listing import Listing
 from .manifest import Manifest
 from .problems import Problem
+from ..core.comparison import text_key
 from ..core.errors import show_path
 
 
@@ -60,9 +61,11 @@ def relabel_manifest(
         for x, names, own in zip(manifest.listings, paths, digests)
     ]
     names = list(manifest.label_names)
-    known = {name.casefold() for name in names}
-    added = {label for r in found for k in r.changed if (label := r.labels[k]).casefold() not in known}
-    names += sorted({label.casefold(): label for label in sorted(added)}.values())
+    known = {text_key(name).casefold() for name in names}
+    added = {
+        label for r in found for k in r.changed if text_key(label := r.labels[k]).casefold() not in known
+    }
+    names += sorted({text_key(label).casefold(): label for label in sorted(added)}.values())
     listings = tuple(_relabelled(x, r, names) for x, r in zip(manifest.listings, found))
     notes = [note for x, r in zip(manifest.listings, found) for note in _notes(x, r)]
     return replace(
@@ -78,10 +81,10 @@ def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listin
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
     if not any(found.by_person):
         return listing
-    numbers = {name.casefold(): k for k, name in enumerate(names)}
+    numbers = {text_key(name).casefold(): k for k, name in enumerate(names)}
     ids = listing.label_ids.copy()
     for k in found.changed:
-        ids[k] = numbers[found.labels[k].casefold()]
+        ids[k] = numbers[text_key(found.labels[k]).casefold()]
     before = [show_path(names[k]) if k >= 0 else "" for k in listing.label_ids.tolist()]
     extra = {BY_COLUMN: persons_of(found), BEFORE_COLUMN: before}
     return replace(listing, label_ids=ids, extra={**listing.extra, **extra})

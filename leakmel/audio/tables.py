@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, binascii, csv, io, os, re, stat, unicodedata
+import base64, binascii, csv, io, os, re, stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from typing import NoReturn
 from .file_names import NameParts, iso_time, split_name
 from .problems import Problem, how_many
 from .wav import digest_of
+from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, show_path
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
@@ -376,7 +377,8 @@ def _take_row(
         wrong("the split is unknown", "split", "write training, validation or testing")
     lines[path] = line
     table.paths.append(path)
-    table.labels.append(cells.get("label", "").strip())
+    label = cells.get("label", "").strip()
+    table.labels.append(label if text_key(label) else "")
     table.parts.append(_parts_in(cells, decimal, wrong))
     if table.splits is not None:
         table.splits.append(split_name(split) or "")
@@ -407,16 +409,16 @@ def paths_below_root(
     table: NameTable,
     known: Collection[bytes],  # paths of recordings relative to the data folder
 ) -> NameTable:  # raises DataError if two rows name the same recording
-    "Complete paths that are relative to the folder of their split."
-    if table.splits is None:
-        return table
+    "Complete paths that are relative to the folder of their split, and find those that differ from a path only in what cannot be seen."
     folders: dict[str | None, list[bytes]] = {}
     for first in sorted({path.split(b"/", 1)[0] for path in known if b"/" in path}):
         folders.setdefault(split_name(os.fsdecode(first)), []).append(first + b"/")
-    paths = []
-    for path, split in zip(table.paths, table.splits):
-        below = (folder + path for folder in folders.get(split, ()) if path not in known)
-        paths.append(next((p for p in below if p in known), path))
+    forms = []
+    for path, split in zip(table.paths, table.splits or [None] * len(table)):
+        below = [folder + path for folder in folders.get(split, ())] if split and path not in known else []
+        forms.append([os.fsdecode(p) for p in (path, *below)])
+    means = match_texts({p for each in forms for p in each}, map(os.fsdecode, known))
+    paths = [os.fsencode(next((means[p] for p in each if p in means), each[0])) for each in forms]
     if len(set(paths)) < len(paths):
         raise DataError(
             "two rows of the table name the same recording",
@@ -430,8 +432,8 @@ def paths_below_root(
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
 def _plain(path: bytes) -> str:
-    "Return a path without differences of case and of Unicode forms."
-    return unicodedata.normalize("NFC", os.fsdecode(path)).casefold()
+    "Return a path without differences of case, and without what cannot be seen."
+    return text_key(os.fsdecode(path)).casefold()
 
 
 def missing_files(
@@ -452,9 +454,7 @@ def missing_files(
     for path in missing:
         hint = '; write "/" between folders' if b"\\" in path else ""
         if twin := similar.get(_plain(path)):
-            is_case = os.fsdecode(twin).casefold() == os.fsdecode(path).casefold()
-            what = "in case" if is_case else "in how accents are stored (Unicode NFC or NFD)"
-            hint += f"; {show_path(twin)} exists, which differs only {what}"
+            hint += f"; {show_path(twin)} exists, which differs only in case"
         yield Problem(
             "missing_file",
             show_path(path),

@@ -333,11 +333,11 @@ MAX_ENTRIES = 5000  # folder entries that are searched for recordings
 
 def has_recordings(folder: str | os.PathLike[str]) -> bool:
     "Return whether a recording lies below a folder, among its first MAX_ENTRIES entries."
-    from leakmel.audio.listing import is_recording_name
+    from leakmel.audio.listing import is_recording_name, is_system_folder
 
     n_seen = 0
     for place, folders, names in os.walk(os.fspath(folder)):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not is_system_folder(name)]
         n_seen += len(folders) + len(names)
         if any(is_recording_name(os.fsencode(name)) and Path(place, name).is_file() for name in names):
             return True

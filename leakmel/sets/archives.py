@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from ..audio.listing import is_system_folder
 from ..core.errors import DataError, UsageError, missing_package, show_path, write_error
 
 # %% ../../nbs/sets/archives.ipynb #8cd68023
@@ -233,7 +234,7 @@ Choice = Callable[[tuple[str, ...]], bool]
 
 def _is_hidden(parts: Sequence[str]) -> bool:
     "Whether a file is one of those that systems add (`.DS_Store`, `__MACOSX/._a.wav`)."
-    return parts[-1].startswith(".") or "__MACOSX" in parts
+    return parts[-1].startswith(".") or any(map(is_system_folder, parts[:-1]))
 
 
 def _archive_members(
@@ -279,7 +280,7 @@ def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".")
+            if not is_system_folder(name)
             and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
         )
         for name in sorted(names):

@@ -30,10 +30,10 @@ from ...audio.labels import BEFORE_COLUMN, BY_COLUMN
 from leakmel.audio.listing import (
     LONGEST_NAME,
     LONGEST_PATH,
-    SYSTEM_FOLDERS,
     found_below,
     is_inside,
     is_recording_name,
+    is_system_folder,
 )
 from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
@@ -178,9 +178,9 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     there = set[bytes]()
     if is_remote:
         url = store_path(os.fsdecode(folder))
-        there = set(found_below(url, url)[0].paths)
+        there = set(found_below(url, url, named=known)[0].paths)
     for at, folders, names in os.walk(folder) if not is_remote else ():  # not through links
-        folders[:] = [name for name in folders if os.fsdecode(name) not in SYSTEM_FOLDERS]
+        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
         there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}

@@ -16,6 +16,7 @@ from typing import Any, Self, TYPE_CHECKING
 import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
+from ...core.comparison import text_key
 from ...core.errors import DataError, VerifyError, show_path
 from ...core.text_columns import text_column
 from .chunks import read_at
@@ -177,9 +178,9 @@ class MelDataset:
             for name in ("path", "digest")
         )
         found = relabel(people, paths, digests, [self.class_names[k] for k in self.labels.tolist()])
-        numbers = {name.casefold(): k for k, name in enumerate(self.class_names)}
+        numbers = {text_key(name).casefold(): k for k, name in enumerate(self.class_names)}
         for i in found.changed:
-            if (number := numbers.get(found.labels[i].casefold())) is None:
+            if (number := numbers.get(text_key(found.labels[i]).casefold())) is None:
                 raise DataError(
                     f"the label by people of {show_path(paths[i])} is unknown",
                     code="unknown-label",

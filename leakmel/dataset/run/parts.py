@@ -443,7 +443,7 @@ def _with_current_objects(listing: Listing) -> Listing:
     "Replace the sizes and stamps of objects that have changed since they were listed; those of files are compared part by part."
     if not isinstance(listing.folder, StorePath):
         return listing
-    found, _ = found_below(listing.folder, listing.folder)
+    found, _ = found_below(listing.folder, listing.folder, named=set(listing.paths))
     place = {path: k for k, path in enumerate(found.paths)}
     kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
     numbers, places = np.array(kept, np.int64).reshape(-1, 2).T

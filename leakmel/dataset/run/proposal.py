@@ -16,7 +16,9 @@ import numpy as np
 
 from ...audio.content import tied_values
 from ...audio.manifest import Manifest
+from ...core.comparison import text_key
 from ...core.errors import DataError, LeakmelError, show_path
+from ...core.text_columns import text_column
 from .inputs import SpecDecision, SpecLike, check_listing, decide_spec
 
 
@@ -74,7 +76,7 @@ def propose_build(
     shown = os.path.join(".", root) if root.startswith("-") else root
     command = shlex.join(["leakmel", "build", shown, *options, *out])
     table = manifest.table
-    counts = {name: table[name][table[name] != ""].nunique() for name in _group_columns(table)}
+    counts = {name: len({*map(text_key, table[name])} - {""}) for name in _group_columns(table)}
     groups = {name.removeprefix("extra/"): int(n) for name, n in counts.items() if n > 1}
     cautions = tuple(_single_label_groups(manifest, groups))
     try:
@@ -115,7 +117,7 @@ def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator
         if (
             by != "folder"
             and len(manifest.label_names) > 1
-            and (table.groupby(column)["label"].nunique() == 1).all()
+            and (table.groupby(text_column(map(text_key, table[column])))["label"].nunique() == 1).all()
         ):
             yield (
                 f"each of the {n:,} {by}s has recordings of one label only, so a detector can learn the {by} "

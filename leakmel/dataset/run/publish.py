@@ -35,7 +35,14 @@ import numpy as np
 from ...audio.content import Columns, content_problems
 from ...audio.listing import part_range
 from ...audio.manifest import Manifest, unlabelled_hint
-from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
+from ...audio.problems import (
+    CANNOT_BE_USED,
+    Problem,
+    count_kinds,
+    label_problems,
+    name_problems,
+    twin_problems,
+)
 from ...audio.tables import require_same_table
 from ...core.errors import DataError, OutputError, VerifyError, show_path
 from ...core.monitor import mean, peak
@@ -174,10 +181,12 @@ def split_problems(
         raise ValueError(f"{job.split} is not published")
     others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not listing and x.place)
     before = [x.columns for x in takewhile(lambda x: x is not job, jobs) if x.columns is not None]
+    sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
         *name_problems(columns.show, columns.label_id, job.gains),
         *label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
+        *twin_problems(sensors, "sensors"),
         *content_problems(columns, before=before),
     ]
     return tuple(p for p in found if p.group != CANNOT_BE_USED)

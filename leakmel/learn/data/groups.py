@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...core.comparison import text_key
 from ...core.errors import DataError, UsageError, show_path
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def group_values(
     *,
     missing: str = "refuse",  # "one": recordings without a group are one group
 ) -> np.ndarray:  # [n] str; raises UsageError or DataError where there are none
-    "Return the group of each recording."
+    "Return the group of each recording; values that look the same are one group."
     import pandas as pd
 
     pattern = None
@@ -97,7 +98,7 @@ def group_values(
             found=f"{len(values):,} values",
             expected=f"{len(table):,}",
         )
-    texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else str(v) for v in values]
+    texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else text_key(str(v)) for v in values]
     if isinstance(group, str) and group == "recording" and "path" in table:  # else a file is a recording
         texts = [text or str(path) for text, path in zip(texts, table["path"])]
     n_missing = texts.count("")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...core.comparison import text_key
 from ...core.errors import show_path
 from .groups import join_groups, with_date
 
@@ -75,14 +76,14 @@ def _in_several(values: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 # %% ../../../nbs/learn/data/leakage.ipynb #e29f8ecb
 def _texts(table: "pd.DataFrame", name: str) -> np.ndarray:
-    "[n] str of a column; empty: not known."
+    "[n] str of a column, as `text_key` compares them; empty: not known."
     if name not in table:
         name = f"extra/{name}"  # a column of the table that the data set was built from
     if name not in table:
         return np.full(len(table), "", object)
     values = table[name]
     # not by pandas: with pyarrow it cannot hold names that are not UTF-8
-    texts = ("" if missing else str(v) for v, missing in zip(values, values.isna()))
+    texts = ("" if missing else text_key(str(v)) for v, missing in zip(values, values.isna()))
     return np.fromiter(texts, object, len(values))
 
 
@@ -127,14 +128,13 @@ def find_shared(
     grouped_by: Mapping[str, np.ndarray] | None = None,  # further properties, which always count
 ) -> list[Shared]:
     "Find what identifies recordings and is in more than one part."
-    paths = _texts(table, "path")
-    stems = [os.path.splitext(os.path.basename(p))[0].casefold() for p in paths]
+    stems = [os.path.splitext(os.path.basename(p))[0].casefold() for p in _texts(table, "path")]
     columns = {
         "sensor": _texts(table, "sensor"),
         "recording": names_by_sensor(table, stems),
         "content": table["content"].to_numpy(object),
     } | dict(grouped_by or {})
-    show = paths if "path" in table else None
+    show = table["path"].to_numpy(object) if "path" in table else None
     found = [
         shared_values(v, part, names, kind, show if kind == "content" else None)
         for kind, v in columns.items()

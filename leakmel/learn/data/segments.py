@@ -232,6 +232,7 @@ def _task_labels(ds: MelDataset, task: Task) -> np.ndarray:
     "Return [B] labels of a data set as label numbers of the task."
     numbers = np.full(len(ds.class_names), LEFT_OUT)
     names = list(task.class_names)
+    find_label(task.leak_label, names)  # refuses a task in which another label looks like it
     occurring = np.unique(ds.labels).tolist()
     for k in occurring:
         name = ds.class_names[k]
@@ -248,11 +249,11 @@ def _task_labels(ds: MelDataset, task: Task) -> np.ndarray:
             ) from e
     if len(np.unique(numbers[occurring])) < len(occurring):
         raise DataError(
-            "some labels differ only in upper and lower case",
+            "some labels differ only in case, blanks, invisible characters or accents (NFC, NFD)",
             code="ambiguous-label",
             path=ds.path,
-            found=", ".join(map(show_path, ds.class_names)),
-            remedy="move their recordings into one folder and build again",
+            found=", ".join(map(ascii, ds.class_names)),
+            remedy="give their recordings one label (a folder, or a cell of the table) and build again",
         )
     return numbers[ds.labels]
 

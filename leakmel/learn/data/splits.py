@@ -29,6 +29,7 @@ from ...audio.content import Columns, content_problems
 from ...audio.labels import CurrentLabels, LabelTable, read_labels
 from ...audio.problems import Problem
 from ...audio.wav import digest_of
+from ...core.comparison import text_key
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
@@ -86,12 +87,12 @@ def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
 def _labels(
     sources: Sequence[MelDataset], table: "pd.DataFrame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:  # [n] int64 label of each row, and the names of all labels
-    "Number labels by their names, ignoring case."
+    "Number labels by their names, ignoring case and what cannot be seen."
     names: dict[str, str] = {}
     for name in (name for ds in sources for name in ds.class_names):
-        names.setdefault(name.casefold(), name)
+        names.setdefault(text_key(name).casefold(), name)
     numbers = {name: k for k, name in enumerate(names)}
-    labels = [numbers[name.casefold()] for name in table["label"]]
+    labels = [numbers[text_key(name).casefold()] for name in table["label"]]
     return np.array(labels, np.int64), tuple(names.values())
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.comparison import text_key
 from ...core.errors import UsageError, show_path
 
 
@@ -19,8 +20,9 @@ def find_label(
     wanted: str,  # "LEAK", in any case
     class_names: Sequence[str],  # of the data set, in id order
 ) -> int:  # its number in the data set; raises UsageError where there is none, or more than one
-    "Find the label of a name, ignoring case."
-    found = [i for i, name in enumerate(class_names) if name.casefold() == wanted.casefold()]
+    "Find the label of a name, ignoring case and what cannot be seen."
+    key = text_key(wanted).casefold()
+    found = [i for i, name in enumerate(class_names) if text_key(name).casefold() == key]
     if not found:
         raise UsageError(
             "the label does not exist in the data set",
@@ -31,11 +33,11 @@ def find_label(
         )
     if len(found) > 1:
         raise UsageError(
-            "some labels differ only in upper and lower case",
+            "some labels differ only in case, blanks, invisible characters or accents (NFC, NFD)",
             code="ambiguous-label",
-            found=", ".join(show_path(class_names[i]) for i in found),
+            found=", ".join(ascii(class_names[i]) for i in found),
             expected="one label",
-            remedy="move their recordings into one folder and build again",
+            remedy="give their recordings one label (a folder, or a cell of the table) and build again",
         )
     return found[0]
 

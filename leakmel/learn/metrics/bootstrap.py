@@ -98,7 +98,7 @@ def recording_groups(
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
 
     if known("sensor"):
-        return _encode_groups("sensor", table["sensor"].to_numpy(object))
+        return _encode_groups("sensor", group_values(table, "sensor", missing="one"))
     if known("start_time"):
         import pandas as pd
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...core.comparison import text_key
 from ...core.errors import DataError
 from .evidence import BETS, Budget, Evidence, night_logit
 from .history import HistoryEntry, History
@@ -72,7 +73,8 @@ def read_visits(
                 found=f"{row['night']!r} in row {k}",
                 expected="YYYY-MM-DD",
             ) from e
-        visits[row["sensor"]] = max(night, visits.get(row["sensor"], ""))
+        sensor = text_key(row["sensor"])
+        visits[sensor] = max(night, visits.get(sensor, ""))
     return visits
 
 

@@ -37,6 +37,7 @@ import numpy as np
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import read_wav
+from ...core.comparison import text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...core.store import LocalCopies
 from ...dataset.file.schema import Rejected
@@ -59,7 +60,7 @@ from .history import HistoryEntry, History, night_of
 from .levels import Levels, recording_features, recording_levels
 from .nights import flags_of, read_visits, record_run
 from .page_parts import Clip, Place, clip_of, place_of
-from .sensors import SENSOR_COLUMNS, SensorRow, normal_medians, sensor_table
+from .sensors import SENSOR_COLUMNS, SensorRow, all_sensors, normal_medians, sensor_table
 from .visits_page import MAX_CLIPS, PAGE_BEGINS, visits_page
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
@@ -159,7 +160,7 @@ _MAX_SENSOR = 200  # characters
 
 def _sensor_name(name: str) -> str:
     "Sensor as the history stores it; empty if it has no name that can be stored."
-    shown = show_path(name).strip()
+    shown = show_path(text_key(name))
     return shown if len(shown) <= _MAX_SENSOR else ""
 
 
@@ -273,13 +274,15 @@ class _New:
     digests: dict[str, bytes]  # -> path
 
 
-def _entry(s: ScoredRecording, score: float, levels: Levels, time: RecordingTime) -> HistoryEntry:
+def _entry(
+    s: ScoredRecording, sensor: str, score: float, levels: Levels, time: RecordingTime
+) -> HistoryEntry:
     "Return what the history stores of a recording."
     f = s.facts
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
         digest=_key(s, time),
-        sensor=_sensor_name(s.sensor),
+        sensor=sensor,
         path=show_path(s.path),
         time=time.text,
         night=night_of(time.text),
@@ -295,6 +298,7 @@ def _entry(s: ScoredRecording, score: float, levels: Levels, time: RecordingTime
 def _read_new(
     files: _Files,
     detector: Detector,
+    known: Mapping[str, str],  # sensors of the history, by `text_key`
     last: str,  # last night of the history; empty: none
     device: str,
     progress: str,
@@ -329,7 +333,8 @@ def _read_new(
             wrong = latest or (f"{last}T23:59:59" if last and found.names[k].start_time else "")
             when = replace(when, text=min(when.text, wrong or when.text))
         n_from_file += when.from_file
-        entries.append(_entry(s, done.rule.score(s.segment_scores), levels, when))
+        name = _sensor_name(s.sensor)
+        entries.append(_entry(s, known.get(name, name), done.rule.score(s.segment_scores), levels, when))
         rows.append((s.path, int(x.sizes[k]), int(x.mtimes_ns[k]), entries[-1].digest, ""))
     for r in rejected:
         if r.code not in _TRIED_AGAIN:
@@ -641,12 +646,16 @@ def nightly(
         _check_model(history, digest, named)
         files = _sort_files(history, found)
         ((last,),) = history.query("SELECT max(night) FROM nights")
-        new = _read_new(files, detector, last or "", device, progress)
+        known = {text_key(sensor): sensor for sensor in all_sensors(history)}
+        new = _read_new(files, detector, known, last or "", device, progress)
         history.begin()
         history.set_meta("model", digest)
         done_visits = _known_visits(history, new.entries, visits)
         added = record_run(history, new.entries, rule, done_visits)
-        ignored = [f"{sensor} ({visits[sensor]})" for sensor in sorted(visits.keys() - done_visits.keys())]
+        ignored = [
+            f"{sensor} ({visits[sensor]})"
+            for sensor in sorted(visits.keys() - set(map(text_key, done_visits)))
+        ]
         if ignored:
             notes += (
                 f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}",
@@ -673,7 +682,9 @@ def nightly(
             notes=notes,
         )
         clips = _clips(rows, files.digests | new.digests, done.folder, detector)
-        write_tables(done, visits_page(done, clips, manifest_places(manifest)))
+        places = manifest_places(manifest)
+        own = {r.sensor: places[key] for r in rows if (key := text_key(r.sensor)) in places}
+        write_tables(done, visits_page(done, clips, own))
     return replace(done, seconds=time.perf_counter() - began)
 
 
@@ -685,12 +696,12 @@ def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping
     if not visits:
         return {}
     stored = dict(history.query("SELECT sensor, max(night) FROM nights GROUP BY sensor"))
-    known = {*stored, *(e.sensor for e in entries)}
+    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *stored)}
     last = max([*stored.values(), *(e.night for e in entries)], default="")
     if not last:
         return {}
     latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).date().isoformat()
-    return {sensor: night for sensor, night in visits.items() if sensor in known and night <= latest}
+    return {known[s]: night for s, night in visits.items() if s in known and night <= latest}
 
 
 def _all_rejected(files: _Files, new: _New) -> tuple[Rejected, ...]:

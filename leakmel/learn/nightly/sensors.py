@@ -12,6 +12,7 @@ __all__ = [
     "sensor_health",
     "SensorRow",
     "plural",
+    "all_sensors",
     "sensor_table",
     "normal_medians",
 ]
@@ -147,7 +148,7 @@ def _best_recordings(history: History, since: str, column: str) -> dict[str, tup
     return {row[0]: row[1:] for row in history.query(sql, (since,))}
 
 
-def _all_sensors(history: History) -> list[str]:
+def all_sensors(history: History) -> list[str]:
     "Return the sensors of the history; each is one step in the index, where DISTINCT reads all nights."
     sql = (
         "WITH RECURSIVE s(sensor) AS (SELECT min(sensor) FROM nights UNION ALL "
@@ -186,7 +187,7 @@ def sensor_table(
     ):
         by_sensor.setdefault(sensor, []).append(tuple(row))
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    for sensor in _all_sensors(history):
+    for sensor in all_sensors(history):
         if sensor not in by_sensor:
             by_sensor[sensor] = history.query(newest, (sensor,))
     p_values = _start_p_values(history, list(by_sensor), normal)

@@ -31,6 +31,7 @@ import torch
 
 from ...audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
 from ...audio.wav import digest_of
+from ...core.comparison import match_texts
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
 from ...dataset.file.reader import MelDataset
@@ -53,7 +54,7 @@ def read_human_labels(
     current = read_labels(table)
     paths = [os.fsdecode(p) for p in recording_paths(recordings)]
     file = None if isinstance(table, CurrentLabels) else table
-    if current.exact_paths and (unknown := sorted(current.last.keys() - set(paths))):
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, paths))):
         raise DataError(
             "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
             code="unknown-recording",

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...audio.content import CLIPPED_SHARE
 from ...audio.labels import SKIPPED, CurrentLabels
+from ...core.comparison import text_key
 from ...core.errors import UsageError, show_path
 from .recordings import ReviewRecording, ReviewRecordings
 
@@ -78,8 +79,8 @@ def _duplicates(found: ReviewRecordings) -> Iterable[_Ranked]:
         if r.label:
             groups.setdefault(r.digest, []).append(i)
     for first, *others in groups.values():
-        own = found.recordings[first].label
-        differ = [r for r in (found.recordings[k] for k in others) if r.label.casefold() != own.casefold()]
+        own = text_key(found.recordings[first].label).casefold()
+        differ = [r for r in (found.recordings[k] for k in others) if text_key(r.label).casefold() != own]
         if differ:
             copies = ", ".join(f"{show_path(r.path)} ({show_path(r.label)})" for r in differ[:3])
             yield _Ranked(first, first, f"the same samples as {copies}")

@@ -22,6 +22,7 @@ from typing import Any
 from ...audio.content import read_content
 from ...audio.labels import read_text
 from ...audio.manifest import Manifest
+from ...core.comparison import text_key
 from ...core.errors import DataError, show_path
 from ..model.classifiers import BlendClassifier
 from ..model.detector import Detector, load_detector
@@ -161,7 +162,7 @@ def _from_facts(path: str, label: str, sensor: str, facts: Any) -> ReviewRecordi
         path,
         digest.decode() if isinstance(digest, bytes) else str(digest),
         label,
-        sensor,
+        text_key(sensor),
         int(facts["sample_rate"]),
         int(facts["n_samples"]) / int(facts["sample_rate"]),
         float(facts["rms_db"]),

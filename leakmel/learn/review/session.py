@@ -20,6 +20,7 @@ from leakmel.audio.labels import (
     now_utc,
     read_decisions,
 )
+from ...core.comparison import text_key
 from ...core.errors import DataError, UsageError, show_path
 from .queues import QueueItem, ReviewQueue, make_queue
 from .recordings import ReviewRecording, ReviewRecordings
@@ -34,8 +35,9 @@ def other_label_of(
 ) -> str:  # raises UsageError if there are several
     "Return the label of recordings without a leak."
     others = sorted({r.label for r in found.recordings if r.label} - {found.leak_label})
-    labels = {label.casefold() for label in others} - {found.leak_label.casefold()}
-    if not any(r.label.casefold() == found.leak_label.casefold() for r in found.recordings):
+    leak = text_key(found.leak_label).casefold()
+    labels = {text_key(label).casefold() for label in others} - {leak}
+    if not any(text_key(r.label).casefold() == leak for r in found.recordings):
         return "NOLEAK"  # the folders are no labels
     if len(labels) > 1:
         raise UsageError(
@@ -178,7 +180,11 @@ class ReviewSession:
         for step in self.steps:
             label = self.found.recordings[self.queue.items[step.position].index].label
             given = step.decision.label
-            n += given not in (SKIPPED, UNSURE) and label != "" and given.casefold() != label.casefold()
+            n += (
+                given not in (SKIPPED, UNSURE)
+                and label != ""
+                and text_key(given).casefold() != text_key(label).casefold()
+            )
         return n
 
     @property

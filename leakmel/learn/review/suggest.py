@@ -32,6 +32,7 @@ from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
 from ...audio.tables import read_table
 from ...audio.wav import read_wav
+from ...core.comparison import text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.store import LocalCopies
@@ -392,7 +393,7 @@ def suggest(
     probability = score if calibration is None else calibration.probability(score)
     at = done.rule.threshold
     threshold = at if calibration is None else float(calibration.probability(at))
-    sensor = done.scored.sensor.array()
+    sensor = done.scored.sensor.array(convert=text_key)
     features = _features(done, status, seed, progress)
     pool = SamplePool(np.abs(probability - threshold), features, sensor, status.is_open, status.is_labelled)
     items = []
