@@ -23,7 +23,7 @@ SYSTEM_FOLDERS = (  # written by hand: what a list of the project lacks is misse
     b"recycler",
     b"recycled",
     b"system volume information",
-    b"found.000",
+    *(b"found.%03d" % k for k in range(1000)),
     b"lost.dir",
     b"__macosx",
     b"@eadir",

@@ -33,7 +33,7 @@ from leakmel.audio.labels import (
 )
 from .listing import found_below, is_system_folder
 from .wav import Recording, read_wav
-from ..core.comparison import text_key
+from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, OutputError, RecordingError, UsageError, show_path, write_error
 
 # %% ../../nbs/audio/label_files.ipynb #5ac5e655
@@ -143,7 +143,7 @@ def import_tracks(
     roots: dict[Path, _Recordings] = {}
     new: dict[str, Decision] = {}
     lost, unlabelled, n_same = list[str](), list[str](), 0
-    if leak_label not in classes:
+    if not match_texts([leak_label], classes):
         raise UsageError(
             "the leak label is not one of the classes",
             code="unknown-label",

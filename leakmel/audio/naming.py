@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
+from unicodedata import normalize
 
 from .file_names import NameParts, iso_time, number_in, parse_name, split_name
 from .problems import show_place
@@ -200,6 +201,12 @@ class ParsedPath:
 
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
+@lru_cache(256)
+def _forms(pattern: str) -> tuple[str, ...]:
+    "Return a pattern with its accents as they are, as one character and as two: names may have them in either way."
+    return tuple(dict.fromkeys((pattern, normalize("NFC", pattern), normalize("NFD", pattern))))
+
+
 @dataclass(frozen=True)
 class Naming:
     "Source of labels and metadata: folders, a pattern or a table."
@@ -237,7 +244,7 @@ class Naming:
         if self.source == "folders":
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
-        found = match_pattern(self.pattern, text)
+        found = next(filter(None, (match_pattern(p, text) for p in _forms(self.pattern))), None)
         below = "/".join(text.split("/")[1:-1]) if self.labels_by_folder else ""
         if found is None:  # the folder is the label even if the name does not match
             if ("field", "folder") in pattern_tokens(self.pattern):

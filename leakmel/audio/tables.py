@@ -454,7 +454,10 @@ def missing_files(
     for path in missing:
         hint = '; write "/" between folders' if b"\\" in path else ""
         if twin := similar.get(_plain(path)):
-            hint += f"; {show_path(twin)} exists, which differs only in case"
+            is_case = text_key(os.fsdecode(twin)) != text_key(os.fsdecode(path))
+            hint += (
+                f"; {show_path(twin)} exists, which {'differs only in case' if is_case else 'looks the same'}"
+            )
         yield Problem(
             "missing_file",
             show_path(path),

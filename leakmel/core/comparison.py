@@ -16,12 +16,22 @@ _IGNORED = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2060-\u206f\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
 )
 _BRAILLE_BLANK = "\u2800"
+# what `show_path`, and so the class names of a data set, have in place of a character that cannot be printed
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4}|[tnr])")
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    "Return the character of an escape, or the escape where that character can be printed."
+    c = found[0].encode("ascii").decode("unicode_escape")
+    return found[0] if c.isprintable() else c
 
 
 def text_key(
     text: str,  # a label, a sensor, or a path
 ) -> str:
     "Return a text as a reader sees it, to compare it with another one."
+    if "\\" in text:
+        text = _ESCAPED.sub(_unescaped, text)
     if not (text.isascii() and text.isprintable()):
         shown = _IGNORED.sub("", text.replace(_BRAILLE_BLANK, " "))
         shown = "".join(c for c in shown if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))

@@ -219,7 +219,7 @@ INSIGHT = {
 LEARN_DATA = {
     "no-data-set": "No data set was given.",
     "data-sets-differ": "Data sets differ in labels, row shape or features and cannot be used together.",
-    "ambiguous-label": "Labels differ only in upper and lower case.",
+    "ambiguous-label": "Labels differ only in case, or in what cannot be seen (blanks, invisible characters, accents).",
     "invalid-task": "A task contradicts itself, leaves the leak out or has fewer than two classes.",
     "no-such-rows": "Row numbers are not whole numbers within the data set.",
     "broken-column": "A column of a data set does not hold a whole number for each recording.",

@@ -474,7 +474,11 @@ def check_listing(
             found="; ".join(
                 [
                     "no file whose name ends in .wav or .wave",
-                    *(note.message for note in manifest.notes if note.kind == "other_format"),
+                    *(
+                        note.message
+                        for note in manifest.notes
+                        if note.kind in ("other_format", "passed_over")
+                    ),
                 ]
             ),
             remedy="check the path of the folder",

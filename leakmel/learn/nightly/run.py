@@ -36,6 +36,7 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
+from ...audio.problems import twin_problems
 from ...audio.wav import read_wav
 from ...core.comparison import text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
@@ -645,6 +646,8 @@ def nightly(
     with History(target) as history:
         _check_model(history, digest, named)
         files = _sort_files(history, found)
+        sensors = (found.names[k].sensor for k in files.to_read)
+        notes += tuple(f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors"))
         ((last,),) = history.query("SELECT max(night) FROM nights")
         known = {text_key(sensor): sensor for sensor in all_sensors(history)}
         new = _read_new(files, detector, known, last or "", device, progress)

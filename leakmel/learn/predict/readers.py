@@ -124,8 +124,12 @@ def find_recordings(
             finds = _walk_folder(root, split, count)
         labels = to_categories(map(label_in, finds.paths))
         names: Sequence[NameParts] = ParsedNames(finds.paths)
+        notes = passed_over_note([finds])
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)
+        notes = [p for p in manifest.notes if p.kind == "passed_over" and manifest.table_path is None]
+    for note in notes:
+        log.warning("%s", note.message)
     require_recordings(finds, root)
     return RecordingList(make_listing("", root, finds, [""] * len(finds), ("",), Naming()), labels, names)
 
@@ -148,9 +152,7 @@ def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> Found
             )
         top = folders[wanted]
         prefix = os.fsencode(top.name) + b"/"
-    finds, _ = found_below(root, top, count.add)
-    for note in passed_over_note([finds]):
-        log.warning("%s", note.message)
+    finds = found_below(root, top, count.add)[0]
     if prefix:
         finds.paths = [prefix + path for path in finds.paths]
     return finds

@@ -7,7 +7,7 @@ __all__ = ["SKIP_NOTE", "UNDO_NOTE", "other_label_of", "ReviewSession"]
 
 # %% ../../../nbs/learn/review/session.ipynb #7f55bdd5
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leakmel.audio.labels import (
@@ -20,7 +20,7 @@ from leakmel.audio.labels import (
     now_utc,
     read_decisions,
 )
-from ...core.comparison import text_key
+from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, UsageError, show_path
 from .queues import QueueItem, ReviewQueue, make_queue
 from .recordings import ReviewRecording, ReviewRecordings
@@ -85,7 +85,9 @@ class ReviewSession:
 
     def read(self) -> None:
         "Read the decisions of all people."
-        self.decisions = read_decisions(self.labels) if os.path.lexists(self.labels) else []
+        given = read_decisions(self.labels) if os.path.lexists(self.labels) else []
+        means = match_texts({d.path for d in given}, (r.path for r in self.found.recordings))
+        self.decisions = [replace(d, path=means.get(d.path, d.path)) for d in given]
         self.current = current_labels(self.decisions)
         self.decided_before = {d.key for d in self.decisions if d.by == self.by}
 

@@ -32,7 +32,7 @@ from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
 from ...audio.tables import read_table
 from ...audio.wav import read_wav
-from ...core.comparison import text_key
+from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.store import LocalCopies
@@ -387,6 +387,7 @@ def suggest(
             path=done.folder,
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
         )
+    labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
     status = _status(done.scored, labelled, known)
     score = done.score
     calibration = done.calibration
