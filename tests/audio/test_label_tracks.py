@@ -47,7 +47,7 @@ def test_hostile_tracks(tmp_path, text):
 
 def test_other_files_are_refused_as_tracks(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\0" * 100)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\0" * 101)
     for name in ("fifo", "binary", "missing"):
         for read in (read_label_track, read_selections):
             with pytest.raises(DataError) as e:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import server
+from spreadsheets import NAMED, as_saved, saved_again
 from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
@@ -399,6 +400,59 @@ def test_visits_that_cannot_be_are_reported_and_ignored(tmp_path, model):
     assert {r.sensor: r.nights for r in done.sensors} == {"P0": 3, "P1": 1}
     (text,) = done.warnings
     assert "P0 (2026-01-02), P7 (2025-01-02)" in text
+
+
+@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+def test_tables_that_a_spreadsheet_saved(tmp_path, model, d):
+    "Recordings, coordinates and visits; and sensors.csv, which a later run replaces."
+    folder = write_nights(tmp_path / "r", range(1, 4))
+    rows = [
+        [f"d{day}/{name(f'P{s}', day)}", f"pipe {s}", f"{50 + s},5", "14,25"]
+        for day in (1, 2, 3)
+        for s in range(2)
+    ]
+    (tmp_path / "t.csv").write_bytes(as_saved([["path", "sensor", "lat", "lon"], *rows], d))
+    (tmp_path / "v.csv").write_bytes(as_saved([["sensor", "night"], ["pipe 1", "2.1.2025"]], d, ()))
+    words = [
+        "nightly",
+        str(folder),
+        "--model",
+        str(model),
+        "--state",
+        str(tmp_path / "s"),
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
+    words += ["--table", str(tmp_path / "t.csv"), "--visited", str(tmp_path / "v.csv")]
+    assert main(words) == 0
+    found = {r["sensor"]: r["nights"] for r in rows_of(tmp_path / "s")}
+    assert found == {"pipe 0": "3", "pipe 1": "1"}
+    assert "class='map'" in (tmp_path / "s" / VISITS_HTML).read_text()
+    sensors = tmp_path / "s" / SENSORS_CSV
+    before = sensors.read_bytes()
+    sensors.write_bytes(saved_again(before, d, ("evidence", "trend", "score", "loudest_db")))
+    assert main(words) == 0
+    assert sensors.read_bytes() == before
+    sensors.write_text("sensor,visit\n")
+    assert main(words) != 0
+    assert sensors.read_text() == "sensor,visit\n", "a table of a person"
+
+
+@pytest.mark.parametrize("sensor", ["123", "1,23E+05"])
+def test_sensors_that_a_spreadsheet_changed_are_noticed(tmp_path, model, sensor):
+    folder = tmp_path / "r"
+    for day in range(1, 4):
+        put_at(folder, name("000123", day), noise(day))
+    visits = tmp_path / "v.csv"
+    visits.write_bytes(as_saved([["sensor", "night"], [sensor, "02.01.2025"]], NAMED["German Excel"]))
+    done = nightly(folder, model, tmp_path / "s", visited=visits, **QUIET)
+    (text,) = done.warnings
+    assert f"{sensor} (2025-01-02)" in text
+    assert "named like 000123 " in text
+    visits.write_text("sensor,night\n000123,2099-01-01\n")
+    (text,) = nightly(folder, model, tmp_path / "s", visited=visits, **QUIET).warnings
+    assert "named like" not in text, "only the night is wrong"
 
 
 def test_a_wrong_clock_does_not_move_the_last_night(tmp_path, model):

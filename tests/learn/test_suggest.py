@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spreadsheets import NAMED, saved_again
 from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
@@ -16,6 +17,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.provenance import Provenance, _short_digests
+from leakmel.learn.review.recordings import read_score_table, review_recordings
 from leakmel.learn.review.sampling import KINDS, SampleMix, SamplePool, choose_recordings, sample_mix
 from leakmel.learn.review.suggest import SUGGESTION_COLUMNS, band_statistics
 
@@ -153,6 +155,43 @@ def test_the_table_is_a_table_of_recordings(folder, tmp_path):
     assert not {s.digest for s in again.items} & {s.digest for s in found.items}
     repeated = lm.suggest(folder, made_detector(), n=10, **QUIET)
     assert [(s.digest, s.kind) for s in repeated.items] == [(s.digest, s.kind) for s in found.items]
+
+
+@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
+    out, saved = tmp_path / "first.csv", tmp_path / "saved.csv"
+    found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
+    saved.write_bytes(saved_again(out.read_bytes(), d, ("probability", "score")))
+    assert read_table(saved).paths == [s.path for s in found.items]
+    assert repr(read_score_table(saved).rows) == repr(read_score_table(out).rows)
+    reviewed = review_recordings(folder, tables=[saved], **QUIET)
+    assert sum(r.suggestion != "" for r in reviewed.recordings) == len(found)
+    again = lm.suggest(folder, made_detector(), n=99, earlier=[saved], **QUIET)
+    assert not {s.digest for s in again.items} & {s.digest for s in found.items}
+
+
+@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
+    "They are read as they were, and a later prediction replaces them."
+    out = tmp_path / "scores.csv"
+    lm.predict(folder, made_detector(), out=out, **QUIET)
+    before, rows = out.read_bytes(), read_score_table(out).rows
+    numbers = (
+        "score",
+        "probability",
+        "threshold",
+        "leak_share",
+        "segment_scores",
+        "scored_s",
+        "duration_s",
+        "rms_db",
+    )
+    out.write_bytes(saved_again(before, d, numbers))
+    assert repr(read_score_table(out).rows) == repr(rows)
+    reviewed = review_recordings(folder, tables=[out], **QUIET)
+    assert sum(r.score == r.score for r in reviewed.recordings) == len(rows)
+    lm.predict(folder, made_detector(), out=out, **QUIET)
+    assert out.read_bytes() == before
 
 
 def test_files_of_people_are_never_replaced(folder, tmp_path):

@@ -29,6 +29,7 @@ from html import escape
 import numpy as np
 
 from ...audio.synth import wav_bytes
+from ...audio.tables import table_number
 from ...insight.page_figures import png_bytes
 from .levels import RecordingFeatures
 
@@ -163,7 +164,7 @@ def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinate
         ("x", "y", False),
     ):
         try:
-            place = Place(float(values[first]), float(values[second]), is_degrees)
+            place = Place(table_number(values[first]), table_number(values[second]), is_degrees)
         except (KeyError, ValueError):
             continue
         limits = (180, 90) if is_degrees else (1e9, 1e9)

@@ -31,6 +31,7 @@ import numpy as np
 from ...audio.conform import native
 from ...audio.file_names import columns_of_names
 from ...audio.manifest import Manifest
+from ...audio.tables import has_columns
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
 from ...core.progress import Progress
@@ -275,10 +276,9 @@ def check_output(
             remedy="choose a path outside that folder",
         )
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
-        begins = ",".join(columns[:3]).encode()
 
-        def is_ours(file: BinaryIO, columns: tuple[str, ...] = columns, begins: bytes = begins) -> bool:
-            return parquet.is_table(file, columns[:3]) if is_parquet else file.read(len(begins)) == begins
+        def is_ours(file: BinaryIO, first: tuple[str, ...] = columns[:3]) -> bool:
+            return parquet.is_table(file, first) if is_parquet else has_columns(file, first)
 
         require_kind(path, "table of predictions", is_ours)
     parent = next(p for p in out.parents if p.exists())
