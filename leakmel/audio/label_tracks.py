@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .labels import SKIPPED, UNSURE, read_text
+from .labels import SKIPPED, UNSURE
+from .tables import read_text
 from ..core.comparison import text_key
 from ..core.errors import DataError, show_path
 

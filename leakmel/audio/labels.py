@@ -9,7 +9,6 @@ __all__ = [
     "SKIPPED",
     "UNSURE",
     "MAX_CELL",
-    "MAX_TABLE_BYTES",
     "BY_COLUMN",
     "BEFORE_COLUMN",
     "LabelTable",
@@ -17,7 +16,6 @@ __all__ = [
     "login_name",
     "now_utc",
     "append_decision",
-    "read_text",
     "read_decisions",
     "CurrentLabels",
     "current_labels",
@@ -33,12 +31,12 @@ __all__ = [
 # %% ../../nbs/audio/labels.ipynb #f03d5638
 import csv, getpass, io, logging, os, re, stat
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .tables import read_table
+from .tables import csv_table, decode_text, read_table, read_table_bytes, row_error
 from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, show_path, write_error
 from ..core.locks import OwnerLock, flock
@@ -130,19 +128,6 @@ def _line(cells: Iterable[str], delimiter: str = ",") -> bytes:
 
 
 _HEADER = _line(LABELS_COLUMNS)
-_DELIMITERS = ",;\t"  # a spreadsheet may save another one than the comma
-
-
-def _header(data: bytes) -> tuple[list[str], str]:  # [] if the first line is not valid; delimiter
-    "Return the names of the columns of a table, and the delimiter by which most of them are known."
-    known, delimiter = list[str](), _DELIMITERS[0]
-    with suppress(UnicodeDecodeError, csv.Error):
-        line = data.removeprefix(_BOM).split(b"\n", 1)[0][:10_000].decode()
-        for d in _DELIMITERS:
-            cells = [cell.strip().casefold() for cell in next(csv.reader([line], delimiter=d), [])]
-            if not known or len({*cells} & {*LABELS_COLUMNS}) > len({*known} & {*LABELS_COLUMNS}):
-                known, delimiter = cells, d
-    return known, delimiter
 
 
 def _regular(fd: int, file: Path) -> None:
@@ -192,19 +177,19 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
     "Repair the end of the open and locked table, and append a row with the delimiter of the table."
     size = os.fstat(fd).st_size
     head = os.pread(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
-    delimiter = _header(head)[1]
+    delimiter = csv_table(file, head.decode("utf-8", "replace"), LABELS_COLUMNS).delimiter
     row = _line(cells, delimiter)
     if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
         os.ftruncate(fd, 0)
         size, row = 0, _HEADER + _line(cells)
-    elif not head.replace(b"\r\n", b"\n").startswith(_line(LABELS_COLUMNS, delimiter)):
+    elif not head.replace(b"\r\n", b"\n").lower().startswith(_line(LABELS_COLUMNS, delimiter)):
         raise DataError(
             "decisions cannot be appended to this file: its columns are others",
             code="table-columns",
             path=file,
             found=show_path(head.split(b"\n")[0]),
             expected=_HEADER.decode().strip(),
-            remedy="save the table with these columns in this order, or choose another file for the decisions",
+            remedy="save the table as CSV UTF-8 with these columns in this order, or choose another file for the decisions",
         )
     else:
         end, is_whole = _last_line(fd, size, delimiter)
@@ -252,89 +237,41 @@ def _sync_folder(folder: Path) -> None:
 
 
 # %% ../../nbs/audio/labels.ipynb #cac430fb
-MAX_TABLE_BYTES = 256 << 20
-
-
-def _read_bytes(file: Path) -> bytes:
-    "Read a table; refuse special files and very large ones."
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as f:
-            _regular(fd, file)
-            data = f.read(MAX_TABLE_BYTES + 1)
-    except OSError as e:
-        raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
-    if len(data) > MAX_TABLE_BYTES:
-        raise DataError(
-            "the table is too large",
-            code="table-unreadable",
-            path=file,
-            expected=f"at most {MAX_TABLE_BYTES >> 20} MiB",
-        )
-    return data
-
-
-def read_text(
-    file: str | os.PathLike,
-) -> str:  # raises DataError for special files, very large ones, and text that is not UTF-8
-    "Read a small text file safely."
-    try:
-        return _read_bytes(Path(file)).removeprefix(_BOM).decode()
-    except UnicodeDecodeError as e:
-        raise DataError("the text is not UTF-8", code="table-unreadable", path=Path(file)) from e
-
-
 def read_decisions(
     file: str | os.PathLike,  # as `append_decision` writes it
 ) -> list[Decision]:  # in the order of the lines; raises DataError
     "Read a table of decisions; an incomplete last line is left out and logged."
     file = Path(os.path.abspath(file))
-    return _parse(file, _read_bytes(file))
+    return _parse(file, read_table_bytes(file))
 
 
 def _parse(file: Path, data: bytes) -> list[Decision]:
     "Return the decisions of a table that was read."
-    data = data.removeprefix(_BOM)
-    columns, delimiter = _header(data)
-    if not _HEADER.startswith(data) and any(columns.count(name) != 1 for name in LABELS_COLUMNS):
-        raise DataError(
-            "the file is no table of decisions",
-            code="table-columns",
-            path=file,
-            found=", ".join(show_path(c) for c in columns)[:500],
-            expected=", ".join(LABELS_COLUMNS),
-        )
-    places = [columns.index(name) for name in LABELS_COLUMNS if name in columns]
-    at = data.rfind(b"\n") + 1
-    if at < len(data) and not _is_row(data[at:], places, delimiter):
-        log.warning("%s: the last line is incomplete and is left out", show_path(file))
-        data = data[:at]
-    line, found = 1, list[Decision]()
+    if _HEADER.startswith(data.removeprefix(_BOM)):  # new, or a header that a crash cut off
+        return []
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     try:
-        rows = csv.reader(io.StringIO(data.decode(), newline=""), delimiter=delimiter, strict=True)
-        for cells in rows:
-            if line > 1 and any(cell.strip() for cell in cells):
-                found.append(_decision(cells, places))
-            line = rows.line_num + 1
-    except (ValueError, csv.Error, DataError) as e:
-        reason = "the text is not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
-        raise DataError(f"line {line}: {reason}", code="table-row", path=file) from e
+        return _decisions(file, data)
+    except DataError:
+        if end in (0, len(data)):
+            raise
+    found = _decisions(file, data[:end])
+    log.warning("%s: the last line is incomplete and is left out", show_path(file))
     return found
 
 
-def _decision(cells: Sequence[str], places: Sequence[int]) -> Decision:
-    if len(cells) <= max(places):
-        raise ValueError(f"the row has {len(cells)} cells")
-    path, digest, label, by, when, note = (cells[i] for i in places)
-    return Decision(path, digest.strip(), label.strip(), by.strip(), when.strip(), note)
-
-
-def _is_row(line: bytes, places: Sequence[int], delimiter: str) -> bool:
-    try:
-        (cells,) = csv.reader([line.decode()], delimiter=delimiter, strict=True)
-        return bool(_decision(cells, places))
-    except (ValueError, csv.Error, DataError):
-        return False
+def _decisions(file: Path, data: bytes) -> list[Decision]:
+    "Return the decisions; if the last line has no end, a crash may have cut off its last cells."
+    text = decode_text(data, file)
+    table = csv_table(file, text, LABELS_COLUMNS)
+    least = 0 if text.endswith(("\n", "\r")) else len(table.names)
+    found = []
+    for line, row in table.records(*LABELS_COLUMNS, least=least):
+        try:
+            found.append(Decision(**{name: row[name] for name in LABELS_COLUMNS}))
+        except DataError as e:
+            raise row_error(file, line, str(e)) from e
+    return found
 
 
 # %% ../../nbs/audio/labels.ipynb #b6b897a1
@@ -527,8 +464,8 @@ def read_labels(
     if isinstance(table, CurrentLabels):
         return table
     file = Path(os.path.abspath(table))
-    data = _read_bytes(file)
-    if {"by", "when"} <= set(_header(data)[0]):
+    data = read_table_bytes(file)
+    if {"by", "when"} <= set(csv_table(file, decode_text(data, file), LABELS_COLUMNS).columns):
         return current_labels(_parse(file, data))
     names = read_table(file)
     when = "1970-01-01T00:00:00Z"  # any decision with a time is later

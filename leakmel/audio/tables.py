@@ -8,22 +8,31 @@ __all__ = [
     "MEASURED_COLUMNS",
     "MAX_EXTRA_COLUMNS",
     "MAX_EXTRA_BYTES",
+    "MAX_TABLE_BYTES",
     "NameTable",
     "table_columns",
     "read_table_bytes",
     "require_same_table",
+    "decode_text",
+    "read_text",
+    "row_error",
+    "CsvTable",
+    "csv_table",
+    "has_columns",
+    "table_number",
+    "dashed_date",
     "read_table",
     "paths_below_root",
     "missing_files",
 ]
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, binascii, csv, io, os, re, stat
+import base64, binascii, codecs, csv, io, math, os, re, stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from .file_names import NameParts, iso_time, split_name
 from .problems import Problem, how_many
@@ -66,7 +75,6 @@ MEASURED_COLUMNS = (  # of `scan(...).table` and `MelDataset.files`: learned fro
 MAX_EXTRA_COLUMNS = 50
 MAX_EXTRA_BYTES = 1000  # of a cell
 _COLUMN_ALIASES = {"file": "path", "filename": "path"}
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +133,6 @@ class _Header:
     known: dict[str, int]  # of TABLE_COLUMNS
     extra: dict[str, int]  # others that are kept
     ignored: tuple[str, ...]
-    n: int
 
 
 def _column(cell: str) -> str:
@@ -187,17 +194,22 @@ def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: 
                 + ", ".join(TABLE_COLUMNS[3:]),
                 remedy=f"name the column that holds it: columns={{'{wanted}': NAME}}, --columns {wanted}=NAME",
             )
-    return _Header(known, extra, tuple(ignored), len(given))
+    return _Header(known, extra, tuple(ignored))
 
 
 # %% ../../nbs/audio/tables.ipynb #84578403
+MAX_TABLE_BYTES = 1 << 30
+
+
 def read_table_bytes(
     file: Path,
 ) -> bytes:  # raises DataError
-    "Read a CSV file; refuse special files (a named pipe would block)."
+    "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise DataError("the table is not a regular file", code="table-unreadable", path=file)
+        if os.path.getsize(file) > MAX_TABLE_BYTES:
+            raise DataError("the table is larger than 1 GiB", code="table-unreadable", path=file)
         return file.read_bytes()
     except OSError as e:
         raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
@@ -218,49 +230,175 @@ def require_same_table(
         )
 
 
-def _decode_text(data: bytes, file: Path) -> str:
-    "Decode the text of a CSV file."
+def _encoding(data: bytes) -> str:
+    "Return the encoding of a text file."
+    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
+def decode_text(
+    data: bytes,
+    file: Path,  # for messages
+) -> str:  # raises DataError for what is neither UTF-8 nor UTF-16
+    "Decode a text file that a person or a program saved."
     try:
-        at = data.find(b"\0")
-        text = data.decode("utf-8-sig")
+        text = data.decode(_encoding(data))
+        at = text.find("\0")
+        line = text.count("\n", 0, at) + 1
     except UnicodeDecodeError as e:
         at = e.start
-    if at >= 0:
         line = data.count(b"\n", 0, at) + 1
+    if at >= 0:
         raise DataError(
-            f"line {line}: the text is not UTF-8 (is it UTF-16, or an Excel workbook?)",
-            code="table-unreadable",
+            f"line {line}: the text is not UTF-8 (is it an Excel workbook, or a CSV file in another encoding?)",
+            code="table-row" if line > 1 else "table-unreadable",
             path=file,
-            remedy="save it as CSV UTF-8, or write names that are not UTF-8 into the column path_base64",
+            remedy="save it as CSV UTF-8 or as Unicode text, or write names that are not UTF-8 into the column path_base64",
         )
     return text
 
 
-def _csv_rows(file: Path, text: str, names: Collection[str]) -> Iterator[tuple[int, list[str], str]]:
-    "Yield header and rows that are not blank: line number, cells and delimiter; `names` are names of columns besides the usual ones."
-    head = next((line for line in text.splitlines() if line.strip(',;\t "')), "")
+def read_text(
+    file: str | os.PathLike,
+) -> str:  # raises DataError
+    "Read a text file that a person or a program saved."
+    return decode_text(read_table_bytes(Path(file)), Path(file))
+
+
+def row_error(
+    file: Path,
+    line: int,  # from 1
+    message: str,
+    **more: Any,  # found, expected, remedy
+) -> DataError:
+    "Return the error of a row of a table."
+    return DataError(f"line {line}: {message}", code="table-row", path=file, **more)
+
+
+# %% ../../nbs/audio/tables.ipynb #5a1e0b01
+@dataclass(frozen=True, eq=False)
+class CsvTable:
+    "Header and rows of a CSV table."
+
+    file: Path
+    names: list[str]  # of the columns, as written; [] in an empty table
+    delimiter: str
+    lines: Iterator[tuple[int, list[str]]]  # line and cells of each row that is not blank; read once
+
+    @property
+    def columns(self) -> list[str]:
+        "Names of the columns without differences of case and blanks."
+        return [name.strip().casefold() for name in self.names]
+
+    def rows(
+        self,
+        least: int = 0,  # cells; others at the end of a row may be missing
+    ) -> Iterator[tuple[int, list[str]]]:  # line, a cell for each column; raises DataError
+        "Yield the rows."
+        n = len(self.names)
+        for line, cells in self.lines:
+            if len(cells) < least or any(cell.strip() for cell in cells[n:]):
+                raise row_error(self.file, line, f"the row has {len(cells)} cells, the header has {n}")
+            yield line, cells[:n] + [""] * (n - len(cells))
+
+    def records(
+        self,
+        *needed: str,  # names of columns
+        least: int = 0,  # as for `rows`
+    ) -> Iterator[tuple[int, dict[str, str]]]:  # line, name of column -> cell; raises DataError
+        "Yield the rows with the names of their columns; cells without blanks at their ends, except paths."
+        columns = self.columns
+        for name in needed:
+            if columns.count(name) != 1:
+                raise DataError(
+                    f"the table has {'no column' if name not in columns else 'more than one column'} {name}",
+                    code="table-columns",
+                    path=self.file,
+                    found=", ".join(map(show_path, self.names))[:500],
+                    expected=", ".join(needed),
+                )
+        for line, cells in self.rows(least):
+            yield line, {n: cell if n == "path" else cell.strip() for n, cell in zip(columns, cells)}
+
+
+# %% ../../nbs/audio/tables.ipynb #5a1e0b02
+_SEP = re.compile(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', re.IGNORECASE)
+
+
+def _lines(file: Path, rows: Any, line: int) -> Iterator[tuple[int, list[str]]]:
+    "Yield the rows of a `csv.reader` that are not blank; its first line is `line`."
+    first = line
+    try:
+        for cells in rows:
+            if any(cell.strip() for cell in cells):
+                yield line, cells
+            line = rows.line_num + first
+    except csv.Error as e:
+        remedy = 'put a cell that contains a quote, a line break or the delimiter into "quotes", and double each quote in it'
+        raise row_error(file, line, f"the text is not valid CSV ({e})", remedy=remedy) from e
+
+
+def csv_table(
+    file: Path,  # for messages
+    text: str,  # of `read_text`
+    names: Collection[
+        str
+    ] = (),  # of columns, by which the delimiter is found, besides those of a table of recordings
+) -> CsvTable:  # raises DataError
+    "Read a CSV table as people and spreadsheets save it."
+    sep = _SEP.match(text)
+    lines = io.StringIO(text[sep.end() :] if sep else text, newline="")
+    head = next((line for line in lines if line.strip(',;" \t\r\n\xa0')), "")
+    lines.seek(0)
     other = {name.strip().casefold() for name in names}
 
     def count(delimiter: str) -> int:
-        cells = [cell.strip(' "') for cell in head.split(delimiter)]
+        cells = [cell.strip().strip('" ') for cell in head.split(delimiter)]
         return sum(_column(cell) in TABLE_COLUMNS or cell.casefold() in other for cell in cells)
 
-    known = {delimiter: count(delimiter) for delimiter in ",;\t"}
-    delimiter = max(known, key=known.__getitem__)
-    line = 1
-    try:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        for cells in rows:
-            if any(cell.strip() for cell in cells):
-                yield line, cells, delimiter
-            line = rows.line_num + 1
-    except csv.Error as e:
-        raise DataError(
-            f"line {line}: the text is not valid CSV ({e})",
-            code="table-row",
-            path=file,
-            remedy='put a cell that contains a quote, a line break or the delimiter into "quotes", and double each quote in it',
-        ) from e
+    delimiter = sep[1] if sep else max(",;\t", key=count)
+    rows = _lines(file, csv.reader(lines, delimiter=delimiter, strict=True), 2 if sep else 1)
+    return CsvTable(file, next(rows, (0, []))[1], delimiter, rows)
+
+
+def has_columns(
+    file: BinaryIO,  # open for reading
+    columns: Sequence[str],
+) -> bool:  # raises DataError for what is no table
+    "Return whether a table begins with columns, as leakmel wrote it or as a spreadsheet saved it."
+    data = file.read(4096)
+    table = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns)
+    return table.columns[: len(columns)] == list(columns)
+
+
+# %% ../../nbs/audio/tables.ipynb #5a1e0b05
+_NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
+_DATE = re.compile(r"(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
+
+
+def table_number(
+    text: str,
+    delimiter: str = "",  # of the table
+) -> float:  # raises ValueError
+    "Read a number with a decimal point or a decimal comma."
+    text = text.strip()
+    if not _NUMBER.fullmatch(text) or (delimiter == "," and _THOUSANDS.fullmatch(text)):
+        raise ValueError(f"{text[:80]!r} is not a number")
+    value = float(text.replace(",", "."))
+    if not abs(value) < 3e38:
+        raise ValueError(f"{text[:80]!r} is too large")
+    return value
+
+
+def dashed_date(
+    text: str,
+) -> str:
+    "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
+    text = text.strip()
+    if not (found := _DATE.match(text)):
+        return text
+    year, month, day = found.group(3, 2, 1) if found[3] else found.group(4, 5, 6)
+    return f"{year}-{month:0>2}-{day:0>2}{text[found.end() :]}"
 
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
@@ -293,19 +431,18 @@ def _path_in(cells: dict[str, str], wrong: Callable[..., NoReturn]) -> bytes:
     return path
 
 
-def _parts_in(cells: dict[str, str], decimal: str, wrong: Callable[..., NoReturn]) -> NameParts:
+def _parts_in(cells: dict[str, str], delimiter: str, wrong: Callable[..., NoReturn]) -> NameParts:
     "Return the metadata of a row."
     text = {name: cells.get(name, "").strip() for name in NameParts._fields}
-    when = iso_time(text["start_time"])
+    when = iso_time(dashed_date(text["start_time"]))
     if text["start_time"] and not when:
         remedy = "write it as 2025-03-14T02:00:00 or 20250314_020000, or leave it empty"
         wrong("the start time is not a date with a time", "start_time", remedy)
-    gain = text["gain"].replace(decimal, ".")
-    if gain and not (_NUMBER.fullmatch(gain) and abs(float(gain)) < 3e38):
+    try:
+        gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
+    except ValueError:
         wrong("the gain is not a number", "gain", "use a decimal point, or leave the cell empty")
-    return NameParts(
-        text["sensor"], text["recording"], when, float(gain or "nan"), text["session"], text["folder"]
-    )
+    return NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
 
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
@@ -326,21 +463,22 @@ def read_table(
         )
     file = Path(os.path.abspath(file))
     data = read_table_bytes(file)
-    rows = _csv_rows(file, _decode_text(data, file), wanted.values())
-    _, head, delimiter = next(rows, (0, [], ""))
-    if not head:
+    rows = csv_table(file, decode_text(data, file), wanted.values())
+    if not rows.names:
         raise DataError(
             "the table is empty",
             code="table-empty",
             path=file,
             expected="a line of column names, for example path,label",
         )
-    header = _header(head, file, wanted, with_labels)
+    header = _header(rows.names, file, wanted, with_labels)
+    needed = {"path", "label"} if with_labels else {"path"}
+    least = 1 + max((i for name, i in header.known.items() if name in needed), default=-1)
     extra: dict[str, list[str]] = {name: [] for name in header.extra}
     table = NameTable(file, [], [], [], [], header.ignored, extra, digest_of(data))
     lines: dict[bytes, int] = {}
-    for line, row, _ in rows:
-        _take_row(table, header, row, line, "," if delimiter == ";" else ".", lines)
+    for line, row in rows.rows(least):
+        _take_row(table, header, row, line, rows.delimiter, lines)
     if not len(table):
         raise DataError(
             "the table names no recording",
@@ -352,23 +490,16 @@ def read_table(
 
 
 def _take_row(
-    table: NameTable, header: _Header, row: list[str], line: int, decimal: str, lines: dict[bytes, int]
+    table: NameTable, header: _Header, row: list[str], line: int, delimiter: str, lines: dict[bytes, int]
 ) -> None:
     "Add a row to the table, checked; `lines` holds the line of each path."
-    cells = {name: row[i] for name, i in header.known.items() if i < len(row)}
+    cells = {name: row[i] for name, i in header.known.items()}
 
     def wrong(message: str, cell: str = "", remedy: str | None = None) -> NoReturn:
         shown = show_path(cells.get(cell, ""))
-        raise DataError(
-            f"line {line}: {message}",
-            code="table-row",
-            path=table.file,
-            found=f"{cell} {shown!r}" if shown else None,
-            remedy=remedy,
-        )
+        found = f"{cell} {shown!r}" if shown else None
+        raise row_error(table.file, line, message, found=found, remedy=remedy)
 
-    if len(row) < header.n or any(row[header.n :]):
-        wrong(f"the row has {len(row)} cells, the header has {header.n}")
     path = _path_in(cells, wrong)
     if path in lines:
         wrong(f"the path is the same as in line {lines[path]}", "path")
@@ -379,7 +510,7 @@ def _take_row(
     table.paths.append(path)
     label = cells.get("label", "").strip()
     table.labels.append(label if text_key(label) else "")
-    table.parts.append(_parts_in(cells, decimal, wrong))
+    table.parts.append(_parts_in(cells, delimiter, wrong))
     if table.splits is not None:
         table.splits.append(split_name(split) or "")
     for name, i in header.extra.items():

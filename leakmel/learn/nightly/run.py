@@ -37,6 +37,7 @@ import numpy as np
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.problems import twin_problems
+from ...audio.tables import has_columns
 from ...audio.wav import read_wav
 from ...core.comparison import text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
@@ -491,17 +492,15 @@ def _cell(value: Any) -> str:
 
 def check_tables(state: Path) -> None:
     "Refuse files of other kinds in the place of the tables; raises OutputError."
-    begins = {
-        SENSORS_CSV: ",".join(SENSOR_COLUMNS).encode(),
-        SENSORS_JSON: f'{{"format": "{FORMAT}"'.encode(),
-        VISITS_HTML: PAGE_BEGINS.encode(),
-    }
+    begins = {SENSORS_JSON: f'{{"format": "{FORMAT}"'.encode(), VISITS_HTML: PAGE_BEGINS.encode()}
+    kind = "table of a nightly run"
+    require_kind(state / SENSORS_CSV, kind, lambda file: has_columns(file, SENSOR_COLUMNS))
     for name, start in begins.items():
 
         def is_ours(file: BinaryIO, start: bytes = start) -> bool:
             return file.read(len(start)) == start
 
-        require_kind(state / name, "table of a nightly run", is_ours)
+        require_kind(state / name, kind, is_ours)
 
 
 def _write_new(path: Path, text: str) -> None:
@@ -655,14 +654,7 @@ def nightly(
         history.set_meta("model", digest)
         done_visits = _known_visits(history, new.entries, visits)
         added = record_run(history, new.entries, rule, done_visits)
-        ignored = [
-            f"{sensor} ({visits[sensor]})"
-            for sensor in sorted(visits.keys() - set(map(text_key, done_visits)))
-        ]
-        if ignored:
-            notes += (
-                f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}",
-            )
+        notes += _ignored_visits(history, visits, done_visits)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", new.rows)
         _keep_reference(history, detector, reference)
         history.commit()
@@ -705,6 +697,21 @@ def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping
         return {}
     latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).date().isoformat()
     return {known[s]: night for s, night in visits.items() if s in known and night <= latest}
+
+
+def _ignored_visits(history: History, visits: Mapping[str, str], done: Mapping[str, str]) -> tuple[str, ...]:
+    "Return a note on the visits that are not used, and how sensors are named if none is known."
+    ignored = [f"{sensor} ({visits[sensor]})" for sensor in sorted(visits.keys() - set(map(text_key, done)))]
+    if not ignored:
+        return ()
+    note = f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}"
+    known = [sensor for (sensor,) in history.query("SELECT DISTINCT sensor FROM nights ORDER BY sensor")]
+    if known and not visits.keys() & set(map(text_key, known)):
+        note += (
+            f"; no visit names a sensor of the history, which are named like {', '.join(map(show_path, known[:3]))} "
+            "(a spreadsheet turns 000123 into 123, and a long number into 1,23E+05: format the column as text)"
+        )
+    return (note,)
 
 
 def _all_rejected(files: _Files, new: _New) -> tuple[Rejected, ...]:

@@ -13,15 +13,15 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/review/recordings.ipynb #c41a1429
-import base64, binascii, csv, io, math, os
+import base64, math, os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...audio.content import read_content
-from ...audio.labels import read_text
 from ...audio.manifest import Manifest
+from ...audio.tables import csv_table, read_text, row_error, table_number
 from ...core.comparison import text_key
 from ...core.errors import DataError, show_path
 from ..model.classifiers import BlendClassifier
@@ -59,18 +59,24 @@ _PREDICTIONS, _HELD_OUT = {"path", "score", "threshold", "segment_scores"}, {"pa
 _SUGGESTIONS = {"path", "score", "kind", "reason", "digest"}
 
 
-def _table_score(row: Mapping[str, str], is_held_out: bool) -> TableScore:  # raises ValueError
-    path, score = row["path"] or "", float(row["score"])
+_TRUTH = {"true": True, "wahr": True, "vrai": True, "false": False, "falsch": False, "faux": False}
+
+
+def _table_score(
+    row: Mapping[str, str], is_held_out: bool, delimiter: str
+) -> TableScore:  # raises ValueError
+    path, score = row["path"], table_number(row["score"], delimiter)
     if coded := row.get("path_base64"):
         path = show_path(base64.b64decode(coded, validate=True))
-    segments = tuple(float(x) for x in (row.get("segment_scores") or "").split())
-    if not path or not all(0 <= x <= 1 for x in (score, *segments)):
+    segments = tuple(table_number(x, delimiter) for x in row.get("segment_scores", "").split())
+    if not path.strip() or not all(0 <= x <= 1 for x in (score, *segments)):
         raise ValueError("no path, or a score that is not from 0 to 1")
     if is_held_out:
-        return TableScore(path, score, is_leak={"True": True, "False": False}[row["leak"]])
+        return TableScore(path, score, is_leak=_TRUTH[row["leak"].casefold()])
     if row.keys() >= _SUGGESTIONS:
         return TableScore(path, score, suggestion=show_path(f"{row['kind']}: {row['reason']}"[:200]))
-    every_s = float(row.get("scored_s") or "nan") / len(segments) if segments else math.nan
+    scored_s = row.get("scored_s")
+    every_s = table_number(scored_s, delimiter) / len(segments) if segments and scored_s else math.nan
     return TableScore(path, score, segments, every_s)
 
 
@@ -79,30 +85,26 @@ def read_score_table(
 ) -> ScoreTable:  # raises DataError that names the line
     "Read scores of recordings."
     file = Path(os.path.abspath(file))
-    reader = csv.DictReader(io.StringIO(read_text(file), newline=""), strict=True)
-    try:
-        columns = set(reader.fieldnames or [])
-        is_held_out = columns >= _HELD_OUT
-        is_suggestions = not is_held_out and columns >= _SUGGESTIONS
-        if not (is_held_out or is_suggestions or columns >= _PREDICTIONS):
-            raise DataError(
-                "the table holds no scores",
-                code="table-columns",
-                path=file,
-                found=", ".join(map(show_path, sorted(columns)))[:300],
-                expected="a table of leakmel predict or leakmel suggest, or cross_validation.csv of leakmel train --cross-validate",
-            )
-        rows, threshold = list[TableScore](), 0.5
-        for row in reader:
-            rows.append(_table_score(row, is_held_out))
-            threshold = 0.5 if is_held_out or is_suggestions else float(row["threshold"])
-    except (ValueError, KeyError, TypeError, csv.Error, binascii.Error) as e:
+    table = csv_table(file, read_text(file), _PREDICTIONS | _HELD_OUT | _SUGGESTIONS)
+    columns = set(table.columns)
+    is_held_out = columns >= _HELD_OUT
+    is_suggestions = not is_held_out and columns >= _SUGGESTIONS
+    if not (is_held_out or is_suggestions or columns >= _PREDICTIONS):
         raise DataError(
-            f"line {reader.line_num}: the row holds no scores of a recording",
-            code="table-row",
+            "the table holds no scores",
+            code="table-columns",
             path=file,
-            found=e,
-        ) from e
+            found=", ".join(map(show_path, sorted(columns)))[:300],
+            expected="a table of leakmel predict or leakmel suggest, or cross_validation.csv of leakmel train --cross-validate",
+        )
+    rows, threshold = list[TableScore](), 0.5
+    for line, row in table.records("path", "score"):
+        try:
+            rows.append(_table_score(row, is_held_out, table.delimiter))
+            if not (is_held_out or is_suggestions):
+                threshold = table_number(row["threshold"], table.delimiter)
+        except (ValueError, KeyError) as e:
+            raise row_error(file, line, "the row holds no scores of a recording", found=e) from e
     return ScoreTable(file, tuple(rows), is_held_out, threshold, is_suggestions)
 
 

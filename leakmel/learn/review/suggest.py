@@ -30,7 +30,7 @@ import torch
 
 from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
-from ...audio.tables import read_table
+from ...audio.tables import csv_table, read_table, read_text
 from ...audio.wav import read_wav
 from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
@@ -275,18 +275,8 @@ def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
     found: set[str] = set()
     for file in tables:
         path = read_table(file).file  # refuses what is no table of recordings
-        with path.open(encoding="utf-8-sig", newline="") as f:
-            rows = csv.DictReader(f)
-            names = rows.fieldnames or []
-            if not {"digest", "kind", "reason"} <= set(names):
-                raise DataError(
-                    "the table is not one of suggestions",
-                    code="table-columns",
-                    path=path,
-                    found=", ".join(show_path(name) for name in names),
-                    expected=", ".join(SUGGESTION_COLUMNS),
-                )
-            found.update(row["digest"] for row in rows)
+        rows = csv_table(path, read_text(path)).records("digest", "kind", "reason")
+        found.update(row["digest"] for _, row in rows)
     return found - {""}
 
 
