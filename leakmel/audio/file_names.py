@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = [
     "SPLITS",
+    "TIME_FORMS",
     "TIME_BYTES",
     "NAME_COLUMNS",
     "split_name",
+    "whole_time",
     "iso_time",
     "number_in",
     "NameParts",
@@ -47,26 +49,48 @@ def split_name(
 
 
 # %% ../../nbs/audio/file_names.ipynb #07094184
-_DIGITS = re.compile(r"\d{8}[_T]\d{6}(Z|[+-]\d\d:?\d\d)?", re.ASCII)
-_DASHED = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)", re.ASCII)
-_ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+_TIME = re.compile(
+    # date and time of day; AudioMoth writes a T behind the time of a triggered recording, Song Meter a $ before it
+    r"(\d{4})([-_.]?)(\d\d)\2(\d\d)[-_T $](\d\d)(?:([-_.:]?)(\d\d)\6(\d\d)|:(\d\d))T?"
+    # fractions of a second, and the zone
+    r"(?:[.,](\d{1,6})|[-_](\d{3}))?(Z|[+-]\d\d:?\d\d)?",
+    re.ASCII,
+)
+_TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z])", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 
-def iso_time(
-    text: str,  # YYYYMMDD_HHMMSS, YYYYMMDDTHHMMSS, YYYY-MM-DD_HH-MM-SS or ISO 8601 with date and time
-) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
-    "A time as loggers and tables write it, in ISO 8601."
-    if len(text) > 40:
+def _iso(m: re.Match | None) -> str:
+    "Return the time of a match; empty without one, and for a day or an hour that does not exist."
+    if m is None:
         return ""
-    if m := _DASHED.fullmatch(text):
-        text = "{}T{}:{}:{}".format(*m.groups())
-    elif not (_DIGITS.fullmatch(text) or _ISO.fullmatch(text)):
-        return ""
+    year, _, month, day, hour, _, minute, second, short_minute, decimals, thousandths, zone = m.groups()
+    fraction = decimals or thousandths
+    text = f"{year}-{month}-{day}T{hour}:{minute or short_minute}:{second or '00'}"
     try:
-        return datetime.fromisoformat(text).isoformat()
+        return datetime.fromisoformat(text + (f".{fraction}" if fraction else "") + (zone or "")).isoformat()
     except ValueError:
         return ""
+
+
+def whole_time(
+    text: str,
+) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
+    "A time that is the whole text, in ISO 8601."
+    return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
+
+
+def iso_time(
+    text: str,  # a time as in TIME_FORMS, or a name with one such time of the years 1900 to 2099
+) -> str:  # ISO 8601, with a zone where the text has one; empty if there is no time, or more than one
+    "A time as loggers and tables write it, in ISO 8601."
+    if time := whole_time(text):
+        return time
+    found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
+    return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
+
+
+TIME_FORMS = "20251110_020000, 20251110T020000, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, with milliseconds (_123, .123) and a zone (Z, +0100) or without"
 
 
 @lru_cache(4096)

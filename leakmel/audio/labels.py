@@ -39,6 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .tables import read_table
+from .wav import pread_all
 from ..core.errors import DataError, UsageError, show_path, write_error
 from ..core.locks import OwnerLock, flock
 
@@ -190,7 +191,7 @@ def append_decision(
 def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the file was empty
     "Repair the end of the open and locked table, and append a row with the delimiter of the table."
     size = os.fstat(fd).st_size
-    head = os.pread(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
+    head = pread_all(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
     delimiter = _header(head)[1]
     row = _line(cells, delimiter)
     if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
@@ -227,7 +228,7 @@ def _last_line(fd: int, size: int, delimiter: str) -> tuple[int, bool]:
     "Return where the last unfinished line begins, and whether its row is complete; the size and True without one."
     most = 1 << 16  # bytes; no row is longer
     start = max(0, size - most)
-    tail = os.pread(fd, most, start)
+    tail = pread_all(fd, most, start)
     at = tail.rfind(b"\n") + 1
     return start + at, not tail[at:] or _whole_row(tail[at:], delimiter)
 

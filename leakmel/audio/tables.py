@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from .file_names import NameParts, iso_time, split_name
+from .file_names import TIME_FORMS, NameParts, iso_time, split_name
 from .problems import Problem, how_many
 from .wav import digest_of
 from ..core.errors import DataError, UsageError, show_path
@@ -80,6 +80,7 @@ class NameTable:
     ignored: tuple[str, ...]  # names of columns that are not used
     extra: dict[str, list[str]]  # other columns: name -> texts
     digest: str = ""  # xxh3-128 of the file, hex
+    has_times: bool = False  # it has a column of start times, which may be empty
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -297,7 +298,7 @@ def _parts_in(cells: dict[str, str], decimal: str, wrong: Callable[..., NoReturn
     text = {name: cells.get(name, "").strip() for name in NameParts._fields}
     when = iso_time(text["start_time"])
     if text["start_time"] and not when:
-        remedy = "write it as 2025-03-14T02:00:00 or 20250314_020000, or leave it empty"
+        remedy = f"write it as {TIME_FORMS}; or leave it empty"
         wrong("the start time is not a date with a time", "start_time", remedy)
     gain = text["gain"].replace(decimal, ".")
     if gain and not (_NUMBER.fullmatch(gain) and abs(float(gain)) < 3e38):
@@ -336,7 +337,9 @@ def read_table(
         )
     header = _header(head, file, wanted, with_labels)
     extra: dict[str, list[str]] = {name: [] for name in header.extra}
-    table = NameTable(file, [], [], [], [], header.ignored, extra, digest_of(data))
+    table = NameTable(
+        file, [], [], [], [], header.ignored, extra, digest_of(data), "start_time" in header.known
+    )
     lines: dict[bytes, int] = {}
     for line, row, _ in rows:
         _take_row(table, header, row, line, "," if delimiter == ";" else ".", lines)

@@ -149,7 +149,7 @@ LINES = {
     "engine_triton": ("triton",),
 }
 _WITHOUT = {
-    "packages": "pandas is needed for tables, soundfile for rare encodings, soxr for resampling, "
+    "packages": "pandas is needed for tables, soundfile to convert other formats, soxr for resampling, "
     "psutil and tqdm for monitoring and progress bars",
     "front_end": "the notebooks need these packages, the command line does not",
     "torch": "training and engines on a GPU need torch, the compiled engine does not",

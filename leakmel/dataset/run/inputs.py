@@ -32,7 +32,7 @@ from ...audio.conform import resampled_length
 from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
 from ...audio.tables import require_same_table
-from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
+from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error
 from leakmel.core.errors import (
     DataError,
     MachineError,
@@ -55,11 +55,7 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         fd, n_file = open_regular(path)
         with open(fd, "rb", buffering=0):
             h = parse_header(fd, n_file)
-            if h.encoding.startswith(("pcm", "float")):
-                return h.sample_rate, h.data_bytes // h.block_align
-            return h.sample_rate, len(
-                read_open_wav(fd, n_file).samples
-            )  # compressed: the length is known only after decoding
+            return h.sample_rate, h.data_bytes // h.block_align
     except RecordingError:
         return None
     except MemoryError as e:

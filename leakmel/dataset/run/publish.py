@@ -143,6 +143,7 @@ _PROBLEM_COLUMNS = (
     "encoding",
     "digest",
     "rms_db",
+    "peak",
     "clipped_share",
     "dc_offset",
 )
