@@ -259,7 +259,6 @@ def _containers(m: _Maker) -> None:
     made("extensible", lambda x: riff(sub_format(16), chunk(b"data", pcm(x))))
     made("RF64", lambda x: wav(x, container="RF64"))
     made("RIFX", lambda x: wav(x, endian="BIG", subtype="PCM_24"), "pcm24")
-    made("ADPCM", lambda x: wav(x, subtype="IMA_ADPCM"), "ima_adpcm", n=4040)  # eight blocks of 505
     made(
         "chunks",
         lambda x: riff(
@@ -281,6 +280,8 @@ ODD = {  # of odd_wavs, by split
         "RF64 size lies",
         "24 bits in 4 bytes",
         "unknown tag",
+        "IMA ADPCM",
+        "GSM 6.10",
         "rate 0",
         "65 channels",
         "0 channels",

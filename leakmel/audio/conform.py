@@ -15,6 +15,9 @@ __all__ = [
     "moments_of",
     "quality",
     "quality_figures",
+    "shortest_stall",
+    "has_stalled",
+    "add_faults",
     "ConformRules",
     "channel_mean",
     "opposite_phase",
@@ -23,6 +26,7 @@ __all__ = [
     "to_rate",
     "resampled_length",
     "fit_length",
+    "integer_scale",
     "check_range",
     "conform",
     "native",
@@ -42,7 +46,7 @@ from typing import Literal
 
 import numpy as np
 
-from .wav import digest_of
+from .wav import Recording, digest_of
 from ..core.errors import MachineError, RecordingError, SpecError
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
@@ -117,6 +121,61 @@ def quality_figures(
     else:
         moments = moments_of(all_channels, FULL_SCALE if whole else full_scale(encoding))
     return tuple(v[0] for v in quality(moments, samples.size, whole).values())
+
+
+# %% ../../nbs/audio/conform.ipynb #5ca11ed1
+_STALL_S = 0.25
+_STALL_SHARE = 20  # of the recording: 5 %
+_EDGE = 64  # samples next to a run
+
+
+def shortest_stall(
+    n_samples: int,  # per channel
+    sample_rate: int,  # Hz
+) -> int:
+    "Return how many equal samples count as a stalled recording, at least 64."
+    return max(_EDGE, int(_STALL_S * sample_rate), n_samples // _STALL_SHARE)
+
+
+def has_stalled(
+    samples: np.ndarray,  # [n, C] int16 or float32
+    sample_rate: int,  # Hz
+) -> bool:
+    "Return whether a signal breaks off into a long run of equal samples, in all channels."
+    least = shortest_stall(len(samples), sample_rate)
+    probes = samples[:: least // 2]
+    if not (probes[1:] == probes[:-1]).all(axis=1).any():
+        return False
+    bounds = np.flatnonzero((samples[1:] != samples[:-1]).any(axis=1)) + 1
+    starts, stops = np.append(0, bounds), np.append(bounds, len(samples))
+    lengths = stops - starts
+    long = lengths >= least
+    live = samples[np.repeat(~long, lengths)].astype(np.float64)
+    if not long.any() or not live.size or (lengths[~long] >= max(16, least // 16)).any():
+        return False
+    least_level = 4 * np.diff(np.unique(live)).min(initial=np.inf)
+
+    def level(x: np.ndarray, value: np.ndarray) -> float:
+        return float(np.sqrt(np.square(x - value, dtype=np.float64).mean()))
+
+    for start, stop in zip(starts[long].tolist(), stops[long].tolist()):
+        value = samples[start].astype(np.float64)
+        edges = (samples[max(0, start - _EDGE) : start], samples[stop : stop + _EDGE])
+        lowest = min(level(edge, value) for edge in edges if len(edge))
+        if lowest < max(least_level, level(live, value) / 4):
+            return False
+    return True
+
+
+# %% ../../nbs/audio/conform.ipynb #5ca11ed3
+def add_faults(
+    status: str,  # of `conform`
+    recording: Recording,
+) -> str:
+    "Add the faults of a recording to the status of its row: unread_samples, stalled."
+    faults = ["unread_samples"] * (recording.unclaimed > 0)
+    faults += ["stalled"] * has_stalled(recording.samples, recording.sample_rate)
+    return "+".join([*([] if status == "ok" and faults else [status]), *faults])
 
 
 # %% ../../nbs/audio/conform.ipynb #7849eaad
@@ -241,6 +300,14 @@ def fit_length(
 MAX_PEAK = 2.0**20  # times full scale
 
 
+def integer_scale(
+    peak: float,  # largest absolute value of float samples
+) -> str:
+    "Return a sentence on float samples far above 1: of which integers they have the scale."
+    bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
+    return f"float samples up to {peak:.5g} are in the scale of {bits}-bit integers, not from -1 to 1; divide them by {2 ** (bits - 1)}"
+
+
 def check_range(
     x: np.ndarray,  # float samples, any shape
 ) -> None:  # raises RecordingError
@@ -251,7 +318,7 @@ def check_range(
     if peak > MAX_PEAK:
         raise RecordingError(
             "unsupported",
-            f"samples up to {peak:.3g} times full scale, at most {MAX_PEAK:.0f} are computed from",
+            f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from",
         )
 
 

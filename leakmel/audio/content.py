@@ -6,6 +6,7 @@
 __all__ = [
     "CLIPPED_SHARE",
     "DC_OFFSET",
+    "FLOAT_PEAK",
     "SAME_LENGTH",
     "DEAD_FILES",
     "DEAD_RMS",
@@ -36,7 +37,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .conform import FIGURES, LSB, check_range, quality_figures, to_mono
+from leakmel.audio.conform import (
+    FIGURES,
+    LSB,
+    add_faults,
+    check_range,
+    integer_scale,
+    quality_figures,
+    to_mono,
+)
 from .listing import Listing
 from .problems import Problem, show_place
 from .wav import OutOfMemory, ReadFailureGuard, read_wav
@@ -61,7 +70,9 @@ class Columns:
     label_id: np.ndarray  # [B] int, into labels
     path: Sequence[bytes] | np.ndarray  # [B], relative to the split
     sensor: np.ndarray  # [B] S, empty where not known
-    status: np.ndarray  # [B] S; "identical_channels" and "opposite_phase" in it are looked for
+    status: (
+        np.ndarray
+    )  # [B] S; "identical_channels", "opposite_phase" and the faults of `add_faults` in it are looked for
     sample_rate: np.ndarray  # [B] int, Hz, as recorded
     n_samples: np.ndarray  # [B] int, per channel, as recorded
     channels: np.ndarray  # [B] int, as recorded
@@ -71,6 +82,7 @@ class Columns:
     clipped_share: np.ndarray  # [B] 0 to 1
     dc_offset: np.ndarray  # [B] re full scale
     silent: np.ndarray  # [B] bool
+    peak: np.ndarray | None = None  # [B] re full scale; None: not known
 
     def __len__(self) -> int:
         return len(self.path)
@@ -88,6 +100,13 @@ class Columns:
 # %% ../../nbs/audio/content.ipynb #d69e3bdf
 CLIPPED_SHARE = 0.01  # of the samples at full scale
 DC_OFFSET = 0.01  # of full scale
+FLOAT_PEAK = 2.0  # of float samples; a recorder or a filter may exceed 1 a little
+_FAULTS = {
+    "unread_samples": "the header declares {n:,} samples, and more bytes that belong to no chunk follow: these samples are not in the row; "
+    "repair the header, for example by sox --ignore-length",
+    "stalled": "at least 5 % of the recording is one value without a break, next to a full signal: the write stalled, or a program padded it; "
+    "remove the recording, or cut that part off",
+}
 SAME_LENGTH = 0.5  # samples
 
 
@@ -126,7 +145,15 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
                 c.show(i),
                 "the channels cancel each other; build with channels='first' and check the wiring",
             )
-    for i in np.flatnonzero(c.clipped_share >= CLIPPED_SHARE).tolist():
+    for kind, message in _FAULTS.items():
+        for i in np.flatnonzero(np.strings.find(c.status, kind.encode()) >= 0).tolist():
+            yield Problem(kind, c.show(i), message.format(n=c.n_samples[i]))
+    is_integer = np.zeros(len(c), bool)
+    if c.peak is not None:
+        is_integer = np.strings.startswith(c.encoding, b"float") & (c.peak > FLOAT_PEAK)
+        for i in np.flatnonzero(is_integer).tolist():
+            yield Problem("float_scale", c.show(i), integer_scale(float(c.peak[i])))
+    for i in np.flatnonzero((c.clipped_share >= CLIPPED_SHARE) & ~is_integer).tolist():
         yield Problem(
             "clipped",
             c.show(i),
@@ -134,7 +161,7 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
         )
     for i in np.flatnonzero(c.silent).tolist():
         yield Problem("silent", c.show(i), "all samples are equal within one 16-bit step")
-    for i in np.flatnonzero((np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent).tolist():
+    for i in np.flatnonzero((np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer).tolist():
         yield Problem(
             "dc_offset", c.show(i), f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale"
         )
@@ -314,7 +341,7 @@ FACTS = np.dtype(
         ("n_samples", "i8"),
         ("channels", "i2"),
         ("encoding", "S24"),
-        ("status", "S24"),
+        ("status", "S64"),
         ("digest", "S32"),
         *FIGURES.descr,
     ]
@@ -331,7 +358,7 @@ def read_facts(
         x = recording.samples
         if x.dtype != np.int16:
             check_range(x)
-        status = to_mono(x, "first")[1] or "ok"
+        status = add_faults(to_mono(x, "first")[1] or "ok", recording)
         figures = quality_figures(x, recording.encoding)
     except MemoryError as e:
         raise OutOfMemory(path) from e
@@ -427,7 +454,7 @@ def content_columns(
             return np.array([os.fsencode(v) for v in values], "S")
         return values.to_numpy(FACTS[name])
 
-    names = [n for n in ("sensor", *(FACTS.names or ())) if n != "peak"]
+    names = ("sensor", *(FACTS.names or ()))
     return Columns(
         tuple(x.place for x in listings),
         tuple(label_names),

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..core.machine_code import BoundCall, load_compiled
+from .conform import shortest_stall
 from .wav import HEADER_BYTES
 from ..core.monitor import usable_cores
 
@@ -210,6 +211,7 @@ def _read(
             *computing,
             sums,
             clock,
+            np.array([shortest_stall(samples.shape[1], int.from_bytes(header[24:28], "little"))]),
         )
     return outcomes, ctimes_ns, to_hex(words), sums, 1e-9 * float(clock[2])
 

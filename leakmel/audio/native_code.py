@@ -34,7 +34,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from .digests import MIN_BYTES, hash_rows, moments, write_digest
-from .wav import MAX_CHUNKS, OPEN_FLAGS
+from .wav import MAX_CHUNKS, MIN_UNCLAIMED, OPEN_FLAGS
 from ..core.jit import address, compiled
 from ..core.machine_code import DONE
 
@@ -132,21 +132,32 @@ ENDED = -1  # the file ends before the rows do
 _INTERRUPTED = errno.EINTR
 
 
+@njit
+def _read_at(fd, place, n, offset):
+    "Read n bytes to an address; return how many, fewer only at the end of the file, or -1 for an error."
+    done = np.int64(0)
+    while done < n:
+        got = pread(fd, place + done, n - done, offset + done)
+        if got > 0:
+            done += got
+        elif got == 0:
+            break
+        elif int32_at(errno_at()) != _INTERRUPTED:
+            return np.int64(-1)
+    return done
+
+
 @compiled("i8(i8[::1], u2[:, ::1], u8[:, ::1], i8[::1])")
 def _digest_file_rows(place, buffer, digests, largest):
     "Read rows of place[0], a descriptor, from offset place[1] on through a buffer; return 0, ENDED or the error number."
     fd, offset, n_bytes = np.int32(place[0]), place[1], 2 * buffer.shape[1]
     for start in range(0, len(largest), len(buffer)):
         n = min(len(buffer), len(largest) - start)
-        done = 0
-        while done < n * n_bytes:
-            got = pread(fd, address(buffer) + done, n * n_bytes - done, offset + start * n_bytes + done)
-            if got > 0:
-                done += got
-            elif got == 0:
-                return ENDED
-            elif int32_at(errno_at()) != _INTERRUPTED:
-                return np.int64(int32_at(errno_at()))
+        got = _read_at(fd, address(buffer), n * n_bytes, offset + start * n_bytes)
+        if got < 0:
+            return np.int64(int32_at(errno_at()))
+        if got < n * n_bytes:
+            return ENDED
         for i in range(n):
             top = np.uint16(0)
             for k in range(buffer.shape[1]):
@@ -193,22 +204,23 @@ def _is_at(block, at, header, place):
 @njit
 def _samples_at(fd, n_file, header, block, n_row):
     "Return where the samples of a RIFF file begin, if there are n_row bytes of them and the format is that of the canonical header; else -1."
-    n = pread(fd, address(block), _BLOCK, 0)
+    n = _read_at(fd, address(block), _BLOCK, np.int64(0))
     if n < 12 or not _is_at(block, 0, header, 0) or not _is_at(block, 8, header, 8):
         return np.int64(-1)
     start, at, has_format = np.int64(-1), np.int64(12), False
     for _ in range(MAX_CHUNKS):
         here, n_here = at, n - at
         if at + _PIECE > n:
-            here, n_here = np.int64(_BLOCK), pread(fd, address(block) + _BLOCK, _PIECE, at)
-        if n_here < 0:
+            here, n_here = np.int64(_BLOCK), _read_at(fd, address(block) + _BLOCK, _PIECE, at)
+        if n_here < 0 or start > 0 and at > n_file + 1:  # an error, or a chunk of a false size
             return np.int64(-1)
+        ended = start if n_file - at < MIN_UNCLAIMED else np.int64(-1)  # what lies behind may be samples
         if n_here < 8:
-            return start  # the chunks end
+            return ended
         size = np.int64(0)
         for k in range(4):
             if not 32 <= block[here + k] < 127:
-                return start  # no chunk name: the chunks end
+                return ended  # no chunk name: the chunks end
             size |= np.int64(block[here + 4 + k]) << (8 * k)
         if block[here] == 100 and block[here + 1] == 115:  # ds..: an RF64 file may need it
             return np.int64(-1)
@@ -231,6 +243,29 @@ def _samples_at(fd, n_file, header, block, n_row):
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000d
+_EDGE = 64  # samples
+
+
+@njit
+def _may_have_stalled(x, least):
+    "Whether `least` equal samples, or more, lie next to others that are not within one step of them."
+    step, end = least // 2, np.int64(0)
+    for at in range(0, len(x) - step, step):  # a run contains two of these places
+        if at < end or x[at] != x[at + step]:
+            continue
+        value, begin, end = np.int64(x[at]), at, at + 1
+        while begin > 0 and x[begin - 1] == value:
+            begin -= 1
+        while end < len(x) and x[end] == value:
+            end += 1
+        if end - begin < least:
+            continue
+        for k in range(max(0, begin - _EDGE), min(len(x), end + _EDGE)):
+            if not begin <= k < end and abs(x[k] - value) > 1:
+                return True
+    return False
+
+
 _MONOTONIC = 1  # CLOCK_MONOTONIC
 # words of a bound call that hold addresses
 _RECORDING = 0
@@ -245,7 +280,7 @@ def _now_ns(clock):
 
 @compiled(
     "void(u1[::1], u1[::1], i8[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1],"
-    " i8[::1], i8[::1], u2[:, ::1], i8[:, ::1], i8[::1])",
+    " i8[::1], i8[::1], u2[:, ::1], i8[:, ::1], i8[::1], i8[::1])",
 )
 def _read_rows(
     wanted,
@@ -266,6 +301,7 @@ def _read_rows(
     rows,
     sums,
     clock,
+    least,
 ):  # without `places`, no row is computed; else `samples` has room for one recording; `head` has HEAD_BYTES zeros
     n_head = len(header)
     n_row = 2 * samples.shape[1]
@@ -294,6 +330,8 @@ def _read_rows(
         if is_canonical:
             n_wanted = n_head + n_row
             got = preadv(fd, address(pieces), 3, 0)
+            if n_head <= got < n_wanted:  # a network folder may give less than was asked for
+                got += max(0, _read_at(fd, pieces[2] + got - n_head, n_wanted - got, got))
             is_plain = True
             for k in range(n_head):
                 is_plain &= head[k] == header[k]
@@ -302,7 +340,7 @@ def _read_rows(
         else:
             begin, n_wanted = _samples_at(fd, sizes[i], header, head, n_row), n_row
             is_plain = begin > 0
-            got = pread(fd, pieces[2], n_row, begin) if is_plain else 0
+            got = _read_at(fd, pieces[2], n_row, begin) if is_plain else 0
         if got < 0:
             outcomes[i] = int32_at(errno_at())
         elif (
@@ -314,7 +352,11 @@ def _read_rows(
         close(fd)
         if outcomes[i] == READ:
             ctimes_ns[i] = _time_ns(stat, _CTIME)
-            if _time_ns(stat, _MTIME) != mtimes_ns[i] or stat[_SIZE] != sizes[i]:
+            if (
+                _time_ns(stat, _MTIME) != mtimes_ns[i]
+                or stat[_SIZE] != sizes[i]
+                or _may_have_stalled(row, least[0])
+            ):
                 outcomes[i] = USE_FALLBACK
             if outcomes[i] == READ and n_row >= MIN_BYTES and n_row % 8 == 0:
                 write_digest((pieces[2], n_row, address(digests[i])))

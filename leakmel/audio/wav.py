@@ -11,6 +11,7 @@ __all__ = [
     "MAX_CHANNELS",
     "MAX_SAMPLE_BYTES",
     "STREAMED",
+    "MIN_UNCLAIMED",
     "DIGEST_ALGORITHM",
     "MAX_READ_FAILURES",
     "read_error",
@@ -18,6 +19,7 @@ __all__ = [
     "open_regular",
     "canonical_header",
     "WavHeader",
+    "pread_all",
     "parse_header",
     "digest_of",
     "Recording",
@@ -29,9 +31,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
-import errno, os, stat, struct, threading
+import errno, os, re, stat, struct, threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -122,8 +125,21 @@ MAX_SAMPLE_BYTES = 1 << 32  # of a recording, in the file or decoded
 STREAMED = 0xFFFFFFFF  # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
 _GUID_TAIL = bytes.fromhex("800000aa00389b71")  # of the sub-formats that stand for a plain format tag
-_TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw", 2: "ms_adpcm", 17: "ima_adpcm"}
-_BITS = {"pcm": range(1, 33), "float": (32, 64)}  # that are decoded here
+_TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw"}  # the formats that are read
+_BITS = {"pcm": range(1, 33), "float": (32, 64)}
+_CODED = {  # names of some formats that are not read
+    2: "Microsoft ADPCM",
+    17: "IMA ADPCM",
+    20: "G.723 ADPCM",
+    34: "TrueSpeech",
+    49: "GSM 6.10",
+    56: "NMS ADPCM",
+    64: "G.721 ADPCM",
+    69: "G.726 ADPCM",
+    80: "MPEG",
+    85: "MP3",
+    255: "AAC",
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,7 @@ class WavHeader:
     "Header of a WAV file, with the data size clamped to the file."
 
     container: str  # "RIFF", "RIFX" (big-endian) or "RF64"
-    encoding: str  # "pcm16", "pcm24", "float32", "alaw", ...; "tag<N>" for the rest
+    encoding: str  # "pcm16", "pcm24", "float32", "alaw", ...
     sample_rate: int  # Hz
     channels: int
     bits: int  # per sample, as the header has it
@@ -139,6 +155,10 @@ class WavHeader:
     data_start: int  # byte offset of the first sample
     data_bytes: int  # bytes of samples
     fmt_start: int  # byte offset of the format's fields
+    unclaimed: int = 0  # bytes behind the samples that look like more samples
+
+
+_CONVERT = "convert the file: ffmpeg -i NAME.wav -c:a pcm_s16le NEW.wav"
 
 
 def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, int]:
@@ -148,23 +168,23 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
         plain, *middle = struct.unpack(order + "IHH", body[24:32])
         if middle == [0, 16] and body[32:40] == _GUID_TAIL:
             tag = plain
-    kind = _TAGS.get(tag, f"tag{tag}")
-    wanted = align
-    if kind in _BITS:
-        wanted = channels * -(-bits // 8)  # libsndfile decodes 24 bit in 4-byte containers to noise
-    elif kind in ("alaw", "ulaw"):
-        wanted = channels
+    kind = _TAGS.get(tag, "")
+    wanted = channels * (
+        -(-bits // 8) if kind in _BITS else 1
+    )  # 24 bits in 4 bytes would be decoded to noise
+    name = _CODED.get(tag, "unknown coding")
     checks = (
         (1 <= channels <= MAX_CHANNELS, f"{channels} channels, from 1 to {MAX_CHANNELS} are read"),
         (1 <= rate <= 10_000_000, f"sample rate of {rate} Hz"),
-        (tag != _EXTENSIBLE, "an extensible format without a plain sub-format"),
+        (tag != _EXTENSIBLE, f"an extensible format without a plain sub-format; {_CONVERT}"),
+        (kind, f"coded samples: {name} (format tag {tag:#06x}); {_CONVERT}"),
         (kind not in _BITS or bits in _BITS[kind], f"{kind} samples of {bits} bits"),
         (align == wanted, f"frames of {align} bytes for {channels} x {bits} bits, {wanted} fit"),
     )
     for is_right, message in checks:
         if not is_right:
             raise RecordingError("channels" if message is checks[0][1] else "unsupported", message, offset=at)
-    return f"{kind}{bits}" if kind in _BITS else kind, channels, rate, align, bits
+    return f"{kind}{bits if kind in _BITS else ''}", channels, rate, align, bits
 
 
 def _check_bytes(n_bytes: int, start: int) -> None:
@@ -179,10 +199,18 @@ def _check_bytes(n_bytes: int, start: int) -> None:
 _HEAD_BYTES = 512  # read at once: each system call lets other threads take the GIL
 
 
+def pread_all(fd: int, n: int, offset: int) -> bytes:
+    "Read n bytes at an offset; fewer only at the end of the file."
+    data = os.pread(fd, n, offset)
+    while 0 < len(data) < n and (more := os.pread(fd, n - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def _header_reader(fd: int) -> Callable[[int, int], bytes]:
     "Return a function (n, offset) -> at most n bytes of the file at the offset."
-    head = os.pread(fd, _HEAD_BYTES, 0)
-    return lambda n, at: head[at : at + n] if at + n <= len(head) else os.pread(fd, n, at)
+    head = pread_all(fd, _HEAD_BYTES, 0)
+    return lambda n, at: head[at : at + n] if at + n <= len(head) else pread_all(fd, n, at)
 
 
 def _chunks(
@@ -239,6 +267,24 @@ def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     return claimed
 
 
+_CHUNK = re.compile(
+    rb"LIST|bext|iXML|axml|id3 |ID3|cue |smpl|inst|plst|fact|PEAK|JUNK|junk|PAD |FLLR|afsp|cart|DISP|note|labl|levl|umid|_PMX|wamd|guan|APETAGEX|TAG"
+)
+_TEXT = re.compile(rb"[\t\n\r -~]*")
+MIN_UNCLAIMED = 256  # bytes; fewer are what editors and recorders leave behind
+
+
+def _unclaimed_bytes(read: Callable[[int, int], bytes], at: int, n_file: int, n_samples: int) -> int:
+    "Return how many bytes from `at` to the end of the file look like samples that no chunk declares."
+    if (n := n_file - at) < max(MIN_UNCLAIMED, n_samples // 1000):
+        return 0
+    head = read(_HEAD_BYTES, at - 1)
+    if _CHUNK.match(head) or _CHUNK.match(head, 1) or _TEXT.fullmatch(head, 1):
+        return 0
+    places = (at, at + n // 2, max(at, n_file - _HEAD_BYTES))
+    return n if any(any(read(_HEAD_BYTES, place)) for place in places) else 0
+
+
 def parse_header(
     fd: int,  # open file descriptor
     n_file: int,  # bytes in the file
@@ -253,11 +299,13 @@ def parse_header(
     container = head[:4].decode()
     order = ">" if container == "RIFX" else "<"
     seen: dict[bytes, tuple[int, bytes]] = {}  # name -> byte offset of the body, and its first bytes
-    size = start = end = 0
+    size = start = end = fitting = 0
     for name, claimed, at in _chunks(read, container):
         if name in seen:
             raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
         end = at + 8 + claimed + (claimed & 1)
+        if end <= n_file + 1 or _CHUNK.match(name):
+            fitting = end
         if name in _UNIQUE_CHUNKS:
             body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
@@ -274,6 +322,7 @@ def parse_header(
         start = at + 8
         size = _data_size(claimed, start, n_file, container != "RF64")
         if start + size == n_file:
+            fitting = n_file
             break  # nothing behind; a streamed file may be larger than its size field can say
     if not start:
         raise RecordingError(
@@ -282,7 +331,8 @@ def parse_header(
     # 16-bit samples stay as they are, others become float32
     widened = 4 * channels * (size // align) if encoding != "pcm16" and align else 0
     _check_bytes(max(size, widened), start)
-    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start)
+    unclaimed = _unclaimed_bytes(read, fitting, n_file, size)
+    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unclaimed)
 
 
 # %% ../../nbs/audio/wav.ipynb #11e4070b
@@ -307,6 +357,7 @@ class Recording:
     sample_rate: int  # Hz
     encoding: str  # "pcm16", "pcm24", "float32", "alaw", ...
     digest: str  # xxh3-128 of the payload in the file, hex
+    unclaimed: int = 0  # bytes behind the samples that look like more samples
 
     @property
     def duration_s(self) -> float:
@@ -337,8 +388,20 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
 
 
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
-def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
-    "Decode PCM or float bytes to samples [n, C]: int16 for 16-bit PCM, else float32."
+@cache
+def _law_table(encoding: str) -> np.ndarray:  # [256] int16
+    "Return the samples of all bytes of A-law or mu-law."
+    code = np.arange(256) ^ (0x55 if encoding == "alaw" else 0xFF)
+    step, exponent = 2 * (code & 15) + 1, code >> 4 & 7
+    if encoding == "alaw":
+        size = (step + 32 * (exponent > 0)) << np.maximum(exponent - 1, 0) << 3
+        return np.where(code & 128, size, -size).astype(np.int16)
+    size = ((step + 32) << exponent << 2) - 132
+    return np.where(code & 128, -size, size).astype(np.int16)
+
+
+def _decode(raw: bytearray, header: WavHeader) -> np.ndarray:
+    "Decode samples [n, C]: int16 for 16-bit PCM, else float32."
     order = ">" if header.container == "RIFX" else "<"
     width = -(-header.bits // 8)
     n = len(raw) // header.block_align * header.channels
@@ -346,7 +409,9 @@ def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
         values = np.frombuffer(raw, f"{order}i2", n).astype(np.int16, copy=False)
         return values.reshape(-1, header.channels)
     is_float = header.encoding.startswith("float")
-    if width == 1:
+    if header.encoding in ("alaw", "ulaw"):
+        width, values = 2, _law_table(header.encoding)[np.frombuffer(raw, np.uint8, n)]
+    elif width == 1:
         values = np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128
     elif width == 3:
         width = 4  # each sample with a byte of its neighbour, which is removed
@@ -363,48 +428,19 @@ def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
 
 # %% ../../nbs/audio/wav.ipynb #59999fb6
 def decode_payload(
-    fd: int,  # open file descriptor; its position is not kept
-    n_file: int,  # bytes in the file
     header: WavHeader,
     raw: bytearray,  # of the data chunk
 ) -> Recording:
-    "Decode a payload that was read; compressed samples are read again by libsndfile."
-    if header.encoding.startswith(("pcm", "float")):
-        samples = _decode_plain(raw, header)
-    else:
-        try:
-            import soundfile
-        except (ImportError, OSError) as e:
-            raise MachineError(
-                f"decoding {header.encoding} needs the package soundfile, which could not be loaded ({e})",
-                code="missing-package",
-                remedy="pip install soundfile",
-            ) from e
-        os.lseek(fd, 0, os.SEEK_SET)
-        try:
-            with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
-                if not 0 <= f.frames * f.channels <= 16 * n_file:
-                    raise RecordingError(
-                        "truncated",
-                        f"{f.frames} frames claimed by a file of {n_file} bytes",
-                        offset=header.data_start,
-                    )
-                _check_bytes(4 * f.frames * f.channels, header.data_start)
-                # some codecs cannot seek, and want the number
-                samples = f.read(f.frames, dtype="float32", always_2d=True)
-        except soundfile.SoundFileError as e:
-            raise RecordingError(
-                "unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start
-            ) from e
+    "Decode a payload that was read."
+    samples = _decode(raw, header)
     if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
         frame, channel = divmod(int(finite.argmin()), header.channels)
         offset = header.data_start
-        if header.encoding.startswith("float"):
-            offset += frame * header.block_align + channel * header.bits // 8
+        offset += frame * header.block_align + channel * header.bits // 8
         raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset)
     if len(samples) == 0:
         raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
-    return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
+    return Recording(samples, header.sample_rate, header.encoding, digest_of(raw), header.unclaimed)
 
 
 def read_open_wav(
@@ -413,7 +449,7 @@ def read_open_wav(
 ) -> Recording:
     "Read a WAV file that is already open."
     header = parse_header(fd, n_file)
-    return decode_payload(fd, n_file, header, read_payload(fd, header))
+    return decode_payload(header, read_payload(fd, header))
 
 
 # %% ../../nbs/audio/wav.ipynb #5fb93904

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ..audio.file_names import parse_name
+from ..audio.file_names import iso_time, parse_name
 from ..audio.wav import Recording, read_wav
 from ..core.errors import DataError, UsageError, show_path
 from leakmel.locate.cross_spectra import (
@@ -41,7 +41,12 @@ def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str, str]:
     "Read a recording; return it with its name and its start time, empty where it has none."
     if isinstance(given, Recording):
         return given, "", ""
-    return read_wav(given), show_path(given), parse_name(os.fsencode(os.path.basename(given))).start_time
+    name = os.path.basename(os.fspath(given))
+    return (
+        read_wav(given),
+        show_path(given),
+        parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0]),
+    )
 
 
 def _channel(recording: Recording, name: str) -> np.ndarray:

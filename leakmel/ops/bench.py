@@ -208,7 +208,7 @@ def read_into_cache(
         for path in some:
             fd = os.open(path, os.O_RDONLY)  # faster than `open`
             try:
-                while os.readv(fd, buffers) == len(buffers[0]):
+                while os.readv(fd, buffers):
                     pass
             finally:
                 os.close(fd)

@@ -39,9 +39,10 @@ def test_headers(tried: Callable, seed: int, n: int) -> None:
     ("seed", "n"), [(2, 20_000), *(pytest.param(200 + k, 50_000, marks=pytest.mark.long) for k in range(4))]
 )
 def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> None:
+    "Coded files, of which A-law and mu-law are read here; libsndfile sees none of them."
     n_tried, n_read = tried_and_read("coded", seed, n)
-    assert n_tried >= n
-    assert n_read > n_tried / 2
+    assert n_tried == n
+    assert 0.1 < n_read / n_tried < 0.5, "of five codings, two are read"
     tried("S4", n_tried)
 
 

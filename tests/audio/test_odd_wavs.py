@@ -122,7 +122,7 @@ def test_odd_set_has_all_kinds_of_files(odd: Path) -> None:
     assert len({e["file"] for e in manifest}) == len(READ) + len(REFUSED) >= 200
     assert {e["encoding"] for e in manifest if e["expect"] == "samples"} >= {
         f"{kind}{bits}" for kind, bits in KINDS
-    } | {"alaw", "ulaw", "ima_adpcm", "ms_adpcm"}
+    } | {"alaw", "ulaw"}
     codes = {e["code"] for e in manifest if e["expect"] == "refused"}
     assert (
         codes
@@ -142,7 +142,7 @@ import contextlib, resource, sys
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import RecordingError
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-for name in ("A-law", "GSM 6.10", "float64", "pcm24"): read_wav(f"{sys.argv[1]}/{name}.wav")      # loads libsndfile
+for name in ("A-law", "float64", "pcm24"): read_wav(f"{sys.argv[1]}/{name}.wav")
 before = peak()
 for path in sys.stdin.read().splitlines():
     with contextlib.suppress(RecordingError): read_wav(path)

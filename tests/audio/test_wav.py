@@ -14,7 +14,7 @@ from leakmel.audio.manifest import scan
 from leakmel.audio.wav import MAX_SAMPLE_BYTES, STREAMED, digest_of, parse_header, read_wav
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 from leakmel.dataset.run.pipeline import build
-from odd_wavs import MONO, PCM16, READ, REFUSED, holed
+from odd_wavs import MONO, PCM16, READ, REFUSED, chunk, fmt, holed, riff, sub_format
 
 
 def refusal(path: str | bytes | os.PathLike) -> RecordingError:
@@ -112,7 +112,7 @@ def test_the_first_bad_sample_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "MS ADPCM"]
+    "name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "A-law"]
 )
 def test_truncated_anywhere(tmp_path: Path, name: str) -> None:
     "A file cut off at any byte is refused; 16-bit samples never come out shorter than the header says."
@@ -212,12 +212,29 @@ def test_a_fault_of_the_machine_rejects_no_recording(
     assert str(path) in str(caught.value)
 
 
-def test_out_of_descriptors_before_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "good.wav"
-    path.write_bytes(READ["A-law"].content)
-    monkeypatch.setattr(wav.os, "dup", failing(errno.EMFILE))
-    with raises("io-fault", MachineError, says="EMFILE"):
-        read_wav(path)
+@pytest.mark.parametrize(
+    ("tag", "name"), [(2, "ADPCM"), (17, "ADPCM"), (49, "GSM"), (85, "MP3"), (0x1234, "0x1234"), (0, "0x0000")]
+)
+@pytest.mark.parametrize("extensible", [False, True])
+def test_coded_samples_are_refused_with_the_command_that_converts_them(
+    tmp_path: Path, tag: int, name: str, extensible: bool
+) -> None:
+    path = tmp_path / "x.wav"
+    chunk_of_format = sub_format(8, tag) if extensible else fmt(tag, bits=8)
+    path.write_bytes(riff(chunk_of_format, chunk(b"data", bytes(1000))))
+    error = refusal(path)
+    assert (error.reject_code, error.offset) == ("unsupported", 20)
+    assert name in error.message
+    assert "ffmpeg" in error.message
+    assert "-c:a pcm_s16le" in error.message
+
+
+def test_no_library_decodes_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soundfile, "SoundFile", lambda *a, **k: pytest.fail("a library decodes the file"))
+    for name, odd in (READ | REFUSED).items():
+        (tmp_path / "x.wav").write_bytes(odd.content)
+        with contextlib.suppress(RecordingError):
+            assert read_wav(tmp_path / "x.wav").encoding.startswith(("pcm", "float", "alaw", "ulaw")), name
 
 
 def test_a_real_limit_of_open_files(tmp_path: Path) -> None:

@@ -209,11 +209,11 @@ def test_mutated_files_for_libsndfile(tmp_path: Path, content: bytes) -> None:
 
 
 @fuzz(400)
-@given(content=mutated(OWN + FOREIGN[:5]))
+@given(content=mutated(OWN + FOREIGN[:7]))
 def test_samples_that_are_decoded_here_are_those_of_libsndfile(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.wav"
     got = read_or_refuse(path, content)
-    if got is None or not got.encoding.startswith(("pcm", "float")):
+    if got is None:
         return
     try:
         right, rate = soundfile.read(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.conform import FIGURES, quality_figures, import_soxr
+from ...audio.conform import FIGURES, add_faults, quality_figures, import_soxr
 from ...audio.wav import Recording, read_wav
 from ...core.errors import LeakmelError, MachineError, RecordingError
 from ...core.store import LocalCopies, absolute_folder
@@ -91,6 +91,7 @@ def read_source(
     recording = read_wav(path)
     try:
         x, status = expected_row(recording, spec)
+        status = add_faults(status, recording)
     except RecordingError as e:
         return Source(recording.digest.encode(), {}, None, e.message)
     n, channels = recording.samples.shape

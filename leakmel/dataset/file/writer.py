@@ -30,6 +30,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...audio.conform import digests_of, native
+from ...audio.wav import pread_all
 from ...core.errors import OutputError, SpaceError, VerifyError, write_error
 from ...core.locks import OwnerLock, flock, locked_error
 from .chunks import create_compressed, compress_rows, read_at, write_at
@@ -119,7 +120,7 @@ class OutputLock:
 
     def _wait_for_holder(self, fd: int) -> bool:
         "Wait for the lock, or raise OutputError; return what `flock` returns."
-        holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+        holder = f"process {pread_all(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
         if self.wait is None:
             raise locked_error(self.target, holder)
         self.wait(holder)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...audio.conform import digests_of
 from ...audio.listing import Listing, part_range
+from ...audio.wav import pread_all
 from ...core.errors import DataError, MachineError, OutputError, VerifyError, show_path
 from ...core.progress import Progress
 from ...core.timeline import Span
@@ -89,7 +90,7 @@ def _restore_places(
         return
 
     def read(begin: int, item_bytes: int, first: int, n: int) -> np.ndarray:
-        data = os.pread(file.fd, item_bytes * n, begin + item_bytes * first)
+        data = pread_all(file.fd, item_bytes * n, begin + item_bytes * first)
         whole = len(data) // item_bytes  # fewer where the file was cut
         return np.frombuffer(data[: whole * item_bytes], np.uint8).reshape(whole, item_bytes)
 
@@ -133,7 +134,7 @@ def _resume_rows(
             fine = np.zeros(len(known), bool)
             for run in consecutive_runs(numbers, numbers, item_bytes):
                 n, start = run.stop - run.start, offset + int(numbers[run.start]) * item_bytes
-                data = os.pread(file.fd, item_bytes * n, start)
+                data = pread_all(file.fd, item_bytes * n, start)
                 whole = len(data) // item_bytes  # fewer where the file was cut
                 mine = slice(run.start, run.start + whole)
                 items = np.frombuffer(data[: whole * item_bytes], np.uint8).reshape(whole, item_bytes)

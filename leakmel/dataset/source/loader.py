@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...audio.conform import FIGURES, conform, quality_figures
+from ...audio.conform import FIGURES, add_faults, conform, quality_figures
 from ...audio.listing import DRY, Listing
 from ...audio.page_cache import CacheUse
 from ...audio.wav import ReadFailureGuard
@@ -420,7 +420,7 @@ class BatchReader:
             header = parse_header(fd, n_file)
             raw = read_payload(fd, header)
             with slot.taking("decode", 1):
-                recording = decode_payload(fd, n_file, header, raw)
+                recording = decode_payload(header, raw)
             st = os.fstat(fd)  # after reading: a write in between shows too
             if st.st_mtime_ns != self.listing.mtimes_ns[k]:
                 raise RecordingError("changed", "modified after it was listed")
@@ -434,6 +434,7 @@ class BatchReader:
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules, use_compiled=True)
         with slot.taking("decode", 0):
+            status = add_faults(status, recording)
             figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
         whole = row.dtype == np.int16
         slot.facts[i] = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)

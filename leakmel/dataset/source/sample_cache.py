@@ -36,7 +36,7 @@ import numpy as np
 from ...audio.conform import digests_of
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
-from ...audio.wav import OutOfMemory, digest_of
+from ...audio.wav import OutOfMemory, digest_of, pread_all
 from leakmel.core.errors import (
     DataError,
     MachineError,
@@ -221,11 +221,11 @@ class SampleCache:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             size = os.fstat(fd).st_size
-            footer = os.pread(fd, _FOOTER.size, max(0, size - _FOOTER.size))
+            footer = pread_all(fd, _FOOTER.size, max(0, size - _FOOTER.size))
             magic, start, length, digest = _FOOTER.unpack(footer.ljust(_FOOTER.size, b"\0"))
             if magic != _MAGIC or start + length + _FOOTER.size != size:
                 raise ValueError("not a complete cache file")
-            tail = os.pread(fd, length, start)
+            tail = pread_all(fd, length, start)
             if digest_of(tail).encode() != digest:
                 raise ValueError("the facts do not match their digest")
             with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
