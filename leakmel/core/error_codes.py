@@ -182,6 +182,7 @@ DATASET_FILES = {
     "no-such-file": "The file does not exist.",
     "not-a-file": "The path is not a regular file.",
     "not-hdf5": "The file is not an HDF5 file that can be read.",
+    "data-set-in-use": "Another program has a data set open for writing.",
     "unsafe-file": "An HDF5 file refers to other files, or claims more data than it can hold.",
     "not-a-data-set": "An HDF5 file is not a data set of leakmel.",
     "other-schema": "A file was written with another version of its schema.",

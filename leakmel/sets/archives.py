@@ -52,7 +52,7 @@ def unsafe_archive(path: Path, message: str, found: object = None) -> DataError:
         code="unsafe-archive",
         path=path,
         found=found,
-        remedy="nothing of it was used; delete it, and compare it with the page of the set before another try",
+        remedy="nothing of it was used; compare it with the page of the set before another try",
     )
 
 
@@ -192,7 +192,7 @@ def _opened(
             f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
             code="damaged-archive",
             path=shown,
-            remedy="delete it, and download it again",
+            remedy="download it again",
         ) from e
 
 

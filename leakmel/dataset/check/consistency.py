@@ -11,6 +11,7 @@ __all__ = [
     "path_problems",
     "attribute_problems",
     "scale_problems",
+    "structure_problems",
     "pick_numbers",
     "pick_rejected",
     "rejected_problems",
@@ -42,7 +43,22 @@ from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
 from ...core.store import LocalCopies, absolute_folder, is_url, store_path
 from .expected import expected_row
-from ..file.schema import EXTRA, ROWS, SCHEMA_VERSION, read_column
+from ..file.chunks import create_compressed
+from leakmel.dataset.file.schema import (
+    DIGEST_ATTRIBUTE,
+    EXTRA,
+    LABELS,
+    LIBVER,
+    PARTS,
+    ROWS,
+    SCHEMA_VERSION,
+    Metadata,
+    Rejected,
+    create_rows,
+    description,
+    read_column,
+    write_metadata,
+)
 from ..file.schema import extra_columns, file_columns, name_columns
 from ...mel.spec import MelSpec
 
@@ -269,6 +285,39 @@ def scale_problems(
             stored[()], values, rounding, 0
         ):
             yield f"{name} does not match the settings of the data set"
+
+
+# %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
+def structure_problems(
+    file: h5py.File,
+    spec: MelSpec,  # as stored
+    columns: Mapping[str, Any],  # name -> array or HDF5 data set, of all but rows and waveforms
+    attributes: Mapping[str, Any],  # of the root
+) -> Iterator[str]:  # sentences
+    "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
+    plain = {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in attributes.items()}
+    row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
+    lost = [b"x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
+    meta = Metadata(
+        spec,
+        plain,
+        row[LABELS],
+        {name.removeprefix("files/"): values for name, values in row.items() if name.startswith("files/")},
+        row["digests/rows"],
+        (Rejected(lost[0], lost[1].decode(), lost[2].decode()),),
+        row.get("digests/waveforms"),
+    )
+    with h5py.File(f"{id(file)}", "x", driver="core", backing_store=False, libver=LIBVER) as right:
+        for name in (part for part in PARTS if part in file):
+            create = create_rows if file[name].chunks is None else create_compressed
+            shape, dtype = (1, *file[name].shape[1:]), file[name].dtype
+            create(right, shape=shape, dtype=dtype, name=name)
+        write_metadata(right, meta)
+        expected = dict(description(right))
+    found = dict(description(file))
+    for what, value in expected.items():
+        if found.get(what) != value and what != f"attribute {DIGEST_ATTRIBUTE} of /":
+            yield f"the {what} is missing or differs from what a build writes"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38

@@ -424,7 +424,7 @@ class RowFile:
         "Rewrite the complete partial file with rows and waveforms in gzip chunks."
         packed = self.partial.with_name(self.partial.name + ".gz")
         try:
-            with open_file(self.partial) as whole:
+            with open_file(self.partial, examine=False) as whole:
                 parts = [whole[name] for name in PARTS if name in whole]
                 room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
                 require_space(packed.parent, room)

@@ -40,6 +40,7 @@ from leakmel.core.errors import (
     RecordingError,
     SpecError,
     UsageError,
+    VerifyError,
     show_path,
     write_error,
 )
@@ -384,14 +385,15 @@ def decide_spec(
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
-def _is_data_set(path: Path) -> bool:
+def _why_no_data_set(path: Path) -> str:  # raises MachineError
+    "Return why a file is not a data set that can be read; empty for a data set."
     from leakmel.dataset.file.schema import open_file
 
     try:
         with open_file(path) as f:
-            return "segments_mel" in f
-    except OSError:
-        return False
+            return "" if "segments_mel" in f else "another HDF5 file"
+    except VerifyError as e:
+        return str(e.found or e)
 
 
 def check_target(
@@ -419,12 +421,13 @@ def check_target(
             path=target,
             remedy=f"give a file name, for example {show_path(target / 'TRAINING_DATASET.H5')}",
         )
-    if mode and not _is_data_set(target):
+    if mode and (reason := _why_no_data_set(target)):
         raise OutputError(
-            "the path exists and is not a data set, so it is not replaced",
+            "the path exists and cannot be read as a data set, so it is not replaced",
             code="output-exists",
             path=target,
-            remedy="choose another name, or remove the file",
+            found=reason,
+            remedy="choose another name, or move the file elsewhere",
         )
     why = ""
     try:
@@ -520,7 +523,7 @@ def check_listing(
             f"labels have no recordings in any split: {', '.join(map(show_path, missing))}",
             code="empty-label",
             path=manifest.root,
-            remedy="add recordings or remove the folder: a class needs examples",
+            remedy="add recordings or move the folder elsewhere: a class needs examples",
         )
 
 

@@ -368,7 +368,7 @@ def _join_parts(
                     "the data set of a part is damaged, or was built with other settings",
                     code="part-unusable",
                     path=path,
-                    remedy=f"remove this file and build the part again (--part {number}/{parts.n_parts})",
+                    remedy=f"move this file elsewhere and build the part again (--part {number}/{parts.n_parts})",
                 )
             changes = {what: k + found.changes[what] for what, k in changes.items()}
             found.known["number"] += start

@@ -33,7 +33,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from ...audio.file_names import split_name
@@ -55,7 +54,7 @@ from leakmel.core.errors import (
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
-from ..file.schema import Rejected, data_set_name
+from ..file.schema import Rejected, data_set_name, open_file
 from ..file.writer import OutputLock
 from .config import PipelineConfig
 from .existing import read_state, write_rejected
@@ -188,7 +187,7 @@ def _check_owner(folder: Path) -> None:  # raises DataError
             code="plan-invalid",
             path=folder,
             found=f"owner {st.st_uid}, mode {stat.filemode(st.st_mode)}",
-            remedy="remove it, or write to another place",
+            remedy="write to another place, or move it elsewhere",
         )
 
 
@@ -211,7 +210,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
         "the plan of the parts is damaged, or of another release",
         code="plan-invalid",
         path=folder / PLAN_NAME,
-        remedy="remove the folder of the parts and build them again",
+        remedy="move the folder of the parts elsewhere and build them again",
     )
 
 
@@ -270,7 +269,7 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, Out
             path=folder,
             found=differ,
             expected="the same recordings, settings, versions and engine in all processes",
-            remedy="use the same installation and engine everywhere (--engine names it), or remove the folder and build all parts again",
+            remedy="use the same installation and engine everywhere (--engine names it), or move the folder elsewhere and build all parts again",
         )
 
 
@@ -575,7 +574,7 @@ class _Joining:
                 code="plan-invalid",
                 path=folder / PLAN_NAME,
                 found=f"{type(e).__name__}: {e}",
-                remedy="remove the folder of the parts and build them again",
+                remedy="move the folder of the parts elsewhere and build them again",
             ) from e
         _check_origin(plan, manifest, folder)
         request = BuildRequest(
@@ -616,7 +615,7 @@ def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
     state = read_state(target)
     if state is None or 2 * len(state.stamps) < len(listing):
         return False
-    with suppress(OSError, KeyError), h5py.File(target, "r") as f:
+    with suppress(VerifyError, OSError, KeyError), open_file(target) as f:
         return bool(f.attrs["fingerprint"] == spec.fingerprint(str(f.attrs["engine"])))
     return False
 

@@ -290,6 +290,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             job.file.partial,
             root=manifest.root,
             sample=_n_checked(run, job),
+            examine=False,
             accounting=False,
             unread=unread,
             edges=_edges(np.searchsorted(np.flatnonzero(job.good), _starts(run, job))),

@@ -242,7 +242,7 @@ def first_bad_file(
         len(listing),
         code="bad-file",
         path=listing.full_path(listing.paths.index(rejected.path)),
-        remedy="repair or remove the file, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
+        remedy="repair the file or move it elsewhere, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
     )
 
 
