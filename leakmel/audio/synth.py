@@ -257,7 +257,7 @@ def _check_target(root: Path, n_bytes: int) -> None:
             code="output-exists",
             path=root,
             expected="a new or an empty folder",
-            remedy="choose another folder, or remove this one if it is no longer needed",
+            remedy="choose another folder",
         )
     free = shutil.disk_usage(root.parent).free
     if free < n_bytes:

@@ -145,7 +145,7 @@ _ERRORS: dict[str, tuple[type[LeakmelError], str, str]] = {
     "object-key": (
         DataError,
         "a key below this URL is not the path of a file: it has an empty part, '.', '..' or a control character",
-        "rename or remove the object, or give the URL of a folder without it",
+        "rename the object, or give the URL of a folder without it",
     ),
     "no-credentials": (
         UsageError,

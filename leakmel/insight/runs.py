@@ -180,7 +180,7 @@ def _report(path: Path) -> dict[str, Any]:
         code="damaged-record",
         path=path,
         found=found,
-        remedy="remove the file, or build again",
+        remedy="build again, or move the file elsewhere",
     )
 
 

@@ -228,7 +228,7 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputEr
             "the folder exists and is not a complete copy of this set",
             code="output-exists",
             path=target,
-            remedy="name a new folder (--out DIR), or delete this one",
+            remedy="name a new folder (--out DIR), or move this one elsewhere",
         )
     return None
 

@@ -146,7 +146,7 @@ def test_other_files_are_not_replaced(tmp_path, foreign):
     before = seen(tmp_path)
     with pytest.raises(
         OutputError,
-        match="model: the path exists and is not a detector, so it is not replaced\\. Choose another name, or remove it yourself",
+        match="model: the path exists and is not a detector, so it is not replaced\\. Choose another name, or move it elsewhere",
     ):
         made("disjoint").save(target)
     assert seen(tmp_path) == before

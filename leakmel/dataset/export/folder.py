@@ -36,7 +36,7 @@ def _require_absent(out: Path) -> None:
         code="output-exists",
         path=out,
         expected="a new or an empty folder",
-        remedy="choose another name, or remove it yourself",
+        remedy="choose another name, or move it elsewhere",
     )
 
 

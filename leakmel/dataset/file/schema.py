@@ -37,15 +37,19 @@ __all__ = [
     "metadata_digest",
     "write_metadata",
     "unsafe_parts",
+    "opening_error",
+    "has_hdf5_signature",
+    "description",
 ]
 
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
-import json, mmap, os, threading
+import errno, faulthandler, gc, json, mmap, os, resource, select, signal, stat, sys, threading, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import h5py
 import numpy as np
@@ -53,9 +57,10 @@ from numpy.typing import DTypeLike
 
 from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names
 from ...audio.naming import Naming
-from ...audio.wav import DIGEST_ALGORITHM
-from ...core.errors import show_path
+from ...audio.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
+from ...core.errors import DataError, LeakmelError, MachineError, VerifyError, show_path
 from ...core.locks import NO_FLOCK
+from ...core.threads import machine_error
 from ...mel.spec import MelSpec, spec_from_dict
 
 # %% ../../../nbs/dataset/file/schema.ipynb #59f87d6a
@@ -281,8 +286,18 @@ def create_parts(
 def open_file(
     path: str | os.PathLike,
     mode: str = "r",
+    *,
+    # False: this process has just written the file
+    examine: bool = True,
     **options: Any,  # of h5py.File
 ) -> h5py.File:
+    "Open an HDF5 file; one to be read is examined first, which raises DataError, MachineError and VerifyError."
+    if mode == "r" and examine:
+        return _open_examined(path, **options)
+    return _open(path, mode, **options)
+
+
+def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     "Open an HDF5 file; without the lock of the HDF5 library where the file system has none."
     try:
         return h5py.File(path, mode, **options)
@@ -466,6 +481,7 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
 MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
+_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
 _MAX_CHUNK_BYTES = 64 << 20  # bytes, which the HDF5 library takes at once
 _MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
 _MAX_OTHER_BYTES = (
@@ -481,7 +497,13 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     if item.is_virtual or item.external:
         return f"{name} is stored in other files"
     n_stored, n_bytes, chunks = item.id.get_storage_size(), item.nbytes, item.chunks
-    packed = MAX_COMPRESSION if chunks and item.id.get_create_plist().get_nfilters() else 1
+    plist = item.id.get_create_plist()
+    filters = {plist.get_filter(k)[0] for k in range(plist.get_nfilters())}
+    if others := filters - _FILTERS:
+        return f"{name} is packed by filter {min(others)} of HDF5"
+    packed = MAX_COMPRESSION if chunks and filters else 1
+    if n_stored > size:
+        return f"{name} stores {n_stored:,} bytes in a file of {size:,} bytes"
     if n_bytes > n_stored * packed or n_bytes > size * (packed if name in PARTS else 1):
         return f"{name} claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
     if chunks and int(np.prod(chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
@@ -524,3 +546,243 @@ def unsafe_parts(
                     longest = max(longest, len(value))
     if longest > _MAX_ATTRIBUTE:
         yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"
+
+
+# %% ../../../nbs/dataset/file/schema.ipynb #e8a30002
+_SECONDS = 0.7  # of processor time for the structure of a small file
+_BYTES_PER_SECOND = 1 << 28  # of a large one: the index of its chunks is read
+_MOST_SECONDS = 60.0
+_MOST_MEMORY = 256 << 20  # bytes
+_PATIENCE_S = 300.0  # for a child process that waits for the disk
+
+
+def opening_error(
+    error: OSError,
+    path: str | os.PathLike,
+) -> LeakmelError:  # to be raised
+    "Turn an OSError of opening an HDF5 file into an error that tells apart a lock, a fault of the machine and another kind of file."
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return DataError("there is no such data set", code="no-such-file", path=path)
+    if isinstance(error, BlockingIOError) or "is already open" in str(error):
+        return MachineError(
+            "another program has the file open for writing",
+            code="data-set-in-use",
+            path=path,
+            found=str(error),
+            remedy="close that program or wait until it ends, then run again",
+        )
+    if error.errno in MACHINE_FAULTS or error.errno in (errno.EACCES, errno.EPERM):
+        is_fault = error.errno in MACHINE_FAULTS
+        return MachineError(
+            f"the file cannot be read now ({errno.errorcode[error.errno]}: {os.strerror(error.errno)})",
+            code="io-fault" if is_fault else "read-failed",
+            path=path,
+            remedy="check the disk or the network folder, then run again; the file may be intact"
+            if is_fault
+            else "get permission to read the file, then run again",
+        )
+    is_hdf5 = has_hdf5_signature(path)
+    return VerifyError(
+        "the HDF5 file is damaged" if is_hdf5 else "the file is not an HDF5 file",
+        code="not-hdf5",
+        path=path,
+        found=str(error),
+        remedy="copy the file again, or build the data set again" if is_hdf5 else "give a leakmel data set",
+    )
+
+
+def has_hdf5_signature(
+    path: str | os.PathLike,
+) -> bool:  # raises DataError, MachineError
+    "Whether a file is one of HDF5, perhaps a damaged one or one that another program is writing."
+    at = 0
+    try:
+        with open(path, "rb", buffering=0) as f:
+            while len(head := os.pread(f.fileno(), 8, at)) == 8:
+                if head == b"\x89HDF\r\n\x1a\n":
+                    return True
+                at = max(512, 2 * at)  # behind a user block
+    except OSError as e:
+        raise opening_error(e, path) from e
+    return False
+
+
+# %% ../../../nbs/dataset/file/schema.ipynb #e8a30003
+def _plain(value: Any, file: h5py.File) -> Any:
+    "Return a value of an attribute as lists, with the names of objects instead of references."
+    if isinstance(value, h5py.Reference):
+        return file[value].name
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return [_plain(v, file) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def description(
+    file: h5py.File,
+) -> Iterator[tuple[str, Any]]:  # name of an object and what of it, and the value
+    "Yield type and value of all attributes, references as names, and type and storage of all HDF5 data sets; an error where one cannot be read."
+    names = [b"/"]
+    h5py.h5o.visit(file.id, names.append)
+    for name in names:
+        item = file[name]
+        shown = item.name
+        if isinstance(item, h5py.Dataset):
+            plist = item.id.get_create_plist()
+            filters = [plist.get_filter(k) for k in range(plist.get_nfilters())]
+            fill = plist.fill_value_defined(), plist.get_fill_time(), plist.get_alloc_time()
+            yield f"type of {shown}", item.id.get_type().encode()
+            yield f"storage of {shown}", (item.maxshape == item.shape, filters, fill)
+        for attribute in item.attrs:
+            at = f"attribute {attribute} of {shown}"
+            try:
+                yield f"type of the {at}", item.attrs.get_id(attribute).get_type().encode()
+                yield at, _plain(item.attrs[attribute], file)
+            except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
+                yield at, e
+
+
+def _read_all(file: h5py.File) -> tuple[str, str]:
+    "Read what readers read of an HDF5 file except rows and plain columns; return the code of an error and the reason."
+    if problem := next(unsafe_parts(file), None):
+        return "unsafe-file", problem
+    for _, value in description(file):
+        if isinstance(value, Exception) and (isinstance(value, MemoryError) or "alloc" in str(value)):
+            raise MemoryError
+    for _, item in _all_sets(file):
+        if isinstance(item, h5py.Dataset) and item.dtype.hasobject:
+            for _ in _pieces(item):
+                pass
+    return "", ""
+
+
+def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
+    "Examine a file in this child process, with limits; write a list of error number, code and reason to a pipe, and end."
+    said = (0, "damaged-data-set", "")
+    try:
+        gc.disable()  # what the parent process has open stays open
+        faulthandler.disable()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library may write there when it crashes
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError, ValueError):  # only Linux has this file and keeps this limit
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+            resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_MEMORY, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            file = _open(path, "r")
+        except OSError as e:
+            said = (e.errno or 0, "open", str(e.args[-1]))
+        else:
+            with file:
+                said = (0, *_read_all(file))
+    except MemoryError:
+        said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
+    except BaseException as e:
+        said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
+    finally:
+        os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
+        os._exit(0)
+
+
+# %% ../../../nbs/dataset/file/schema.ipynb #e8a30004
+_IS_FORK_SAFE = sys.platform != "darwin"  # libraries of macOS may not be used in a child without exec
+_SPAWN = "import sys; from leakmel.dataset.file.schema import _examine_and_end as e; e(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
+
+
+def _start_child(path: str, pipe: int, seconds: float) -> int:  # raises OSError
+    "Start the child process that examines a file; return its number."
+    if not _IS_FORK_SAFE:
+        os.set_inheritable(pipe, True)
+        argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds)]
+        return os.posix_spawn(sys.executable, argv, os.environ)
+    with (
+        warnings.catch_warnings()
+    ):  # threads are no danger: h5py forks between its calls, and the child starts none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _examine_and_end(path, pipe, seconds)
+    return pid
+
+
+@lru_cache(maxsize=256)
+def _examined(
+    path: str,
+    identity: tuple[int, ...],  # of `_identity`
+) -> tuple[str, str]:  # code of an error, and the reason; empty: the file can be read; raises OSError
+    "Examine an HDF5 file in a child process."
+    seconds = min(_MOST_SECONDS, _SECONDS + identity[2] / _BYTES_PER_SECOND)
+    try:
+        pipe, end = os.pipe()
+        try:
+            pid = _start_child(path, end, seconds)
+        finally:
+            os.close(end)
+    except OSError as e:
+        raise machine_error(e) from e
+    said, status = b"", 0
+    try:
+        ready = select.poll()
+        ready.register(pipe, select.POLLIN)
+        if not ready.poll(1000 * _PATIENCE_S):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        said = os.read(pipe, select.PIPE_BUF)
+    finally:
+        os.close(pipe)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # the system removes children where SIGCHLD is ignored
+            status = os.waitpid(pid, 0)[1]
+    if not said:
+        how = f"takes more than {seconds:.1f} s" if os.WTERMSIG(status) == signal.SIGPROF else "crashes"
+        return "damaged-data-set", f"the HDF5 library {how} when it reads the structure of the file"
+    number, code, reason = json.loads(said)
+    if code == "open":
+        raise OSError(number, reason) if number else OSError(reason)
+    return code, reason
+
+
+def _identity(
+    path: str | os.PathLike | int,
+) -> tuple[int, ...]:  # of a descriptor too; raises OSError, DataError
+    "Return device, inode, size and times of a regular file, which change when it changes."
+    if not isinstance(path, int):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _identity(fd)
+        finally:
+            os.close(fd)
+    s = os.fstat(path)
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
+
+
+def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
+    "Examine an HDF5 file, and open it for reading; raises DataError, MachineError, VerifyError."
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
+            raise VerifyError("the path is not a regular file", code="not-a-file", path=path)
+        for _ in range(3):
+            identity = _identity(path)
+            code, reason = _examined(os.fspath(path), identity)
+            if code:
+                what = "is damaged" if code == "damaged-data-set" else "is not safe"
+                raise VerifyError(
+                    f"the file was not read, because its structure {what}",
+                    code=code,
+                    path=path,
+                    found=reason,
+                    remedy="copy the file again, or build the data set again from the recordings",
+                )
+            file = _open(path, "r", **options)
+            if _identity(file.id.get_vfd_handle()) == identity:
+                return file
+            file.close()
+    except OSError as e:
+        raise opening_error(e, path) from e
+    raise VerifyError(
+        "the file changes while it is opened",
+        code="data-set-changed",
+        path=path,
+        remedy="open it again later",
+    )

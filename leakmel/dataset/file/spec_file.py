@@ -22,12 +22,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import h5py
 
 from ...core.errors import DataError, OutputError, SpecError, UsageError, VerifyError, show_path
 from ...core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from .reader import open_dataset
-from .schema import data_set_name
+from .schema import data_set_name, has_hdf5_signature
 from .writer import replacing
 from ...mel.spec import MelSpec, preset_values
 
@@ -247,7 +246,7 @@ def requested_spec(
     training = path / data_set_name("TRAINING")
     if training.is_file():
         there = spec_of_data_set(training)
-    elif path.is_file() and h5py.is_hdf5(path):
+    elif path.is_file() and has_hdf5_signature(path):
         there = spec_of_data_set(path)
     else:
         there = read_spec(path)

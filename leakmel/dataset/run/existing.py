@@ -33,6 +33,7 @@ import numpy as np
 from ...audio.conform import native
 from ...audio.conform import FIGURES
 from ...audio.listing import DRY, Listing
+from ...core.errors import MachineError
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     ROWS,
@@ -42,7 +43,6 @@ from leakmel.dataset.file.schema import (
     metadata_digest,
     open_file,
     read_column,
-    unsafe_parts,
 )
 from ..file.writer import replacing
 from ...core.store import StorePath
@@ -223,7 +223,7 @@ def _has_settings(
     "Return whether an open data set is that of the state file, and was built with these settings by this engine."
     from leakmel import __version__
 
-    if next(unsafe_parts(f), None) or metadata_digest(f) != state.digest:
+    if metadata_digest(f) != state.digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
         log.warning(
@@ -304,7 +304,7 @@ def open_existing(
     *,
     was_listed: bool = False,  # it was built after the listing was made: only its rejected files are looked at again
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
-    "Read the existing data set and compare it with a listing; raises nothing."
+    "Read the existing data set and compare it with a listing; raises MachineError."
     if (state := read_state(target)) is None:
         return None
     try:
@@ -316,6 +316,8 @@ def open_existing(
             known = _read_known(f, state, with_waveforms)
             words = np.stack([read_column(f[f"files/{name}"]) for name in ("encoding", "status")], axis=1)
             paths, compressed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
+    except MachineError:
+        raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 
 from ...core.errors import DataError, OutputError, show_path, write_error
 from ...core.progress import Progress
@@ -29,7 +28,7 @@ from leakmel.dataset.export.card import (
 )
 from ...dataset.export.columns import open_sources
 from ...dataset.export.croissant import DescribedFile, croissant, croissant_text
-from ...dataset.file.schema import data_set_name
+from ...dataset.file.schema import data_set_name, has_hdf5_signature
 from ...dataset.file.writer import replacing
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _require_ours(path: Path) -> None:
             "the path exists and is not a card of leakmel, so it is not replaced",
             code="other-file-in-the-way",
             path=path,
-            remedy="choose another folder (--out), or remove it yourself",
+            remedy="choose another folder (--out), or move it elsewhere",
         )
 
 
@@ -217,7 +216,7 @@ def _is_data_set(path: Path) -> bool:
             path=path,
             expected="a data set, a detector, or a folder of one of them",
         )
-    return bool(h5py.is_hdf5(path))
+    return has_hdf5_signature(path)
 
 
 def card(

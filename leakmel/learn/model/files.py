@@ -84,7 +84,7 @@ def require_kind(
             f"the path exists and is not {article} {kind}, so it is not replaced",
             code="other-file-in-the-way",
             path=path,
-            remedy="choose another name, or remove it yourself",
+            remedy="choose another name, or move it elsewhere",
         )
 
 

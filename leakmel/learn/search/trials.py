@@ -422,7 +422,7 @@ def read_state(
             code="not-a-search",
             path=path,
             found=f"{type(e).__name__}: {str(e)[:100]}",
-            remedy="choose another folder, or delete it yourself",
+            remedy="choose another folder, or move it elsewhere",
         ) from e
 
 
@@ -448,7 +448,7 @@ def resume_state(
             code="output-exists",
             path=folder,
             found=", ".join(present),
-            remedy="choose another folder, or delete it yourself",
+            remedy="choose another folder, or move it elsewhere",
         )
     if found is None or resume == "never":
         for path in (folder / TRIALS).glob("[0-9]*"):
@@ -463,7 +463,7 @@ def resume_state(
             code="another-run-in-folder",
             path=folder,
             found="; ".join(changed),
-            remedy="use its data, settings and space to resume it, choose another folder, or set resume='never', which deletes it",
+            remedy="use its data, settings and space to resume it, or choose another folder; resume='never' starts over and replaces it",
         )
     return found
 

@@ -210,7 +210,7 @@ def _require_same_training(
             code="other-training",
             path=out,
             found="; ".join(changes),
-            remedy="use its settings and data to resume it, name another folder, or delete it with resume='never'",
+            remedy="use its settings and data to resume it, or name another folder; resume='never' starts over and replaces it",
         )
 
 
@@ -603,7 +603,7 @@ def _train_spectral(
             "the folder holds the training of a network, but the kind of detector is now spectral",
             code="other-training",
             path=out,
-            remedy="name another folder, or delete it with resume='never'",
+            remedy="name another folder; resume='never' starts over and replaces it",
         )
     for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
         remove_file(path)

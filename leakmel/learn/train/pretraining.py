@@ -134,7 +134,7 @@ def _other_pretraining(folder: Path) -> UsageError:
         "the folder holds another pre-training",
         code="other-training",
         path=folder,
-        remedy="use its recordings, steps and settings, name another folder, or delete it with resume='never'",
+        remedy="use its recordings, steps and settings, or name another folder; resume='never' starts over and replaces it",
     )
 
 
