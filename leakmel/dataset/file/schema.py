@@ -16,6 +16,7 @@ __all__ = [
     "FILE_COLUMNS",
     "HDF5_TURN",
     "ALIGNMENT",
+    "MEMORY_DRIVER",
     "MAX_COMPRESSION",
     "data_set_name",
     "byte_column",
@@ -31,6 +32,7 @@ __all__ = [
     "create_rows",
     "create_parts",
     "open_file",
+    "memory_file",
     "new_file",
     "Metadata",
     "digest_of_metadata",
@@ -42,9 +44,10 @@ __all__ = [
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
 import json, mmap, os, threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import h5py
@@ -263,7 +266,7 @@ def create_rows(
 
 
 def create_parts(
-    path: str | os.PathLike,  # an existing file is replaced
+    path: str | os.PathLike,  # that of `memory_file`; an existing file is replaced
     n_rows: int,
     row_shape: tuple[int, ...],  # L, S, M, T
     waveform_shape: tuple[int, ...] | None,  # L, S, short_window; None: no waveforms
@@ -289,18 +292,26 @@ def open_file(
     except OSError as e:
         if e.errno not in NO_FLOCK:
             raise
-    if mode == "x":  # the file was made, and could not be locked
-        Path(path).unlink(missing_ok=True)
     return h5py.File(path, mode, locking=False, **options)
 
 
+MEMORY_DRIVER = "stdio"  # writes the same bytes as the usual one, which wants a file with a name in a folder
+
+
+@contextmanager
+def memory_file() -> Iterator[Path]:
+    "Make a sparse file in memory for the HDF5 library to write, because a disk that fails crashes it; yield a path to open it by."
+    made: Any = open(os.memfd_create("leakmel"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile()
+    with made:  # macOS: a file that is written first to the page cache
+        yield Path(f"/dev/fd/{made.fileno()}")
+
+
 def new_file(
-    path: str | os.PathLike,
+    path: str | os.PathLike,  # that of `memory_file`
     **options: Any,  # of h5py.File
 ) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
-    Path(path).unlink(missing_ok=True)  # never write through a symbolic link
-    return open_file(path, "x", libver=LIBVER, track_order=False, **options)
+    return open_file(path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, **options)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687

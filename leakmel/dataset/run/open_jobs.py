@@ -98,7 +98,7 @@ def _restore_places(
         return  # they were not moved
     parts = [("digest", file.offset, file.offset, file.row_bytes)]
     if file.waveform_bytes:  # first, because rows take their place
-        begin = part_offsets(file.target, len(numbers), file.row_shape, file.waveform_shape)[1]
+        begin = part_offsets(len(numbers), file.row_shape, file.waveform_shape)[1]
         parts.insert(0, ("waveform_digest", begin, file.waveform_offset, file.waveform_bytes))
     for name, begin, goal, item_bytes in parts:
         for run in reversed(
