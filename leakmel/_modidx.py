@@ -1890,6 +1890,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'leakmel/dataset/run/publish.py'),
                                              'leakmel.dataset.run.publish._write_report': ( 'dataset/run/publish.html#_write_report',
                                                                                             'leakmel/dataset/run/publish.py'),
+                                             'leakmel.dataset.run.publish.earlier_result': ( 'dataset/run/publish.html#earlier_result',
+                                                                                             'leakmel/dataset/run/publish.py'),
                                              'leakmel.dataset.run.publish.note_columns': ( 'dataset/run/publish.html#note_columns',
                                                                                            'leakmel/dataset/run/publish.py'),
                                              'leakmel.dataset.run.publish.publish': ( 'dataset/run/publish.html#publish',

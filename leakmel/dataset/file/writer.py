@@ -457,6 +457,9 @@ class RowFile:
                 target = create_compressed(f, part.name, part.shape, part.dtype)
                 compress_rows(part, target, stopped=stopped, written=move)
             write_metadata(f, meta)
+            f.flush()
+            n_bytes = f.id.get_filesize()
+        os.truncate(memory, n_bytes)  # closing cuts off unused space, which earlier versions have kept
         return written
 
     def sync(self) -> None:

@@ -65,7 +65,7 @@ from .journal import recordings_digest
 from .open_jobs import JOINED
 from .targets import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
-from .publish import BuildResult
+from .publish import BuildResult, earlier_result
 from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
@@ -490,10 +490,12 @@ def join(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
-    "Make the data set of all parts, equal byte for byte to that of `build`."
+    "Make the data set of all parts, equal byte for byte to that of `build`; check it if they were joined before."
     target = Path(os.path.abspath(out))
     folder = parts_folder(target)
     if (plan := _read_plan(folder)) is None:
+        if not folder.exists() and (made := earlier_result(target)) is not None:
+            return made
         raise DataError(
             "there are no parts of this data set",
             code="no-parts",

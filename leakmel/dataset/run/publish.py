@@ -14,10 +14,12 @@ __all__ = [
     "publish",
     "read_ahead_for_check",
     "result_of",
+    "earlier_result",
 ]
 
 # %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
 import ctypes, json, logging, os
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +60,8 @@ def reused_rows_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
     "Describe the rows that a build reused from earlier builds."
+    if summary.get("nothing_to_do") and summary.get("parts"):
+        return "nothing to do: its parts were joined before, and it passes verification"
     if summary.get("nothing_to_do"):
         return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
@@ -537,5 +541,58 @@ def result_of(
         summary=summary,
         timeline=timeline,
         run_s=timeline.now_s() - run.listed_s,
+        noted=noted,
+    )
+
+
+def earlier_result(
+    target: Path,
+) -> BuildResult | None:  # None: no data set with its report; raises VerifyError
+    "Check a published data set without its recordings, and return the result that its report describes."
+    timeline_path, report_path = report_paths(target)
+    timeline = Timeline()
+    try:
+        target.stat()
+        body = json.loads(report_path.read_bytes())
+        noted = tuple(Problem(**p) for p in body.pop("problems"))
+        files = [
+            (r, b64decode(r.get("path_base64", "")) or r["path"].encode()) for r in body.pop("rejected_files")
+        ]
+        rejected = tuple(Rejected(path, r["code"], r["message"]) for r, path in files)
+        split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # not a report of leakmel
+    report = check_data_set(target, root=None, sample=0)
+    if not report.ok or report.n_rows != n_rows:
+        raise VerifyError(
+            "the data set is damaged or not that of its report, and it has no parts",
+            path=target,
+            found=next(iter(report.problems), f"{report.n_rows:,} rows, reported {n_rows:,}"),
+            remedy="build it again with --fresh",
+        )
+    seconds = timeline.now_s()
+    summary = body | dict.fromkeys(("files_per_s", "segments_per_s"), 0.0)
+    summary |= {"nothing_to_do": True, "kept_files": found, "kept_rows": n_rows, "seconds": seconds}
+    summary |= {
+        "verified": report.to_dict(),
+        "resumed_rows": 0,
+        "copied_rows": 0,
+        "changes": {},
+        "start_up_s": 0.0,
+    }
+    summary.pop("created_at_utc", None)
+    return BuildResult(
+        path=target,
+        split=split,
+        rows=n_rows,
+        found=found,
+        rejections=rejected,
+        seconds=seconds,
+        start_up_s=0.0,
+        verified=report,
+        timeline_path=timeline_path,
+        summary=summary,
+        timeline=timeline,
+        run_s=seconds,
         noted=noted,
     )
