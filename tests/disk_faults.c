@@ -1,7 +1,7 @@
 /* Calls of the C library that fail for files below some folders: see disk_faults.py.
 
    DISK_BELOW    folders, separated by colons; calls for other files are passed on
-   DISK_LOG      a file that receives a line "kind path" for each call, and "FAULT kind path" for each that fails
+   DISK_LOG      a file that receives a line "kind path" for each call; where calls are to fail, "FAULT kind path" for each that does
    DISK_KIND     kind of the calls that fail; none: no call fails
    DISK_AT       number of the first call of this kind that fails, from 0
    DISK_LAST     number of the last one; none: the same
@@ -21,8 +21,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN, READ, WRITE, FSYNC, FTRUNCATE, FALLOCATE, CLOSE, RENAME, LINK, UNLINK, KINDS };
-static const char *const NAMES[KINDS] = {"open", "read", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink"};
+enum { OPEN, CREATE, READ, WRITE, FSYNC, FTRUNCATE, FALLOCATE, CLOSE, RELEASE, RENAME, LINK, UNLINK, KINDS };
+static const char *const NAMES[KINDS] = {"open", "create", "read", "write", "fsync", "ftruncate", "fallocate",
+                                         "close", "release", "rename", "link", "unlink"};
 static int counts[KINDS];
 
 #define NEXT(name) ({ static __typeof__(&name) next; if (!next) next = (__typeof__(&name))dlsym(RTLD_NEXT, #name); next; })
@@ -59,7 +60,7 @@ static int fault(int kind, const char *path) {
   if (!is_below(path)) return -1;
   int n = __sync_fetch_and_add(&counts[kind], 1), at = number("DISK_AT", 0);
   const char *wanted = getenv("DISK_KIND");
-  note("", NAMES[kind], path);
+  if (!wanted) note("", NAMES[kind], path);
   if (kind == FALLOCATE && getenv("DISK_NO_FALLOCATE")) return EOPNOTSUPP;
   if (!wanted || strcmp(wanted, NAMES[kind]) || n < at || n > number("DISK_LAST", at)) return -1;
   note("FAULT ", NAMES[kind], path);
@@ -92,7 +93,7 @@ static int fault_of(int kind, int fd) {
 #define OPENS(name)                                                                        \
   int name(const char *path, int flags, ...) {                                             \
     va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
-    FAIL(fault_at(OPEN, AT_FDCWD, path), -1);                                              \
+    FAIL(fault_at(flags & O_CREAT ? CREATE : OPEN, AT_FDCWD, path), -1);                   \
     return NEXT(name)(path, flags, mode);                                                  \
   }
 OPENS(open)
@@ -100,7 +101,7 @@ OPENS(open64)
 #define OPENS_AT(name)                                                                     \
   int name(int folder, const char *path, int flags, ...) {                                 \
     va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
-    FAIL(fault_at(OPEN, folder, path), -1);                                                \
+    FAIL(fault_at(flags & O_CREAT ? CREATE : OPEN, folder, path), -1);                     \
     return NEXT(name)(folder, path, flags, mode);                                          \
   }
 OPENS_AT(openat)
@@ -138,9 +139,9 @@ int fallocate64(int fd, int mode, off64_t at, off64_t n) { FAIL(fault_of(FALLOCA
 int posix_fallocate(int fd, off_t at, off_t n) { int e = fault_of(FALLOCATE, fd); return e > 0 ? e : NEXT(posix_fallocate)(fd, at, n); }
 int posix_fallocate64(int fd, off64_t at, off64_t n) { int e = fault_of(FALLOCATE, fd); return e > 0 ? e : NEXT(posix_fallocate64)(fd, at, n); }
 
-/* The descriptor is closed also where the call fails, as on Linux. */
+/* The descriptor is closed also where the call fails, as on Linux. "release" is the end of a file that was only read. */
 int close(int fd) {
-  int e = fault_of(CLOSE, fd), done = NEXT(close)(fd);
+  int flags = fcntl(fd, F_GETFL), e = fault_of((flags & O_ACCMODE) == O_RDONLY ? RELEASE : CLOSE, fd), done = NEXT(close)(fd);
   FAIL(e, -1);
   return done;
 }
@@ -154,4 +155,4 @@ int symlink(const char *a, const char *b) { FAIL(fault_at(LINK, AT_FDCWD, b), -1
 int symlinkat(const char *a, int f, const char *b) { FAIL(fault_at(LINK, f, b), -1); return NEXT(symlinkat)(a, f, b); }
 int unlink(const char *p) { FAIL(fault_at(UNLINK, AT_FDCWD, p), -1); return NEXT(unlink)(p); }
 int unlinkat(int d, const char *p, int o) { FAIL(fault_at(UNLINK, d, p), -1); return NEXT(unlinkat)(d, p, o); }
-int mkdir(const char *p, mode_t m) { FAIL(fault_at(OPEN, AT_FDCWD, p), -1); return NEXT(mkdir)(p, m); }
+int mkdir(const char *p, mode_t m) { FAIL(fault_at(CREATE, AT_FDCWD, p), -1); return NEXT(mkdir)(p, m); }

@@ -19,19 +19,16 @@ from conftest import need
 
 SHORT = 0  # instead of an error number: half of the bytes are read or written
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# The errors of each kind of call that a failing or full disk can give.
+# The errors of each kind of call that a failing or full disk can give; "create" is an open that creates, "release" closes a file that was read.
 ERRORS = {
-    "open": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "read": (errno.EIO, errno.EINTR, SHORT),
-    "write": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, SHORT),
-    "fsync": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "ftruncate": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "fallocate": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "close": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "rename": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "link": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
-    "unlink": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR),
+    kind: (errno.EIO, *FULL, errno.EINTR)
+    for kind in ("create", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink")
 }
+ERRORS |= {kind: (errno.EIO, errno.EINTR) for kind in ("open", "read", "release")}
+ERRORS["read"] += (SHORT,)
+ERRORS["write"] += (SHORT,)
+# Calls that Python repeats after EINTR; the others are reported, as a network folder may interrupt them.
+REPEATED = ("create", "open", "read", "write", "fsync", "ftruncate", "fallocate")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ def failing_disk(folder: Path, *below: Path, no_fallocate: bool = False) -> Iter
     library = folder / "disk_faults.so"
     source = Path(__file__).with_name("disk_faults.c")
     subprocess.run(
-        [str(compiler), "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
+        [str(compiler), "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"],
+        check=True,
     )
     with server(env={**os.environ, "LD_PRELOAD": str(library)}) as children:
         yield Disk(children, folder / "calls", below, no_fallocate=no_fallocate)

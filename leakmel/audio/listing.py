@@ -44,7 +44,7 @@ import numpy as np
 from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_name
 from .naming import Naming
 from .problems import Problem, how_many, show_place
-from .wav import MACHINE_FAULTS
+from .wav import MACHINE_FAULTS, close_read
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from ..core.store import StorePath, absolute_folder, list_objects, names_in
 
@@ -386,12 +386,12 @@ class _Batches(AbstractContextManager):
                 _require_same(os.fstat(batch.descriptor), os.stat(batch.folder))
         except OSError as e:
             raise list_error(e, batch.folder) from e
-        os.close(self.waiting.popleft().descriptor)
+        close_read(self.waiting.popleft().descriptor)
 
     def __exit__(self, *exc) -> None:
         self.pool.shutdown(cancel_futures=True)
         for batch in self.waiting:  # after an error
-            os.close(batch.descriptor)
+            close_read(batch.descriptor)
 
 
 def _code_for(n_entries: int, n_found: int) -> ModuleType | None:

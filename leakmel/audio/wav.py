@@ -15,6 +15,7 @@ __all__ = [
     "MAX_READ_FAILURES",
     "read_error",
     "OutOfMemory",
+    "close_read",
     "open_regular",
     "canonical_header",
     "WavHeader",
@@ -31,6 +32,7 @@ __all__ = [
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
 import errno, os, stat, struct, threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +41,7 @@ from ..core.errors import MachineError, RecordingError
 
 # %% ../../nbs/audio/wav.ipynb #0a52b34e
 _FAULTS = (
-    "EMFILE ENFILE EIO ENOMEM ENOSPC ENODEV ESTALE ENOTCONN "
+    "EMFILE ENFILE EIO EINTR ENOMEM ENOSPC EDQUOT ENODEV ESTALE ENOTCONN "
     # of a network folder; some systems lack some of them
     "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED "
     "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
@@ -84,6 +86,12 @@ class OutOfMemory(MachineError):
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
+def close_read(fd: int) -> None:
+    "Close a file that was only read: an error of the disk says nothing about its bytes."
+    with suppress(OSError):
+        os.close(fd)
+
+
 def open_regular(
     path: str | bytes | os.PathLike,
 ) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
@@ -95,7 +103,7 @@ def open_regular(
     st = os.fstat(fd)
     if stat.S_ISREG(st.st_mode):
         return fd, st.st_size
-    os.close(fd)
+    close_read(fd)
     raise RecordingError("unreadable", "not a regular file", path=path)
 
 
@@ -438,7 +446,7 @@ def read_wav(
     except OSError as e:
         raise read_error(e, os.fsencode(path)) from e
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 # %% ../../nbs/audio/wav.ipynb #58c99bed

@@ -46,6 +46,7 @@ from leakmel.dataset.file.schema import (
     PARTS,
     ROWS,
     WAVEFORMS,
+    machine_fault,
     metadata_digest,
     name_columns,
     open_file,
@@ -539,6 +540,8 @@ def check_data_set(
     except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
+        if (fault := machine_fault(e, path)) is not e:
+            raise fault from e
         reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
         report.problems.append(f"the file cannot be read as a data set: {reason}")
     return report

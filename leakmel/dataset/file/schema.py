@@ -32,6 +32,7 @@ __all__ = [
     "create_rows",
     "create_parts",
     "open_file",
+    "machine_fault",
     "memory_file",
     "new_file",
     "Metadata",
@@ -42,9 +43,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
-import json, mmap, os, threading
+import json, mmap, os, re, threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -56,8 +57,8 @@ from numpy.typing import DTypeLike
 
 from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names
 from ...audio.naming import Naming
-from ...audio.wav import DIGEST_ALGORITHM
-from ...core.errors import show_path
+from ...audio.wav import DIGEST_ALGORITHM, MACHINE_FAULTS, read_error
+from ...core.errors import LeakmelError, show_path
 from ...core.locks import NO_FLOCK
 from ...mel.spec import MelSpec, spec_from_dict
 
@@ -295,15 +296,34 @@ def open_file(
     return h5py.File(path, mode, locking=False, **options)
 
 
+_FAILED_CALL = re.compile(r"errno = (\d+), error message")
+
+
+def machine_fault(
+    error: Exception,  # of reading an HDF5 file
+    path: str | os.PathLike,
+) -> Exception:  # a MachineError, or the same error
+    "Find a call of the system that failed in what the HDF5 library has raised: KeyError, RuntimeError and others."
+    found = None if isinstance(error, LeakmelError) else _FAILED_CALL.search(str(error))
+    code = int(found[1]) if found else getattr(error, "errno", None) or 0
+    if isinstance(error, LeakmelError) or code not in MACHINE_FAULTS:
+        return error
+    return read_error(OSError(code, os.strerror(code)), os.fsencode(path))
+
+
 MEMORY_DRIVER = "stdio"  # writes the same bytes as the usual one, which wants a file with a name in a folder
 
 
 @contextmanager
 def memory_file() -> Iterator[Path]:
     "Make a sparse file in memory for the HDF5 library to write, because a disk that fails crashes it; yield a path to open it by."
-    made: Any = open(os.memfd_create("leakmel"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile()
-    with made:  # macOS: a file that is written first to the page cache
-        yield Path(f"/dev/fd/{made.fileno()}")
+    with ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("leakmel")
+            stack.callback(os.close, fd)
+        else:  # macOS
+            fd = stack.enter_context(TemporaryFile()).fileno()
+        yield Path(f"/dev/fd/{fd}")
 
 
 def new_file(

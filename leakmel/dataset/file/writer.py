@@ -40,6 +40,7 @@ from leakmel.dataset.file.schema import (
     PARTS,
     Metadata,
     create_parts,
+    machine_fault,
     memory_file,
     new_file,
     open_file,
@@ -128,11 +129,13 @@ class OutputLock:
         return flock(fd, wait=True)
 
     def __exit__(self, *exc) -> None:
-        if self.owner is not None:
-            self.owner.__exit__(*exc)
-            return
-        self.path.unlink(missing_ok=True)
-        os.close(self.fd)
+        with suppress(OSError):  # what stays locks nothing when this process ends
+            if self.owner is not None:
+                self.owner.__exit__(*exc)
+                return
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self.fd)
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #f4492e33
@@ -424,7 +427,10 @@ class RowFile:
         fd = os.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with memory_file() as memory:
-                written = self._compress_parts(meta, memory, fd, packed, stopped)
+                try:
+                    written = self._compress_parts(meta, memory, fd, packed, stopped)
+                except Exception as e:
+                    raise machine_fault(e, self.partial) from e.__cause__
                 _copy_around(memory, fd, packed, sorted(written))
             os.replace(packed, self.partial)
         except BaseException:
@@ -443,7 +449,8 @@ class RowFile:
         with open_file(self.partial) as whole, open(memory, "r+b") as held, new_file(memory) as f:
 
             def move(offset: int, chunk: bytes) -> None:
-                write_at(fd, chunk, offset)
+                with write_errors(packed):
+                    write_at(fd, chunk, offset)
                 for begin, end in written[-1:]:  # its memory is freed; the library may still buffer this one
                     with suppress(OSError):
                         fallocate(held.fileno(), end - begin, mode=_PUNCH_HOLE, offset=begin)

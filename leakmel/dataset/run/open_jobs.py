@@ -21,7 +21,7 @@ from ...core.errors import DataError, MachineError, OutputError, VerifyError, sh
 from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
-from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, open_file
+from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, machine_fault, open_file
 from leakmel.dataset.file.writer import (
     OutputLock,
     RowFile,
@@ -288,14 +288,20 @@ def _keep_rows(
         journal.open()
         entries, kept = list[Entry](), np.zeros(n, bool)
         if journal.past.entries:
-            with run.timeline.span("verify", "main", split=job.split) as moved:
+            with (
+                run.timeline.span("verify", "main", split=job.split) as moved,
+                write_errors(job.file.partial),
+            ):
                 _restore_places(job, journal.past.entries)
                 entries += _resume_rows(job, journal, kept)
                 journal.past.entries.clear()
                 moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())
         if existing is not None:
             with run.timeline.span("write", "main", split=job.split) as moved:
-                entries.append(_copy_rows(job, existing, kept))
+                try:
+                    entries.append(_copy_rows(job, existing, kept))
+                except Exception as e:
+                    raise machine_fault(e, existing.path) from e.__cause__
                 moved.n_files = job.n_copied = len(entries[-1].known)
             job.changes = existing.changes
             job.keep(Entry(np.zeros(0, KNOWN)), existing.rejected, existing.numbers)

@@ -41,6 +41,7 @@ from leakmel.audio.wav import (
     HEADER_BYTES,
     OutOfMemory,
     canonical_header,
+    close_read,
     decode_payload,
     open_regular,
     parse_header,
@@ -427,7 +428,7 @@ class BatchReader:
         except OSError as e:
             raise read_error(e, path) from e
         finally:
-            os.close(fd)
+            close_read(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
         other = rate != spec.sample_rate
