@@ -45,7 +45,7 @@ from leakmel.cli_learn import (
     refuse_unused,
     warnings_to_stderr,
 )
-from .core.errors import LeakmelError, UsageError, missing_package, show_path
+from .core.errors import DISK_FAULTS, LeakmelError, UsageError, missing_package, show_path, write_error
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, front_end, line_width, wrap_text
 from .core.run_plan import user_path
@@ -1076,6 +1076,10 @@ def main(
                 status, body, text = args.run(args)
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
+        except OSError as e:
+            if e.errno not in DISK_FAULTS:
+                raise
+            raise write_error(e, e.filename or "a file") from e
     except (LeakmelError, Signal) as e:
         status = e.exit_code
         body = {"error": str(e), "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {})

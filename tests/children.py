@@ -91,8 +91,8 @@ class Server:
 
 
 @contextmanager
-def server(imports: str = BUILDS) -> Iterator[Server]:
-    "A server that has imported something, and ends with the block."
+def server(imports: str = BUILDS, env: dict[str, str] | None = None) -> Iterator[Server]:
+    "A server that has imported something, and ends with the block; `env` is its environment."
     with (
         tempfile.TemporaryDirectory(prefix="children-") as place,
         subprocess.Popen(
@@ -100,6 +100,7 @@ def server(imports: str = BUILDS) -> Iterator[Server]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=env,
         ) as process,
     ):
         try:

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "REJECT_CODES",
+    "DISK_FAULTS",
     "EXTRAS",
     "show_path",
     "LeakmelError",
@@ -160,6 +161,10 @@ class RecordingError(DataError):
 
 
 # %% ../../nbs/core/errors.ipynb #5c1d7e90
+# of a disk that fails or is full, whatever is done with a file
+DISK_FAULTS = frozenset((errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
+
+
 def write_error(
     error: OSError,  # of writing a file or folder
     path: str | bytes | os.PathLike,  # that was to be written

@@ -27,7 +27,7 @@ def machine_error(
         )
     if isinstance(error, OSError):
         return MachineError(
-            f"the system reported an error ({os.strerror(error.errno or 0)})",
+            f"the system reported an error ({errno.errorcode.get(error.errno or 0)}: {os.strerror(error.errno or 0)})",
             code="machine",
             path=error.filename,
             remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from independent import check
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo, write_wav
+from leakmel.cli import main
 from leakmel.core.cluster import open_cluster, run_tasks
 from leakmel.core.errors import (
     DataError,
@@ -275,6 +277,72 @@ def test_a_damaged_plan_is_refused(demo, tmp_path, text):
 def test_join_without_parts(tmp_path):
     with raises("no-parts", DataError):
         join(tmp_path / "x.h5", progress="none")
+
+
+@pytest.mark.parametrize("keep_parts", [False, True])
+def test_a_joined_data_set_may_be_joined_again(demo, whole, tmp_path, capfd, keep_parts):
+    "By Python and by the command, with the usual keys, as often as wanted; also after a build has found nothing to do or new recordings."
+    root, target = tmp_path / "data", tmp_path / "x.h5"
+    shutil.copytree(demo / "TRAINING", root / "TRAINING")
+    build_parts(root, target, 3)
+    first = join(target, progress="none", keep_parts=keep_parts)
+    written = target.stat()
+    for _ in range(2):
+        again = join(target, progress="none", keep_parts=keep_parts)
+        assert again.verified.ok
+        assert again.path.read_bytes() == whole
+        assert (target.stat().st_ino, target.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+        for name in ("path", "split", "rows", "found", "rejections", "noted"):
+            assert getattr(again, name) == getattr(first, name)
+        assert again.summary["nothing_to_do"]
+        assert "nothing to do" in repr(again)
+        assert again.files_per_s == again.segments_per_s == 0
+        missing = set(first.summary) - set(again.summary)  # of a build that has nothing to do
+        assert all(name.startswith("mode_") for name in missing)
+        assert set(again.summary) <= set(first.summary)
+    capfd.readouterr()
+    assert main(["join", str(target), "--quiet", "--json", *["--keep-parts"] * keep_parts]) == 0
+    assert set(json.loads(capfd.readouterr().out)) == {*again.summary, "ok", "exit_status"}
+    assert main(["join", str(target), "--quiet", *["--keep-parts"] * keep_parts]) == 0
+    assert "nothing to do" in capfd.readouterr().out
+    shutil.rmtree(parts_folder(target), ignore_errors=True)
+    new = next((root / "TRAINING").rglob("*.wav"))
+    shutil.copy(new, new.with_name("new_recording.wav"))
+    rows = lm.build(root, split="training", out=target, **QUIET).rows
+    again = join(target, progress="none")
+    assert (again.rows, again.summary["nothing_to_do"]) == (rows, True)
+
+
+@pytest.mark.parametrize("what", ["data set", "report", "row", "metadata", "other rows", "new part", "plan"])
+def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what):
+    "A data set that is gone, damaged or not that of its report, and new parts that are not complete."
+    target = tmp_path / "x.h5"
+    build_parts(demo, target, 2)
+    join(target, progress="none")
+    stood = target.read_bytes()
+    code, kind = "no-parts", DataError
+    match what:
+        case "data set":
+            target.unlink()
+        case "report":
+            target.with_name("x.h5.report.json").unlink()
+        case "row" | "metadata":
+            code, kind = "verification", VerifyError
+            at = len(stood) - 100 if what == "metadata" else 20_000
+            target.write_bytes(stood[:at] + bytes([stood[at] ^ 1]) + stood[at + 1 :])
+        case "other rows":
+            code, kind = "verification", VerifyError
+            built(demo, tmp_path / "y.h5", "validation")
+            (tmp_path / "y.h5").replace(target)
+        case "new part":
+            code = "parts-missing"
+            build_part(demo, part=(1, 2), split="training", out=target, **QUIET)
+        case "plan":
+            parts_folder(target).mkdir()
+    before = target.read_bytes() if target.exists() else None
+    with raises(code, kind):
+        join(target, progress="none")
+    assert (target.read_bytes() if target.exists() else None) == before
 
 
 # ---------------------------------------------------------------- processes that do not fit
@@ -1130,8 +1198,6 @@ def demo_listing(demo, tmp_path_factory) -> tuple[bytes, Path, int]:
 
 
 def test_command_line(demo, whole, tmp_path, capsys):
-    from leakmel.cli import main
-
     out, listing = tmp_path / "x.h5", tmp_path / "l.npz"
     assert main(["scan", str(demo), "--save", str(listing), "--quiet"]) in (0, 1)
     common = ["build", str(demo), "--split", "training", "--out", str(out), "--engine", "cpu", "--quiet"]
@@ -1147,13 +1213,14 @@ def test_command_line(demo, whole, tmp_path, capsys):
     assert out.read_bytes() == whole
     assert main([*common, "--part", "1/2", "--fresh"]) == 2
     assert main([*common, "--part", "1/2", "--analysis", "full"]) == 2
+    assert main(["join", str(out), "--quiet"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    out.unlink()
     assert main(["join", str(out), "--quiet"]) == 1
     assert re.search("no parts", capsys.readouterr().err)
 
 
 def test_command_line_of_a_part_without_a_row(tmp_path, capsys):
-    from leakmel.cli import main
-
     write_demo(tmp_path / "d", n_files=12)
     common = ["build", str(tmp_path / "d"), "--split", "training", "--out", str(tmp_path / "x.h5")]
     assert main([*common, "--part", "12/12", "--engine", "cpu", "--quiet", "--json"]) == 0

@@ -131,6 +131,9 @@ def compress_rows(
     *,
     threads: int | None = None,  # default: one for each usable core
     stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
+    written: Callable[[int, bytes], None] = lambda offset, chunk: (
+        None
+    ),  # called after each chunk, in the file of `target`
 ) -> None:  # raises OutputError when stopped
     "Copy rows into a compressed data set; the bytes do not depend on the number of threads."
     threads = threads or usable_cores()
@@ -155,4 +158,6 @@ def compress_rows(
                 raise OutputError(
                     "the compression of the rows was stopped", code="stopped", path=source.file.filename
                 )
-            target.id.write_direct_chunk((k * per_chunk, *(0 for _ in target.shape[1:])), chunk)
+            place = (k * per_chunk, *(0 for _ in target.shape[1:]))
+            target.id.write_direct_chunk(place, chunk)
+            written(target.id.get_chunk_info_by_coord(place).byte_offset, chunk)
