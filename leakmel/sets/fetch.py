@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
-import json, os, re, shutil, sys
+import os, re, shutil, sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,6 +26,7 @@ from typing import Any
 
 from ..core.errors import DataError, OutputError, UsageError, show_path, write_error
 from ..core.locks import OwnerLock, flock, locked_error
+from ..core.own_files import read_own_json, sealed_json
 from ..core.run_plan import user_path
 from .archives import ARCHIVES, Member, read_members
 from .catalogue import LeakSet, set_named
@@ -215,12 +216,12 @@ def _work_folder(target: Path) -> Iterator[Path]:  # raises OutputError if anoth
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
     "Return the set if the folder is complete; refuse a folder with other content."
     try:
-        facts = json.loads((target / SET_FILE).read_text("utf-8"))
+        facts = read_own_json(target / SET_FILE)
         if facts["name"] == s.name and (target / TABLE).is_file():
             n = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
             if n == facts["counts"]["recordings"]:
                 return FetchedSet(target, s.name, facts, was_complete=True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
         pass
     is_empty = target.is_dir() and not target.is_symlink() and not os.listdir(target)
     if os.path.lexists(target) and not is_empty:
@@ -274,8 +275,8 @@ def _sync(path: Path) -> None:
 
 def _publish(made: Path, target: Path, found: FetchedSet) -> None:
     "Write the facts, and give the folder its name."
-    for name, text in ((SET_FILE, json.dumps(dict(found.facts), indent=1) + "\n"), (README, _readme(found))):
-        (made / name).write_text(text, "utf-8")
+    (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
+    (made / README).write_text(_readme(found), "utf-8")
     paths = [made, *made.rglob("*")]
     with ThreadPoolExecutor(16) as pool:  # a file system writes many files in one go
         list(pool.map(_sync, paths))

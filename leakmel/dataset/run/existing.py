@@ -33,6 +33,8 @@ import numpy as np
 from ...audio.conform import native
 from ...audio.conform import FIGURES
 from ...audio.listing import DRY, Listing
+from ...core.errors import DataError
+from ...core.own_files import read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     ROWS,
@@ -177,7 +179,7 @@ def write_state(
     data = stamps.tobytes()
     head = _state_head(data, os.stat(made)) | {"metadata_digest": digest}
     with replacing(state_path(target)) as new:
-        new.write_bytes(json.dumps(head).encode() + b"\n" + data)
+        new.write_bytes(sealed(json.dumps(head).encode() + b"\n" + data))
 
 
 def read_state(
@@ -190,11 +192,12 @@ def read_state(
             mine, st = os.fstat(fd), os.stat(target)
             if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MAX_HEADER_BYTES:
                 return None  # a data set holds more about each recording
-            head, data = json.loads(f.readline(_MAX_HEADER_BYTES)), f.read(st.st_size)
+            text, _, data = unsealed(f.read(), state_path(target)).partition(b"\n")
+        head = json.loads(text)
         if any(head[key] != value for key, value in _state_head(data, st).items()):
             return None
         return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
         return None
 
 
@@ -270,7 +273,7 @@ def write_rejected(
     none, n = np.zeros(len(listing), bool), len(listing)
     stamps = stamps_at_build(listing, none, np.zeros(n, np.int64), rejected, began_ns)
     lines = [(os.fsdecode(r.path), r.code, r.message) for r in sorted(rejected, key=lambda r: r.path)]
-    path.write_text(json.dumps({"rejected": lines, "stamps": stamps.tolist()}))
+    path.write_bytes(sealed_json({"rejected": lines, "stamps": stamps.tolist()}, indent=None))
 
 
 def read_rejected(
@@ -279,7 +282,7 @@ def read_rejected(
 ) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
     "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
     try:
-        body = json.loads(path.read_text())
+        body = read_own_json(path)
         rejected = [
             Rejected(os.fsencode(name), str(code), str(text)) for name, code, text in body["rejected"]
         ]
@@ -289,7 +292,7 @@ def read_rejected(
         unread = np.array([_UNREAD.get(r.code, 0) for r in rejected], np.int64)
         if len(stamps) != len(rejected) or len(set(numbers.tolist())) != len(rejected):
             raise ValueError("not all files have a stamp")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, DataError):
         return [], np.zeros(0, np.int64)
     same = _is_unchanged(listing, numbers, stamps, unread, np.ones(len(numbers), bool))
     return [rejected[k] for k in np.flatnonzero(same)], numbers[same]

@@ -52,6 +52,7 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
+from ...core.own_files import read_own_json, sealed_json
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
@@ -75,7 +76,7 @@ log = logging.getLogger("leakmel")
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000005
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
-_MAX_PARTS, _MAX_PLAN_BYTES = 100_000, 1 << 20
+_MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
 _STATUS_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.status")
 _STATUS_S = 1.0  # seconds between two notes of a part's progress
@@ -196,10 +197,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
     "Read the plan of the parts in a folder."
     _check_owner(folder)
     try:
-        fd = os.open(folder / PLAN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-            plan = json.loads(f.read(_MAX_PLAN_BYTES) if is_file else b"")
+        plan = read_own_json(folder / PLAN_NAME)
         n = plan["n_parts"]
         if plan["format"] == _FORMAT and type(n) is int and 1 <= n < _MAX_PARTS:
             return plan
@@ -262,7 +260,7 @@ def _differences(stored: dict[str, Any], plan: dict[str, Any]) -> str:
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, OutputError
     "Store the plan, or compare it with the stored one."
-    _write_once(folder / PLAN_NAME, lambda new: new.write_text(json.dumps(plan, indent=1)))
+    _write_once(folder / PLAN_NAME, lambda new: new.write_bytes(sealed_json(plan)))
     if differ := _differences(_read_plan(folder) or {}, plan):
         raise DataError(
             "this process would build other rows than those that built the parts before",

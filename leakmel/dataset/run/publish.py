@@ -19,7 +19,7 @@ __all__ = [
 # %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
 import ctypes, json, logging, os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -39,6 +39,7 @@ from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_proble
 from ...audio.tables import require_same_table
 from ...core.errors import DataError, OutputError, VerifyError, show_path
 from ...core.monitor import mean, peak
+from ...core.own_files import read_own_json, write_sealed
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected
@@ -444,28 +445,33 @@ def _write_report(
 ) -> dict[str, Any]:  # the facts; raises OutputError
     "Write a report as JSON: the lists, an item per line, then the facts."
     encode = json.JSONEncoder(default=str).encode  # without indent it is compiled code
-    with replacing(path) as new, new.open("w", encoding="utf-8") as file:
-        file.write("{\n")
+    found = dict[str, Any]()
+
+    def pieces() -> Iterator[str]:
+        yield "\n"
         for name, items in lists.items():
-            file.write(f' "{name}": [')
+            yield f' "{name}": ['
             for i, item in enumerate(items):
-                file.write(f"{',' * (i > 0)}\n  {encode(item)}")
-            file.write("],\n")
-        found = facts()
-        file.write(json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n")
+                yield f"{',' * (i > 0)}\n  {encode(item)}"
+            yield "],\n"
+        found.update(facts())
+        yield json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n"
+
+    with replacing(path) as new, new.open("wb") as file:
+        write_sealed(file, pieces())
     return found
 
 
 def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
     "Update the problems in a report: copies of recordings in other splits may have changed."
     try:
-        body, now = json.loads(path.read_bytes()), list(map(_plain, noted))
+        body, now = read_own_json(path), list(map(_plain, noted))
         if body["problems"] == now:
             return
         lists = {"rejected_files": body.pop("rejected_files"), "problems": now}
         body = {k: v for k, v in body.items() if k != "problems"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # not a report of leakmel
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, DataError):
+        return  # not a report of leakmel, or damaged
     body["problems_by_kind"] = count_kinds(p.kind for p in noted)
     _write_report(path, lists, lambda: body)
 

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/files.ipynb #9a6b4d05
-import io, os, pickle, re, stat, warnings
+import io, os, pickle, re, stat, warnings, zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ import torch
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, OutputError, write_error
+from ...core.own_files import sealed, unsealed
 from ...dataset.file.writer import replacing, sync_folder, delayed_signals
 from .devices import memory_guard
 
@@ -105,10 +106,10 @@ _ARCHIVE_MAGIC = (
 def plain_bytes(
     values: Mapping[str, Any],  # tensors, numbers, texts, None, and lists and dictionaries of them
 ) -> bytes:
-    "Return values as torch's archive."
+    "Return values as torch's archive, with the digest of its bytes behind it."
     with io.BytesIO() as out:
         torch.save(dict(values), out)
-        return out.getvalue()
+        return sealed(out.getvalue())
 
 
 def load_plain(
@@ -138,7 +139,13 @@ def load_plain(
                 raise DataError(
                     "the file is damaged: its digest does not match", code="damaged-file", path=path
                 )
-            values = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+            archive = io.BytesIO(unsealed(content, path))
+            if digest is None and archive.getbuffer().nbytes == len(content):  # of an earlier version
+                with zipfile.ZipFile(archive) as z:
+                    if (part := z.testzip()) is not None:
+                        raise ValueError(f"the checksum of {part} does not match")
+                archive.seek(0)
+            values = torch.load(archive, map_location=device, weights_only=True)
     except LeakmelError:
         raise
     except pickle.UnpicklingError as e:

@@ -48,6 +48,7 @@ import pandas as pd
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.own_files import read_own_json, sealed_json
 from ...core.parameters import answer_unknown, field_kinds
 from ..model.files import remove_file, write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings
@@ -370,7 +371,7 @@ def write_json(
 ) -> None:  # raises OutputError
     "Write values as JSON; a number that is not finite becomes null."
     finite = json.loads(json.dumps(values), parse_constant=lambda word: None)
-    write_whole(path, (json.dumps(finite, indent=1, allow_nan=False) + "\n").encode(), sync=sync)
+    write_whole(path, sealed_json(finite), sync=sync)
 
 
 @dataclass
@@ -408,7 +409,7 @@ def read_state(
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_bytes())
+        values = read_own_json(path)
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
         for t in values["trials"]:

@@ -441,8 +441,23 @@ def _write_result(
     more: dict[str, Any],
 ) -> TrainResult:
     "Write the model and the summary."
+    detector = replace(detector, record=detector.record | {"seconds": seconds})
     path = detector.save(out / "model.pt")
     update_card(detector, path)
+    result = _result_of(path, detector, data, epochs, best_epoch, more)
+    write_summary(out, result.summary)
+    return result
+
+
+def _result_of(
+    path: Path,
+    detector: Detector,
+    data: TrainingData,
+    epochs: tuple[EpochFigures, ...],
+    best_epoch: int,
+    more: dict[str, Any],
+) -> TrainResult:
+    "Return the result of a training whose model is written."
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
@@ -455,12 +470,10 @@ def _write_result(
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
         "next_steps": next_steps(detector.evaluations),
-        "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         **more,
     }
-    write_summary(out, summary)
-    return TrainResult(detector, path, epochs, best_epoch, summary, seconds)
+    return TrainResult(detector, path, epochs, best_epoch, summary, detector.record["seconds"])
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -619,8 +632,10 @@ def _train_spectral(
     seconds = time.perf_counter() - began
     if choice is not None:
         seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
-    more = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
-    return _write_result(out, detector, data, (), 0, seconds, more)
+    return _write_result(out, detector, data, (), 0, seconds, _FITTED)
+
+
+_FITTED = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
 
 
 def _check_folder(out: Path, resume: str) -> None:
@@ -667,8 +682,8 @@ def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> 
     now = digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
     if detector.record.get("identity") != now:
         return None
-    summary = json.loads((out / "summary.json").read_bytes())
-    return TrainResult(detector, out / "model.pt", (), 0, summary, float(summary["seconds"]))
+    detector.record.setdefault("seconds", 0.0)  # of a model of an earlier version
+    return _result_of(out / "model.pt", detector, data, (), 0, _FITTED)
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
