@@ -40,14 +40,14 @@ __all__ = [
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, signal, subprocess, sys, warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .core.errors import DataError, OutputError, UsageError, show_path
+from .core.errors import DataError, UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
@@ -528,22 +528,9 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
     }
 
 
-def _record(model: str, found: Any, testing: Sequence[Path]) -> str:  # a sentence
-    "Record the evaluation in the model file; a file that cannot be written does not spoil the evaluation."
-    from leakmel.learn.evaluate.evaluation import record_evaluation
-
-    name = ", ".join(show_path(path.name) for path in testing)
-    try:
-        recorded = record_evaluation(model, found, name)
-    except OutputError as e:
-        return f"The evaluation is not recorded in the model file: {e}"
-    if recorded is None:
-        return "The evaluation is not recorded in the model file, because models of retraining rounds are never changed."
-    return "The evaluation is recorded in the model file and in the model card next to it."
-
-
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Evaluate a detector on data sets and compare it with three baselines."
+    from leakmel.learn.evaluate.evaluation import try_to_record
     from leakmel.learn.plans import find_test_sets
 
     if args.figures and not args.out:
@@ -570,7 +557,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         progress=progress_mode(args),
     )
     written = found.save(args.out, plots=args.figures) if args.out else {}
-    recorded = _record(args.model, found, parts["testing"])
+    recorded = try_to_record(args.model, found, parts["testing"])
     text = "\n".join(
         [
             found.report(line_width()),

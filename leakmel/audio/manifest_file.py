@@ -6,7 +6,7 @@
 __all__ = ["T", "stored_folder", "write_manifest", "read_manifest"]
 
 # %% ../../nbs/audio/manifest_file.ipynb #mf000003
-import json, os, zlib
+import io, json, os, zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +20,7 @@ from .file_names import NameParts
 from .listing import DRY, Listing
 from .naming import Naming
 from ..core.errors import DataError, LeakmelError, write_error
+from ..core.own_files import read_own, sealed
 from ..core.store import is_url, store_path
 
 T = TypeVar("T")
@@ -83,8 +84,9 @@ def write_manifest(
     new = path.with_name(f".{path.name}.new")
     try:
         new.unlink(missing_ok=True)  # never written through a link
-        with open(new, "xb") as f:
-            np.savez(f, allow_pickle=False, **arrays)
+        with open(new, "xb") as f, io.BytesIO() as content:
+            np.savez(content, allow_pickle=False, **arrays)
+            f.write(sealed(content.getvalue()))
         os.replace(new, path)
     except OSError as e:
         with suppress(OSError):
@@ -151,7 +153,7 @@ def read_manifest(
 ):  # what `make` returns; raises DataError, also where `make` raises ValueError, TypeError or LookupError
     "Read a stored manifest."
     try:
-        with open(file, "rb") as f, np.load(f, allow_pickle=False) as stored:
+        with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
             head = json.loads(stored["head"].tobytes())
             if head["format"] != _FORMAT:
                 raise ValueError(f"the format is {head['format']!r}")

@@ -6,7 +6,7 @@
 __all__ = ["DONE", "CompiledFunction", "BoundCall", "cache_folders", "CompiledCode", "load_compiled"]
 
 # %% ../../nbs/core/machine_code.ipynb #6d630003
-import ctypes, hashlib, json, logging, os, stat, tempfile
+import ctypes, hashlib, json, logging, os, tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .own_files import open_private
 
 # %% ../../nbs/core/machine_code.ipynb #6d630005
 DONE = (0, -2)  # status of a numba function that returns a number, or None
@@ -155,10 +157,7 @@ def _read(
     path: Path,
 ) -> tuple[dict[str, CompiledFunction], dict[str, int]]:  # raises OSError, ValueError, KeyError
     "Load functions and constants from an object file that only this user, or root, can have written."
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        st = os.fstat(file.fileno())
-        if not stat.S_ISREG(st.st_mode) or st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022:
-            raise ValueError("another user can have written the object file")
+    with open(open_private(path), "rb") as file:
         head, _, body = file.read().partition(b"\n")
     about = json.loads(head)
     if _digest(about, body) != about["digest"]:

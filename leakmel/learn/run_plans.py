@@ -34,7 +34,9 @@ from ..core.cluster import Cluster
 from ..core.errors import UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..dataset.run.plan import find_data
+from ..core.progress import announce
 from ..core.run_plan import run_folder, runs_folder, user_path, write_summary
+from .evaluate.evaluation import try_to_record
 from .evaluate.report import Evaluation
 from .metrics.metrics import FIGURES
 from .metrics.significance import figure_title
@@ -131,9 +133,10 @@ def run_evaluation(
     *,
     progress: str = "auto",
 ) -> Evaluation:
-    "Evaluate, and write summary.json, report.txt, recordings.csv and evaluation.html."
+    "Evaluate, write summary.json, report.txt, recordings.csv and evaluation.html, and record the result in the model file."
     found = lm.evaluate(**plan.given, progress=progress)
     found.save(plan.out)
+    announce(try_to_record(plan.given["model"], found, plan.given["data"]), show=progress)
     return found
 
 

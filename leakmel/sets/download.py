@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/download.ipynb #24c0411b
-import hashlib, json, os, re
+import hashlib, os, re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
+from ..core.own_files import read_own_json, sealed_json
 from ..core.progress import Progress
 from .archives import checked_parts
 from .catalogue import LeakSet
@@ -226,8 +227,8 @@ class _ResumingDownload:
 
     def _validator(self) -> str:
         "Validator of the version of which a part has arrived."
-        with suppress(OSError, ValueError, AttributeError):
-            state = json.loads(self.state.read_text("utf-8"))
+        with suppress(OSError, ValueError, AttributeError, KeyError, DataError):
+            state = read_own_json(self.state)
             return state["validator"] if state["url"] == self.file.url else ""
         return ""
 
@@ -260,7 +261,7 @@ class _ResumingDownload:
         "Keep the validator of the version that arrives now; a weak one does not promise the same bytes."
         tag = headers.get("ETag", "")
         validator = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
-        self.state.write_text(json.dumps({"url": self.file.url, "validator": validator}), "utf-8")
+        self.state.write_bytes(sealed_json({"url": self.file.url, "validator": validator}))
 
     def _store(self, answer: Any, have: int) -> None:
         "Append the body of an answer to what has arrived."

@@ -1,13 +1,16 @@
 """Decisions: calibration, alarm budgets, conformal thresholds, and the evaluation that a model file carries."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import leakmel as lm
+from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.evaluate.evaluation import record_evaluation
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
@@ -33,6 +36,7 @@ from leakmel.learn.model.card import (
     record_from_plain,
 )
 from leakmel.learn.model.detector import load_detector
+from leakmel.learn.run_plans import plan_evaluation, run_evaluation
 from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
 
@@ -272,6 +276,86 @@ def test_an_evaluation_is_recorded_once_in_the_model_file(trained: Path, tmp_pat
     before = (rounds / "model.pt").read_bytes()
     assert record_evaluation(rounds / "model.pt", found, "testing.h5") is None
     assert (rounds / "model.pt").read_bytes() == before
+
+
+def test_test_sets_of_one_name_keep_their_records(trained: Path, tmp_path: Path) -> None:
+    model, sets = tmp_path / "model.pt", list[Path]()
+    load_detector(trained / "model" / "model.pt").save(model)
+    for k, files in enumerate((40, 60)):
+        lm.write_demo(tmp_path / f"demo{k}", n_files=files, seed=k + 5)
+        out = tmp_path / f"site{k}" / "TESTING_DATASET.H5"
+        sets.append(lm.build(tmp_path / f"demo{k}", split="testing", out=out, progress="none", check=0).path)
+    how: dict[str, Any] = {"progress": "none", "allow_leaky_split": True, "n_draws": 100}
+
+    def record(path: Path, name: str = "TESTING_DATASET.H5", **more: Any) -> list[str]:
+        record_evaluation(model, lm.evaluate(model, path, **how, **more), name)
+        found = load_detector(model).evaluations
+        return [e.data_set for e in found if e.kind == TEST_SET]
+
+    (first,) = record(sets[0])
+    both = record(sets[1])
+    assert len(set(both)) == 2
+    assert both[0] == first
+    assert record(sets[0]) == both[::-1]  # its own record is replaced
+    assert record(shutil.copy(sets[1], tmp_path / "copy.h5"), "copy.h5") == both  # the name does not count
+    card = (tmp_path / "model_card.md").read_text()
+    assert all(digest in card for digest in both)
+    labels = tmp_path / "labels.csv"
+    path = lm.open_dataset(sets[0]).files["path"][0]
+    labels.write_text(f"path,digest,label,by,when,note\n{path},,NOLEAK,me,2026-01-01T00:00:00Z,\n")
+    assert record(sets[0], labels=labels) == both[::-1]  # also with labels by people
+
+
+def test_a_record_of_an_earlier_version_is_read_and_replaced(trained: Path, tmp_path: Path) -> None:
+    detector = load_detector(trained / "model" / "model.pt")
+    path = detector.save(tmp_path / "model.pt")
+    found = lm.evaluate(path, trained / "testing.h5", progress="none", n_draws=100)
+    new = record_evaluation(path, found, "testing.h5")
+    assert new is not None
+    record = new.evaluations[-1]
+    plain = asdict(record)
+    del plain["data_set"]
+    old = record_from_plain(plain)
+    assert old == replace(record, data_set="")
+    other = replace(old, recordings=old.recordings + 1)  # another test set of this name
+    replace(detector, evaluations=(old, other)).save(path)
+    again = record_evaluation(path, found, "testing.h5")
+    assert again is not None
+    assert [replace(e, date="") for e in again.evaluations] == [replace(e, date="") for e in (other, record)]
+
+
+def test_notebook_and_command_record_the_same(trained: Path, tmp_path: Path) -> None:
+    records, cards = [], []
+    for k in range(2):
+        path = load_detector(trained / "model" / "model.pt").save(tmp_path / str(k) / "model.pt")
+        testing = str(trained / "testing.h5")
+        if k:
+            given = {"data": testing, "model": str(path), "n_draws": 100, "device": "cpu"}
+            run_evaluation(
+                plan_evaluation(given | {"out": str(tmp_path / "out")}, progress="none"), progress="none"
+            )
+        else:
+            assert (
+                main(
+                    [
+                        "evaluate",
+                        testing,
+                        "--model",
+                        str(path),
+                        "--draws",
+                        "100",
+                        "--device",
+                        "cpu",
+                        "--quiet",
+                    ]
+                )
+                == 0
+            )
+        records.append([replace(e, date="") for e in load_detector(path).evaluations])
+        cards.append(path.with_name("model_card.md").read_text())
+    assert records[0] == records[1]
+    assert [e.kind for e in records[0]] == [CROSS_VALIDATION, TEST_SET]
+    assert cards[0] == cards[1]
 
 
 def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:

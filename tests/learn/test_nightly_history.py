@@ -13,7 +13,7 @@ import pytest
 
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.nightly.evidence import Budget, Evidence
-from leakmel.learn.nightly.history import HISTORY_FILE, HistoryEntry, History
+from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, HistoryEntry, History
 from leakmel.learn.nightly.nights import read_visits, record_run
 from leakmel.learn.nightly.sensors import sensor_table
 
@@ -161,14 +161,75 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("has_digest", [True, False])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused(tmp_path, name):
+def test_hostile_files_are_refused(tmp_path, name, has_digest):
     run(tmp_path, scored_nights(10))
     HOSTILE[name](tmp_path / HISTORY_FILE)
+    if not has_digest:
+        (tmp_path / CHECKED_FILE).unlink()
     with pytest.raises(LeakmelError) as e:
         run(tmp_path, scored_nights(20))
     assert e.value.code == "invalid-history"
     assert str(tmp_path) in str(e.value)
+
+
+VALUES = {  # a change that no constraint of the schema and no check of SQLite notices
+    "sensor": "UPDATE nights SET sensor = 'P3' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "score": "UPDATE recordings SET score = 0.5 WHERE path = 'P1~3.wav'",
+    "evidence": "UPDATE nights SET r0 = r0 + 1 WHERE night = '2026-11-04'",
+    "a lost row": "DELETE FROM recordings WHERE path = 'P1~3.wav'",
+    "a visit": "INSERT INTO visits VALUES ('P1', '2026-11-02')",
+    "meta": "INSERT OR REPLACE INTO meta VALUES ('budget', '9.0')",
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_each_damaged_history_is_refused(tmp_path, tried, what):
+    run(tmp_path, scored_nights(10))
+    whole = (tmp_path / HISTORY_FILE).read_bytes()
+    _sql(VALUES[what])(tmp_path / HISTORY_FILE)
+    changed = (tmp_path / HISTORY_FILE).read_bytes()
+    for _ in range(2):  # a refusal does not bless it
+        with pytest.raises(LeakmelError) as e:
+            run(tmp_path, scored_nights(20))
+        assert e.value.code == "invalid-history"
+        assert (tmp_path / HISTORY_FILE).read_bytes() == changed
+    tried("S20")
+    (tmp_path / HISTORY_FILE).write_bytes(whole)
+    assert run(tmp_path, scored_nights(20)) == 20
+    _sql(VALUES[what])(tmp_path / HISTORY_FILE)
+    (tmp_path / CHECKED_FILE).unlink()  # the person who changed it
+    run(tmp_path, [])
+
+
+def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
+    "The digest is never that of an earlier state: also after an error before or behind the commit, and after a kill."
+    entries = scored_nights(10)
+    run(tmp_path, entries[:4])
+
+    def failing(some: list[HistoryEntry], *, commits: bool) -> None:
+        with History(tmp_path) as history:
+            history.begin()
+            assert not (tmp_path / CHECKED_FILE).exists()
+            record_run(history, some, Budget())
+            if commits:
+                history.commit()
+            raise ZeroDivisionError
+
+    for k, commits in ((4, False), (6, True)):
+        with pytest.raises(ZeroDivisionError):
+            failing(entries[k : k + 2], commits=commits)
+        assert (tmp_path / CHECKED_FILE).exists()
+        with History(tmp_path) as history:
+            assert history._digest
+    subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
+    assert not (tmp_path / CHECKED_FILE).exists()
+    with History(tmp_path) as history:
+        assert not history._digest
+    with History(tmp_path) as history:
+        assert history._digest
+    assert run(tmp_path, entries) == 14  # 4 and 2 of 20 were committed
 
 
 def test_the_rate_of_false_visits_is_within_the_budget():

@@ -6,7 +6,7 @@
 __all__ = ["NOT_GIVEN", "GROUPS", "CARD_TITLE", "escaped", "sha256_of", "data_set_facts", "data_set_card"]
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0003
-import hashlib, json, os
+import hashlib, os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import show_path
+from ...core.errors import DataError, show_path
+from ...core.own_files import read_own_json
 from .columns import ExportSource, column_pages, n_rejected, rejected_pages
 from ..file.schema import DIGEST_ATTRIBUTE, WAVEFORMS
 
@@ -46,10 +47,10 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
     try:
         if not file.is_file() or file.stat().st_size > _MOST_BYTES:
             return {}
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = read_own_json(file)
         if not isinstance(report, dict):
             return {}
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, DataError):
         return {}
     verified = report.get("verified")
     verdict = verified.get("verdict") if isinstance(verified, dict) else None

@@ -39,6 +39,7 @@ import numpy as np
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
 from ...core.monitor import machine_facts, usable_cores, wsl_version
+from ...core.own_files import read_own_json, sealed_json
 from ...core.parameters import check_types, field_choices, field_kinds
 from ..file.writer import replacing
 from ...mel.engines import Engine
@@ -268,7 +269,7 @@ def read_tuned(
     from leakmel import __version__
 
     try:
-        body = json.loads(Path(path).read_bytes())
+        body = read_own_json(path)
         here = {"schema": SCHEMA, "leakmel_version": __version__, "machine": this_machine()}
         for key, wanted in here.items():
             if body[key] != wanted:
@@ -324,7 +325,7 @@ def write_tuned(
     except OSError as e:
         raise write_error(e, path.parent) from e
     with replacing(path) as new:
-        new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        new.write_bytes(sealed_json(body))
     return path
 
 

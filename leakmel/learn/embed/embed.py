@@ -29,6 +29,7 @@ import numpy as np
 
 from ...audio.conform import native
 from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.own_files import read_own, sealed
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...core.threads import run_threads
@@ -124,7 +125,7 @@ class Embeddings:
             np.savez(out, **arrays)
             write_whole(
                 target,
-                out.getvalue(),
+                sealed(out.getvalue()),
                 look=lambda: require_kind(target, "file of embeddings", _is_embeddings),
             )
         return target
@@ -172,13 +173,14 @@ def _texts(arrays: dict[str, np.ndarray], name: str, n: int) -> list[bytes]:
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:
     "Read the arrays of a file; raises ValueError for compressed ones and other kinds."
     kinds = _ARRAYS | {name: ("|u1", 1) for name in _TEXTS} | {f"{name}_ends": ("<i8", 1) for name in _TEXTS}
-    with zipfile.ZipFile(path) as archive:
+    whole = read_own(path)
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         infos = archive.infolist()
         if sorted(i.filename for i in infos) != sorted(f"{name}.npy" for name in kinds):
             raise ValueError("other parts than expected")
         if any(i.compress_type != zipfile.ZIP_STORED or i.file_size != i.compress_size for i in infos):
             raise ValueError("compressed parts")
-        if sum(i.file_size for i in infos) > path.stat().st_size:
+        if sum(i.file_size for i in infos) > len(whole):
             raise ValueError("parts that are larger than the file")
         found = {}
         for name, (kind, n_axes) in kinds.items():

@@ -69,6 +69,14 @@ class EvaluationRecord:
     cautions: tuple[str, ...]
     stamps: tuple[str, ...]  # leakage between training and test recordings
     date: str  # UTC, ISO 8601
+    data_set: str = ""  # digest of the test set; empty: a cross-validation, or a record of an earlier version
+
+    def replaces(self, other: "EvaluationRecord") -> bool:
+        "Whether another record is of the same test set."
+        names = (
+            ("kind", "data_set") if other.data_set else ("kind", "method", "recordings", "leaks", "groups")
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __str__(self) -> str:
         of = f"{self.recordings:,} recordings"
@@ -100,6 +108,7 @@ def evaluation_record(
     verdict: Verdict,
     cautions: Sequence[str] = (),
     stamps: Sequence[str] = (),
+    data_set: str = "",  # digest of the test set
 ) -> EvaluationRecord:
     "Make the record of an evaluation."
     interval = model.intervals["auc"]
@@ -121,6 +130,7 @@ def evaluation_record(
         cautions=tuple(cautions),
         stamps=tuple(stamps),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        data_set=data_set,
     )
 
 
@@ -129,7 +139,8 @@ def record_from_plain(
 ) -> EvaluationRecord:  # raises TypeError, LookupError, UsageError
     "Make the record that a model file stores; its texts can be shown in a terminal."
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
-    found: dict[str, Any] = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()} | texts
+    shown = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()}
+    found: dict[str, Any] = {"data_set": ""} | shown | texts
     kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
     check_types({n: found.get(n) for n in kinds}, kinds)
     return EvaluationRecord(**found)
@@ -295,7 +306,8 @@ def model_card(
     lines += ["## Detector", "", *_training_rows(detector), "", "## Evaluation", ""]
     for e in evaluations:
         lines += [f"- {e.date[:10]}: {_escaped(e)}. {_escaped(e.verdict)}"]
-        lines += [f"  - {_escaped(text)}" for text in (*e.stamps, *e.cautions)]
+        of = (f"Digest of the test set: {e.data_set}",) if e.data_set else ()
+        lines += [f"  - {_escaped(text)}" for text in (*of, *e.stamps, *e.cautions)]
     lines += ["- none"] * (not evaluations)
     lines += ["", "## Decisions", "", *_decision_rows(detector, detector.held_out)]
     lines += ["", "## Next steps", "", *(f"- {_without_markup(step)}" for step in next_steps(evaluations))]

@@ -23,13 +23,14 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/locate.ipynb #e9e2e249
-import json, os, re
+import os, re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
+from ...core.own_files import read_own_json, sealed_json
 from .detector import Detector, load_detector
 from .files import write_whole
 
@@ -99,7 +100,7 @@ def write_lineage(
         "testing": lineage.testing,
         "champions": [asdict(c) for c in lineage.champions],
     }
-    write_whole(folder / CHAMPION_FILE, (json.dumps(values, indent=1) + "\n").encode())
+    write_whole(folder / CHAMPION_FILE, sealed_json(values))
 
 
 def champion_from(values: dict[str, Any]) -> Champion:
@@ -126,9 +127,7 @@ def read_lineage(
             remedy="restore it from a copy, or start in another folder",
         )
     try:
-        if not path.is_file():
-            raise ValueError("no regular file")  # a named pipe would be waited for
-        values = json.loads(path.read_bytes())
+        values = read_own_json(path)
         champions = tuple(map(champion_from, values["champions"]))
         if values["format"] != FORMAT or not champions or not isinstance(values["testing"], str):
             raise ValueError(f"format {values['format']}")

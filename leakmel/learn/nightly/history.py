@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...core.errors import DataError, OutputError, SpaceError, write_error
-from ...dataset.file.writer import OutputLock, replacing
+from ...core.own_files import digest_of_file, read_own, sealed
+from ...dataset.file.writer import OutputLock, replacing, sync_folder
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
-CHECKED_FILE = ".history.sqlite.checked"  # identity of the file that the last run left
+CHECKED_FILE = ".history.sqlite.checked"  # digest and identity of the file that the last run left
 N_BANDS = 8  # bands of the spectrum, from low to high
 
 
@@ -123,15 +124,22 @@ def _identity(path: Path) -> str:
     return f"{st.st_ino} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns}"
 
 
-def _is_as_left(path: Path) -> bool:
-    "Whether the last run closed this very file, and nothing has written to it since."
+def _as_left(path: Path) -> tuple[str, bool]:  # digest, and whether the last run closed this very file
+    "Compare the file with the digest that the last run left; an empty digest: it left none."
     try:
-        fd = os.open(path.with_name(CHECKED_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            known = f.read(200)
-        return known == _identity(path).encode() and not os.path.lexists(f"{path}-journal")
-    except OSError:
-        return False
+        known, _, identity = read_own(path.with_name(CHECKED_FILE)).decode("ascii").partition(" ")
+        if len(known) != 32 or os.path.lexists(f"{path}-journal"):
+            return "", False
+        found = digest_of_file(path)
+    except (OSError, ValueError, DataError):
+        return "", False
+    if found == known:
+        return known, identity == _identity(path)
+    raise _refused(
+        path,
+        f"the file is damaged, or another program has changed it (if you did, delete {CHECKED_FILE} next to it)",
+        f"digest {found}",
+    )
 
 
 _AT_ONCE = 500  # digests of a query
@@ -156,7 +164,7 @@ class History:
         with ExitStack() as stack:
             stack.enter_context(OutputLock(self.path))
             exists = _check_file(self.path)
-            self._is_checked = exists and _is_as_left(self.path)
+            self._digest, self._is_checked = _as_left(self.path) if exists else ("", False)
             try:
                 self.db = sqlite3.connect(self.path, isolation_level=None)
                 stack.callback(self.db.close)
@@ -170,13 +178,16 @@ class History:
         if self.db.in_transaction:
             with suppress(sqlite3.Error):
                 self.db.execute("ROLLBACK")
+        n_changes = self.db.total_changes
         self.db.close()
         marker = self.path.with_name(CHECKED_FILE)
         with suppress(OSError, OutputError):
             marker.unlink(missing_ok=True)
-            if exc[0] is None:
+            if exc[0] is None or self._digest:
+                digest = digest_of_file(self.path) if n_changes or not self._digest else self._digest
+                text = f"{digest} {_identity(self.path) if exc[0] is None else ''}"
                 with replacing(marker) as new:
-                    new.write_text(_identity(self.path))
+                    new.write_bytes(sealed(text.encode()))
         self._open.close()
 
     def _error(self, e: Exception) -> Exception:
@@ -226,7 +237,12 @@ class History:
             raise _refused(self.path, "the file is damaged", verdict)
 
     def begin(self) -> None:
-        "Begin the transaction of a run."
+        "Begin the transaction of a run; what a killed run leaves has no digest."
+        try:
+            self.path.with_name(CHECKED_FILE).unlink(missing_ok=True)
+            sync_folder(self.folder)
+        except OSError as e:
+            raise write_error(e, self.folder) from e
         try:
             self.db.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as e:

@@ -19,7 +19,6 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #9b56a1bf
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
+from ...core.own_files import read_own_json
 from ..data.leakage import find_shared
 from ..data.segments import Segments
 from ..data.splits import recordings_table
@@ -100,7 +100,7 @@ def read_record(
     "Read the record of a finished round."
     path = round_folder(folder, number) / RECORD
     try:
-        values = json.loads(path.read_bytes())
+        values = read_own_json(path)
         if not isinstance(values, dict):
             raise TypeError(f"{type(values).__name__} in place of names and values")
         return values

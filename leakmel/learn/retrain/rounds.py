@@ -19,6 +19,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError
+from ...core.own_files import sealed_json
 from ...core.progress import Progress, announce
 from ..data.groups import Group, recordings_of
 from ..data.leakage import LEAKY_SPLIT
@@ -337,7 +338,7 @@ class _RoundInProgress:
             **learned,
         }
         write_whole(here / SELECTION_FILE, kept)
-        write_whole(here / RECORD, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+        write_whole(here / RECORD, sealed_json(record))
         if replaced:
             write_lineage(self.folder, lineage.follow(winner))
         rmtree(here / "checkpoints", ignore_errors=True)  # the round is over

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000003
+import io
 import json
 import os
 import time
@@ -36,6 +37,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError
+from ...core.own_files import read_own, sealed
 from ...core.progress import Progress
 from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups
@@ -231,19 +233,19 @@ class FoldTrainer:
         shape = (len(held_out), self.ds.row_shape[0])
         if path is not None and path.is_file():
             try:
-                found = np.load(path, allow_pickle=False)
+                found = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
                 if found.shape == shape and found.dtype == np.float32:
                     return found
-            except (OSError, ValueError, EOFError):
-                pass  # cut short by a crash: fitted again
+            except (OSError, ValueError, DataError):
+                pass  # damaged, or of an earlier version: fitted again
         found = score_rows(
             self.fit(kind, learned, seed), self._segments(held_out, "recording"), device=self.device
         )
         self.n_done += 1
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(part := path.with_suffix(".new"), "wb") as f:
-                np.save(f, found)
+            np.save(content := io.BytesIO(), found)
+            (part := path.with_suffix(".new")).write_bytes(sealed(content.getvalue()))
             os.replace(part, path)
         return found
 
