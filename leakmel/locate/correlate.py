@@ -278,16 +278,19 @@ class _Pipe:
     speed_m_s: float
     speed_error_m_s: float
     clock_error_s: float
+    range_m_s: tuple[float, float] | None = None  # of the speed, where the material gives it
 
     @property
     def most_s(self) -> float:
         "Largest delay that a wave on this pipe can have, with the errors of speed and clocks, s."
         slowest = max(self.speed_m_s - 2 * self.speed_error_m_s, self.speed_m_s / 2)
+        if self.range_m_s is not None:
+            slowest = self.range_m_s[0]
         return self.distance_m / slowest + 3 * self.clock_error_s
 
-    def position_m(self, delay_s: float) -> float:
-        "Position from a, m."
-        return (self.distance_m + self.speed_m_s * delay_s) / 2
+    def position_m(self, delay_s: float, speed_m_s: float | None = None) -> float:
+        "Position from a, m, with the usual or another speed."
+        return (self.distance_m + (self.speed_m_s if speed_m_s is None else speed_m_s) * delay_s) / 2
 
     def errors_m(self, delay_s: float, delay_error_s: float) -> dict[str, float]:
         "Standard error of the position and its parts, m."
@@ -299,6 +302,17 @@ class _Pipe:
         }
         return {"total": math.hypot(*parts.values()), **parts}
 
+    def interval_m(self, delay_s: float, errors_m: dict[str, float]) -> tuple[float, float, float]:
+        "Position and 95 % interval within the pipe, m; the ends of a range of the speed lie at different distances."
+        place, half = self.position_m(delay_s), Z95 * errors_m["total"]
+        low, high = place - half, place + half
+        if self.range_m_s is not None:
+            half = Z95 * math.hypot(errors_m["delay"], errors_m["clock"], errors_m["distance"])
+            ends = sorted(self.position_m(delay_s, c) for c in self.range_m_s)
+            low, high = place - math.hypot(half, place - ends[0]), place + math.hypot(half, ends[1] - place)
+        low, place, high = (min(max(x, 0.0), self.distance_m) for x in (low, place, high))
+        return place, low, high
+
 
 def _pipe(
     distance_m: float,
@@ -309,6 +323,7 @@ def _pipe(
 ) -> _Pipe:
     "Check the geometry; raises UsageError."
     speed_m_s = speed.speed_m_s if isinstance(speed, WaveSpeed) else speed
+    range_m_s = speed.range_m_s if isinstance(speed, WaveSpeed) and speed_error_m_s is None else None
     if speed_error_m_s is None:
         speed_error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else _SPEED_ERROR * speed_m_s
     values = {
@@ -329,7 +344,7 @@ def _pipe(
             expected=f"below {distance_m / (Z95 * speed_m_s):.4f} s; {0.1 * distance_m / (Z95 * speed_m_s):.4f} s for an interval of a tenth of the pipe",
             remedy="synchronise the loggers, or record both on two channels of one recorder",
         )
-    return _Pipe(distance_m, distance_error_m, speed_m_s, speed_error_m_s, clock_error_s)
+    return _Pipe(distance_m, distance_error_m, speed_m_s, speed_error_m_s, clock_error_s, range_m_s)
 
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30017
@@ -382,7 +397,8 @@ def _verdict(
     half_m = Z95 * math.hypot(
         errors_m["delay"], errors_m["distance"]
     )  # an error of speed or clocks does not say outside
-    if place - half_m <= 0 or place + half_m >= pipe.distance_m:
+    speeds = (pipe.speed_m_s, *(pipe.range_m_s or ()))
+    if not any(half_m < pipe.position_m(delay_s, c) < pipe.distance_m - half_m for c in speeds):
         return "outside", ()
     return "leak", (place,)
 
@@ -522,10 +538,9 @@ def correlate(
     used = delay if is_found else None
     interval = (None, None, None)  # type: tuple[float | None, float | None, float | None]
     if verdict == "leak":
-        place, half = pipe.position_m(delay_s), Z95 * errors["total"]
-        interval = place, max(0.0, place - half), min(distance_m, place + half)
+        interval = pipe.interval_m(delay_s, errors)
         total_s = math.hypot(delay.error_s if delay else 0.0, pipe.clock_error_s)
-        ends = {"a": place - half <= 0, "b": place + half >= distance_m}
+        ends = {"a": interval[1] <= 0, "b": interval[2] >= distance_m}
         more += [_BEYOND.format(end) for end, is_reached in ends.items() if is_reached]
         if abs(delay_s) < max(2 / rate, 2 * total_s):
             more.append(_ZERO)
