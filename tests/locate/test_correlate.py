@@ -317,6 +317,80 @@ def test_wave_speed_is_that_of_the_formula() -> None:
     assert result.errors_m["speed"] == pytest.approx(20 / pe.speed_m_s / 2 * pe.error_m_s, rel=0.01)
 
 
+# material, inner diameter and wall in mm, measured or fitted speeds in m/s
+PUBLISHED = [
+    # site in Ottawa, PVC of 150 mm, about 480 m/s (Hunaidi and Chu 1999; Gao et al. 2005)
+    ("pvc", 150.0, 7.0, 470.0, 482.0),
+    # buried polyethylene, for which 2.2 GPa fits (Graf et al. 2014): SDR 11 and SDR 17 by the formula
+    ("pe", 90.0, 10.0, 460.0, 475.0),
+    ("pe", 150.0, 10.0, 365.0, 375.0),
+    # water hammer agrees with moduli of slow tests, buried or not (Watters et al. 1976): 2.4 to 3.0 GPa by the formula
+    ("pvc", 150.0, 7.0, 327.0, 362.0),
+    # plastic pipe of 5 GPa in a soil with a shear modulus of 0.02 to 0.1 GPa (doi 10.1186/s10033-022-00710-7) by the formula
+    ("pvc", 150.0, 7.0, 480.0, 536.0),
+    # a quarter above the moduli of slow tests
+    ("pvc", 150.0, 7.0, 1.25 * 326, 1.25 * 416),
+]
+
+
+@pytest.mark.parametrize(("material", "diameter_mm", "wall_mm", "low", "high"), PUBLISHED)
+def test_ranges_of_plastic_pipes_cover_published_speeds(material, diameter_mm, wall_mm, low, high) -> None:
+    found = lm.wave_speed(material, diameter_mm, wall_mm)
+    assert found.low_m_s < low < high < found.high_m_s
+
+
+def test_soil_does_not_matter_for_metal_pipes() -> None:
+    for material in ("steel", "ductile-iron", "cast-iron", "copper"):
+        found = lm.wave_speed(material, 150.0, 8.0)
+        low, high = found.range_m_s
+        assert 0.9 * found.speed_m_s < low <= found.low_m_s < found.high_m_s <= high < 1.1 * found.speed_m_s
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 1e-3])
+def test_interval_covers_the_position_with_published_speeds(clock_s: float) -> None:
+    """Leaks anywhere between the loggers, in pipes of which only material and size are known."""
+    rng = np.random.default_rng(7)
+    n, hits = 60, 0
+    for seed in range(n):
+        material, diameter_mm, wall_mm, low, high = PUBLISHED[seed % len(PUBLISHED)]
+        place, speed = rng.uniform(3, 77), rng.uniform(low, high)
+        given: dict[str, Any] = {"band_hz": (40.0, 400.0), "snr_db": 5.0, "duration_s": 10.0, "seed": seed}
+        pair = synthetic_pair(
+            position_m=place,
+            distance_m=80.0,
+            speed_m_s=speed,
+            clock_offset_s=clock_s * rng.standard_normal(),
+            **given,
+        )
+        pipe = lm.wave_speed(material, diameter_mm, wall_mm)
+        found = lm.correlate(pair, distance_m=80.0, speed_m_s=pipe, clock_error_s=clock_s)
+        hits += found.low_m is not None and found.low_m <= place <= found.high_m
+    assert hits >= 0.95 * n
+
+
+@pytest.mark.parametrize("place", [20.0, 60.0])
+def test_the_interval_of_a_material_has_the_ends_of_its_speeds(place: float) -> None:
+    """The position is (distance + speed * delay) / 2: the farther end lies where the range of the speed is longer."""
+    pipe = lm.wave_speed("pvc", 150.0, 7.0)
+    pair = synthetic_pair(position_m=place, distance_m=80.0, speed_m_s=450.0, snr_db=30.0)
+    found = lm.correlate(pair, distance_m=80.0, speed_m_s=pipe, distance_error_m=0.0)
+    delay_s = (2 * place - 80) / 450
+    ends = sorted((80 + c * delay_s) / 2 for c in pipe.range_m_s)
+    assert (found.low_m, found.high_m) == pytest.approx(ends, abs=0.05)
+    assert found.position_m == pytest.approx((80 + pipe.speed_m_s * delay_s) / 2, abs=0.05)
+    given = lm.correlate(pair, distance_m=80.0, speed_m_s=pipe, speed_error_m_s=5.0, distance_error_m=0.0)
+    assert given.high_m - given.position_m == pytest.approx(given.position_m - given.low_m)
+
+
+@pytest.mark.parametrize("place", [4.0, 76.0])
+def test_a_slow_wave_of_a_leak_near_a_logger_is_not_outside(place: float) -> None:
+    pair = synthetic_pair(position_m=place, distance_m=80.0, speed_m_s=340.0, snr_db=20.0)
+    found = lm.correlate(pair, distance_m=80.0, speed_m_s=lm.wave_speed("pvc", 150.0, 7.0))
+    assert found.verdict == "leak"
+    assert 0 <= found.low_m <= place <= found.high_m <= 80
+    assert any("at or beyond logger" in note for note in found.notes)
+
+
 def test_figure_has_the_curves() -> None:
     pytest.importorskip("plotly")
     found = lm.correlate(synthetic_pair(position_m=30.0), **PIPE)
