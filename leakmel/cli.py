@@ -22,11 +22,12 @@ __all__ = [
     "CommandParser",
     "run_tune",
     "Signal",
+    "Stream",
     "main",
 ]
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, gc, json, logging, os, re, signal, sys, threading
+import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, threading
 from collections import Counter
 from collections.abc import Sequence
 from shlex import quote
@@ -45,8 +46,9 @@ from leakmel.cli_learn import (
     refuse_unused,
     warnings_to_stderr,
 )
-from .core.errors import LeakmelError, UsageError, missing_package, show_path
+from .core.errors import LeakmelError, UsageError, missing_package, show_path, write_error
 from .core.parameters import add_field_options, answer_unknown, given_fields
+from .core.processes import safe_module_path
 from .core.progress import Progress, front_end, line_width, wrap_text
 from .core.run_plan import user_path
 
@@ -1058,12 +1060,64 @@ def _raise_signal(number: int, frame: Any) -> None:
     raise Signal(number)
 
 
+class Stream(io.FileIO):
+    "Standard output or standard error; keeps its first error instead of raising it."
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            while (
+                n := super().write(data)
+            ) is None:  # a full pipe that the parent process set to non-blocking
+                select.select((), (self,), ())
+            return n
+        except OSError as e:
+            self.error = self.error or e
+            return len(data)
+
+
+def _own_stream(fd: int, text: Any) -> Stream:
+    "Replace `sys.stdout` or `sys.stderr` by one that raises no errors."
+    stream = Stream(fd, "w", closefd=False)
+    encoding = getattr(text, "encoding", None)
+    buffer = io.BufferedWriter(stream)
+    new = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=fd == 2 or stream.isatty())
+    setattr(sys, ("stdin", "stdout", "stderr")[fd], new)
+    return stream
+
+
 def main(
     argv: Sequence[str] | None = None,  # default: the process's arguments
 ) -> int:  # exit status
     "Run a command and return its exit status."
+    if argv is not None:
+        return _run(argv)[0]
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed before the start
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or open(0, closefd=False)
+    output, _ = _own_stream(1, sys.stdout), _own_stream(2, sys.stderr)
+    has_failed = False
+    try:
+        status, has_failed = _run(sys.argv[1:])
+    except SystemExit as e:  # after --help or --version
+        status = int(e.code or 0)
+    sys.stdout.flush()
+    if output.error is not None and output.error.errno != errno.EPIPE:
+        e = write_error(output.error, "standard output")
+        _print_error(
+            f"The output of the command could not be written; its work ended with status {status}. {e}"
+        )
+        status = status if has_failed else e.exit_code
+    if "triton" not in sys.modules:  # which reports what is not collected, at length
+        gc.freeze()  # the process ends now: collecting its objects would take 40 ms
+    return status
+
+
+def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether an error was raised
+    "Run a command and print its outcome."
     _start_streams()
-    words = sys.argv[1:] if argv is None else argv
     args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
     handlers: dict[int, Any] = {}
     where = ""
@@ -1072,7 +1126,7 @@ def main(
         where = f"leakmel {args.command}: "
         handlers = _catch_signals()
         try:
-            with warnings_to_stderr():
+            with warnings_to_stderr(), safe_module_path():
                 status, body, text = args.run(args)
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
@@ -1084,9 +1138,11 @@ def main(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if argv is None and "triton" not in sys.modules:  # which reports what is not collected, at length
-        gc.freeze()  # the process ends now: collecting its objects would take 40 ms
-    return _print(args, status, body, text)
+    if args.json:
+        print(json.dumps({"ok": status == 0, "exit_status": status} | body, default=str))
+    elif text:
+        print(wrap_text(text) if sys.stdout.isatty() else text)
+    return status, "error" in body
 
 
 def _start_streams() -> None:
@@ -1115,19 +1171,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
-
-
-def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: str) -> int:
-    "Print the outcome; a closed pipe is not an error."
-    try:
-        if args.json:
-            print(json.dumps({"ok": status == 0, "exit_status": status} | body, default=str))
-        elif text:
-            print(wrap_text(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
 
 
 def _catch_signals() -> dict[int, Any]:

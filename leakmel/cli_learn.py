@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
-import argparse, signal, subprocess, sys, warnings
+import argparse, signal, sys, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -49,6 +49,7 @@ from typing import Any
 import leakmel as lm
 from .core.errors import DataError, OutputError, UsageError, show_path
 from .core.parameters import add_field_options, given_fields
+from .core.processes import start_process
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
 from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
@@ -1037,7 +1038,7 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     status = 0
     if not args.no_lab:
         print(f"{show_path(path)}: run all cells; Ctrl-C here ends JupyterLab", file=sys.stderr, flush=True)
-        lab = subprocess.Popen(command, stdout=sys.stderr)
+        lab = start_process(command, path.parent, stdout=sys.stderr)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # JupyterLab asks, and ends in its own time
         try:
             status = int(lab.wait() != 0)

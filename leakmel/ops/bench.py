@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, math, mmap, os, statistics, subprocess, sys, tempfile, time
+import itertools, json, math, mmap, os, statistics, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -51,14 +51,17 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
+import leakmel
 import numpy as np
 
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
 from ..core.monitor import free_memory, machine_facts, usable_cores
 from ..core.parameters import answer_unknown
+from ..core.processes import start_process
 from ..core.run_plan import runs_folder
 from ..core.timeline import covered_s, read_timeline
 from ..insight.diagnose import aligned
@@ -76,13 +79,17 @@ class ProcessRun:
     started_s: float = math.nan  # on the clock `time.perf_counter`
 
 
+# the leakmel of this process, also where it is not installed
+_COMMAND = f"import sys; sys.path.append({str(Path(leakmel.__file__).parents[1])!r}); from leakmel.cli import main; sys.exit(main())"
+
+
 def run_leakmel(
     *argv: str,  # arguments of the command line; --json is added
 ) -> ProcessRun:  # raises LeakmelError where the command fails
-    "Run `python -m leakmel` in a process and measure it; a build never resumes."
+    "Run a command of leakmel in a process and measure it; a build never resumes."
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "leakmel", *words], stdout=subprocess.PIPE, text=True)
+    process = start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         text = process.stdout.read()
@@ -141,12 +148,11 @@ def commit() -> dict[str, Any]:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", "-C", str(here), *words], capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):
+            with start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+                text = process.communicate()[0].strip()
+        except OSError:
             return None
-        return done.stdout.strip()
+        return None if process.returncode else text
 
     # from the top of the checkout
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")
