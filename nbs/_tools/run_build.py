@@ -7,10 +7,11 @@ SETTINGS more parameters of the notebook, as in "sample_rate=4096 duration_s=1 p
 import json
 import os
 import shlex
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+
+from leakmel.core.processes import start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("table", "cache_dir")  # parameters that name files: relative to where make is called
@@ -107,10 +108,10 @@ def main() -> int:
     parameters = [*as_parameters(settings), "-r", "out", str(out)]
     if data:
         parameters += ["-r", "data_root", os.path.abspath(os.path.expanduser(data))]
-    status = subprocess.run(
-        [Path(sys.executable).parent / "papermill", ROOT / "nbs" / "build.ipynb", executed, *parameters],
-        cwd=ROOT / "nbs",
-    ).returncode
+    papermill = Path(sys.executable).parent / "papermill"
+    words = [papermill, ROOT / "nbs" / "build.ipynb", executed, *parameters]
+    with start_process([str(word) for word in words], ROOT / "nbs") as process:
+        status = process.wait()
     if status:
         place = (
             f"the notebook up to the error: {executed}" if executed.exists() else "no notebook was written"

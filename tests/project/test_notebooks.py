@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -284,15 +286,15 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny, monkeypa
     for name, value in {"DATA": str(mixed), "OUT": str(out), "SETTINGS": settings}.items():
         monkeypatch.setenv(name, value)
 
-    def run_papermill(words: list[Any], cwd: Path) -> subprocess.CompletedProcess[bytes]:
-        command, notebook, executed, *options = (str(word) for word in words)
+    def run_papermill(words: list[str], cwd: Path) -> Any:
+        command, notebook, executed, *options = words
         assert (Path(command).name, notebook, cwd) == ("papermill", f"{ROOT}/nbs/build.ipynb", ROOT / "nbs")
         assert executed == str(out / "build.ipynb")
         run = run_here("build.ipynb", **read_by_papermill(notebook, executed, *options))
         assert run.error == ""
-        return subprocess.CompletedProcess(words, 0)
+        return nullcontext(SimpleNamespace(wait=lambda: 0))
 
-    monkeypatch.setattr(run_build.subprocess, "run", run_papermill)
+    monkeypatch.setattr(run_build, "start_process", run_papermill)
     assert run_build.main() == 0
     (made,) = out.glob("*.H5")
     with lm.open_dataset(made) as ds:

@@ -40,6 +40,7 @@ from ...audio.wav import digest_of
 from ...core.cluster import Cluster, open_cluster, run_tasks
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
+from ...core.processes import safe_module_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ...core.text_columns import text_column
@@ -207,7 +208,8 @@ def _run_folds(
             pre_dispatch="all",
             idle_worker_timeout=WORKER_IDLE_S,
         )
-        yield from run(delayed(_score_fold)(trainer, features, *task) for task in tasks)
+        with safe_module_path():
+            yield from run(delayed(_score_fold)(trainer, features, *task) for task in tasks)
         return
     names = [f"leakmel-fold-{seed + 1}-{k + 1}" for _, k, seed in tasks]
     with open_cluster(cluster) as client:

@@ -31,6 +31,7 @@ from joblib import Parallel, delayed
 
 from ...audio.labels import LabelTable
 from ...core.errors import UsageError, show_path
+from ...core.processes import safe_module_path
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, user_path
 from ...insight.plots import _colour, _f32, _figure
@@ -442,7 +443,8 @@ def learning_curve(
             n_jobs=processes, return_as="generator", pre_dispatch="all", idle_worker_timeout=WORKER_IDLE_S
         )
         tasks = (delayed(_score_part)(trainer, p.learned, p.held_out, p.seed) for p in parts)
-        with Progress(len(parts), unit="fits", label="learning curve", show=show) as bar:
+        bar = Progress(len(parts), unit="fits", label="learning curve", show=show)
+        with safe_module_path(), bar:
             for part, (score, n) in zip(parts, run(tasks)):
                 own = scores.setdefault((part.curve, part.share), np.full((seeds, len(trainer.rows)), np.nan))
                 own[part.seed, part.held_out] = score
