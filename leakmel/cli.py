@@ -49,6 +49,7 @@ from .core.errors import LeakmelError, UsageError, missing_package, show_path
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, front_end, line_width, wrap_text
 from .core.run_plan import user_path
+from .core.threads import machine_error
 
 # %% ../nbs/cli.ipynb #5dee17f6
 Outcome = tuple[int, dict[str, Any], str]  # exit status, body of --json, text
@@ -88,7 +89,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     manifest = _scan(args, content=args.content)
     stored = None if args.save is None else manifest.save(args.save)
     problems = manifest.problems.to_dict("records")
-    report = manifest.report(len(problems) if args.most is None else args.most)
+    report = manifest.report(args.most)
     lost = {
         p["path"] for p in problems if p["kind"] != "no_recordings" and group_of(p["kind"]) == CANNOT_BE_USED
     }
@@ -104,7 +105,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         lines.append(repr(manifest.preview))
     lines += (whole := list(hints(manifest)))
     lines.append(
-        f"{report!r}{' (--most N, --json for all)' if report.more else ''}"
+        f"{report!r}{' (--most all shows them)' if report.more else ''}"
         if problems
         else f"No problems found{'' if args.content else ' in names and folders (--content also reads the recordings)'}."
     )
@@ -1076,17 +1077,43 @@ def main(
                 status, body, text = args.run(args)
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
+        except OSError as e:
+            if e.filename is None:
+                raise
+            raise machine_error(e) from e
     except (LeakmelError, Signal) as e:
-        status = e.exit_code
-        body = {"error": str(e), "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {})
+        status, said = e.exit_code, _in_shell_words(e, getattr(args, "command", ""))
+        body = {"error": said, "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {})
         text = ""
-        _print_error("; ".join([f"{where}{e}", *getattr(e, "__notes__", [])]))
+        _print_error("; ".join([f"{where}{said}", *getattr(e, "__notes__", [])]))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if argv is None and "triton" not in sys.modules:  # which reports what is not collected, at length
         gc.freeze()  # the process ends now: collecting its objects would take 40 ms
     return _print(args, status, body, text)
+
+
+_PARAMETER = re.compile(r"""(?<![\w/.'"-])([a-z][a-z_0-9]*)(?:=('[^']*'|True|False|[\d.]+))?(?![\w=/(])""")
+
+
+def _in_shell_words(error: BaseException, command: str) -> str:
+    "Return the text of an error; parameters in its remedy become options of the command: resume='never' is --resume never."
+    text, remedy = str(error), getattr(error, "remedy", None) or ""
+    head, tail = text[: len(text) - len(remedy)], text[len(text) - len(remedy) :]
+    if not command or not ("_" in tail or "=" in tail):
+        return text
+    commands = next(a for a in _parser(command)._actions if isinstance(a, argparse._SubParsersAction))
+    known = commands.choices[command]._option_string_actions
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        word = f"--{'no-' if value == 'False' else ''}{name.replace('_', '-')}"
+        if word not in known or word in tail or value is None and "_" not in name:
+            return found[0]
+        return word if value in (None, "True", "False") else f"{word} {value.strip(chr(39))}"
+
+    return head + _PARAMETER.sub(option, tail)
 
 
 def _start_streams() -> None:

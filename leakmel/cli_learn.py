@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .core.errors import DataError, OutputError, UsageError, show_path
+from .core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
@@ -1027,7 +1027,8 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.ops.review_lab import lab_command, review_parameters, write_review
 
     if not user_path(args.folder).is_dir():
-        raise DataError("the folder does not exist", code="no-such-folder", path=args.folder)
+        remedy = missing_remedy(user_path(args.folder))
+        raise DataError("the folder does not exist", code="no-such-folder", path=args.folder, remedy=remedy)
     _check_review(args)
     words = (args.model, args.scores, args.queue, args.labels, args.by, args.n)
     given = review_parameters(args.folder, *words)

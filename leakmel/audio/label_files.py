@@ -33,7 +33,15 @@ from leakmel.audio.labels import (
 )
 from .listing import found_below
 from .wav import Recording, read_wav
-from ..core.errors import DataError, OutputError, RecordingError, UsageError, show_path, write_error
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    RecordingError,
+    UsageError,
+    missing_remedy,
+    show_path,
+    write_error,
+)
 
 # %% ../../nbs/audio/label_files.ipynb #5ac5e655
 _ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re.ASCII)
@@ -44,7 +52,10 @@ class _Recordings:
 
     def __init__(self, root: Path):
         if not root.is_dir():
-            raise DataError("the folder of the recordings does not exist", code="no-such-folder", path=root)
+            remedy = missing_remedy(root)
+            raise DataError(
+                "the folder of the recordings does not exist", code="no-such-folder", path=root, remedy=remedy
+            )
         self.root = root
         self.paths = [os.fsdecode(path) for path, _, _ in found_below(root, root)[0]]
         self.by_stem: dict[str, list[str]] = {}

@@ -39,7 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .tables import read_table
-from ..core.errors import DataError, UsageError, show_path, write_error
+from ..core.errors import DataError, UsageError, explain, show_path, write_error
 from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
@@ -262,7 +262,10 @@ def _read_bytes(file: Path) -> bytes:
             _regular(fd, file)
             data = f.read(MAX_TABLE_BYTES + 1)
     except OSError as e:
-        raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
+        cause, remedy = explain(e, file)
+        raise DataError(
+            f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
+        ) from e
     if len(data) > MAX_TABLE_BYTES:
         raise DataError(
             "the table is too large",

@@ -45,7 +45,15 @@ from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_n
 from .naming import Naming
 from .problems import Problem, how_many, show_place
 from .wav import MACHINE_FAULTS
-from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    UsageError,
+    explain,
+    missing_remedy,
+    show_path,
+)
 from ..core.store import StorePath, absolute_folder, list_objects, names_in
 
 
@@ -60,19 +68,19 @@ def is_recording_name(
 # %% ../../nbs/audio/listing.ipynb #e9a3b56a
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
     "Return the error for a folder that cannot be listed."
-    name = errno.errorcode.get(error.errno or 0, "unknown error")
+    cause, remedy = explain(error, folder)
     if error.errno in MACHINE_FAULTS:
         return MachineError(
-            f"the machine failed while listing a folder ({name})",
+            f"the machine failed while listing a folder ({cause})",
             code="io-fault",
             path=folder,
-            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
+            remedy=remedy,
         )
     return DataError(
-        f"the folder cannot be listed ({name})",
+        f"the folder cannot be listed ({cause})",
         code="folder-unreadable",
         path=folder,
-        remedy="grant read permission, or move the folder out of the data folder",
+        remedy=remedy,
     )
 
 
@@ -641,7 +649,8 @@ def existing_folder(
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError) as e:  # ValueError: a zero byte
-        raise DataError("no such folder", code="no-such-folder", path=root, remedy=remedy) from e
+        hint = missing_remedy(root, remedy or explain(e, root)[1])
+        raise DataError("no such folder", code="no-such-folder", path=root, remedy=hint) from e
     except OSError as e:
         raise list_error(e, root) from e
     if not is_folder:

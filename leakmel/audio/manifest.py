@@ -213,7 +213,7 @@ class Manifest:
 
     def report(
         self,
-        most: int = 20,  # examples to show
+        most: int | None = 20,  # examples to show; None: all
     ) -> ProblemReport:
         "The problems by group and kind, for a notebook or a terminal."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)

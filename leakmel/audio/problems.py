@@ -199,19 +199,25 @@ class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
     def __init__(
-        self, problems: Iterable[Problem], most: int = 20
-    ):  # examples to show, shared evenly by the kinds, at least one of each; 0: none
+        self,
+        problems: Iterable[Problem],
+        # examples to show, shared evenly by the kinds, at least one of each; 0: none, None: all
+        most: int | None = 20,
+    ):
         found: dict[str, list[Problem]] = {}
         for p in problems:
             found.setdefault(p.kind, []).append(p)
         order = count_kinds({kind: len(same) for kind, same in found.items()})
         self.by_kind = {kind: found[kind] for kind in order}
-        n_each = max(1, most // max(1, len(found)))
-        self.given = {
-            kind: min(len(same), MAX_PER_KIND if kind in ALWAYS_SHOWN else n_each) if most > 0 else 0
-            for kind, same in self.by_kind.items()
-        }
-        self.more = sum(map(len, found.values())) - sum(self.given.values())  # problems that are not shown
+        n_all = sum(map(len, found.values()))
+        left = n_all if most is None else most
+        self.given = dict.fromkeys(found, 0)
+        for k, kind in enumerate(sorted(found, key=lambda kind: len(found[kind])) if left > 0 else ()):
+            share = max(1, left // (len(found) - k))  # what a rare kind leaves is for the others
+            wanted = max(MAX_PER_KIND, share) if kind in ALWAYS_SHOWN else share
+            self.given[kind] = min(len(found[kind]), wanted)
+            left -= self.given[kind]
+        self.more = n_all - sum(self.given.values())  # problems that are not shown
 
     def groups(self) -> dict[str, list[str]]:
         "Kinds by group, without empty groups."

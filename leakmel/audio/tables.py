@@ -28,7 +28,7 @@ from typing import NoReturn
 from .file_names import NameParts, iso_time, split_name
 from .problems import Problem, how_many
 from .wav import digest_of
-from ..core.errors import DataError, UsageError, show_path
+from ..core.errors import DataError, UsageError, explain, show_path
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
 TABLE_COLUMNS = (
@@ -199,7 +199,10 @@ def read_table_bytes(
             raise DataError("the table is not a regular file", code="table-unreadable", path=file)
         return file.read_bytes()
     except OSError as e:
-        raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
+        cause, remedy = explain(e, file)
+        raise DataError(
+            f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
+        ) from e
 
 
 def require_same_table(

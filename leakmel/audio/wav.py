@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.errors import MachineError, RecordingError
+from ..core.errors import MachineError, RecordingError, explain, missing_remedy
 
 # %% ../../nbs/audio/wav.ipynb #0a52b34e
 _FAULTS = (
@@ -55,17 +55,19 @@ def read_error(
     "Convert an OSError of reading a recording to a rejection or a fault of the machine."
     name = errno.errorcode.get(error.errno or 0, "unknown error")
     if error.errno in MACHINE_FAULTS:
+        cause, remedy = explain(error, path)
         return MachineError(
-            f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
+            f"the machine failed while reading ({cause})",
             code="io-fault",
             path=path,
-            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again; no recording was rejected because of this fault",
+            remedy=f"{remedy}; no recording was rejected because of this fault",
         )
     if error.errno in _GONE:
         return RecordingError(
             "changed", f"the file was there when listed and is not there now ({name})", path=path
         )
-    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path)
+    remedy = explain(error, path)[1]
+    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path, remedy=remedy)
 
 
 class OutOfMemory(MachineError):
@@ -425,7 +427,8 @@ def read_wav(
         fd, n_file = open_regular(path)
     except RecordingError as e:
         if isinstance(e.__cause__, FileNotFoundError) and not os.path.lexists(path):
-            raise RecordingError("unreadable", "no such file", path=path) from e.__cause__
+            remedy = missing_remedy(path)
+            raise RecordingError("unreadable", "no such file", path=path, remedy=remedy) from e.__cause__
         raise
     try:
         return read_open_wav(fd, n_file)

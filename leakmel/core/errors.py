@@ -17,13 +17,18 @@ __all__ = [
     "EngineError",
     "VerifyError",
     "RecordingError",
+    "similar_path",
+    "missing_remedy",
+    "explain",
     "write_error",
     "MissingPackageError",
     "missing_package",
 ]
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
-import errno, os
+import errno, os, unicodedata
+from itertools import islice
+from pathlib import Path
 
 from .error_codes import ERROR_CODES, RECORDING
 
@@ -150,13 +155,109 @@ class RecordingError(DataError):
         *,
         path: str | bytes | os.PathLike | None = None,
         offset: int | None = None,  # byte offset in the file where the trouble starts
+        remedy: str | None = None,  # what the user can do
     ):
         if reject_code not in REJECT_CODES:
             raise ValueError(f"unknown reject code {reject_code!r}")
         self.reject_code = reject_code
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
-        super().__init__(self.message, code=reject_code.replace("_", "-"), path=path)
+        super().__init__(self.message, code=reject_code.replace("_", "-"), path=path, remedy=remedy)
+
+
+# %% ../../nbs/core/errors.ipynb #5c1d7ea0
+_CAUSES = (  # names of errors, what to do where the path is read, and where it is written ("": the same)
+    ("ENOENT", "check the path", "create its folder, or choose another folder"),
+    ("ENOTDIR", "check the path: a part of it is a file, not a folder", ""),
+    ("EISDIR", "name a file: this is a folder", ""),
+    (
+        "EACCES EPERM",
+        "grant read permission to it, and access to the folders that lead to it",
+        "grant write permission to its folder, or choose another folder",
+    ),
+    ("EROFS", "mount the file system for writing, or choose another folder", ""),
+    ("ELOOP", "correct the symbolic link: it leads in a circle, or links are not followed here", ""),
+    ("ENAMETOOLONG", "use shorter names or fewer folders inside each other", ""),
+    ("ENOSPC EDQUOT", "free some space", "free some space, or choose another folder"),
+    ("EFBIG", "choose a folder on a file system that holds larger files", ""),
+    ("EMFILE ENFILE", "raise the limit of open files (ulimit -n), then run again", ""),
+    ("ENOMEM", "free some memory, then run again", ""),
+    ("EBUSY ETXTBSY EAGAIN", "wait until the other program ends, then run again", ""),
+    (
+        "ESTALE ENOTCONN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET "
+        "ECONNABORTED ECONNREFUSED ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED",
+        "check the network folder and mount it again, then run again",
+        "",
+    ),
+    ("EIO ENODEV ENXIO", "check the disk and its connection, then run again", ""),
+)
+_REMEDIES = {
+    name: (reading, writing or reading) for names, reading, writing in _CAUSES for name in names.split()
+}
+_OTHER = ("check the file system, then run again", "check the file system, or choose another folder")
+_MOST_ENTRIES = 100_000  # of a folder that is searched for a similar name
+
+
+def _look_alike(name: str) -> str:
+    "Return what names have in common that look the same."
+    text = unicodedata.normalize("NFC", name)
+    seen = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return seen.strip().strip("'\"`").strip().casefold()
+
+
+def similar_path(
+    path: str | bytes | os.PathLike,  # does not exist
+) -> Path | None:
+    "Find an existing path that differs in blanks, quotes, `~`, Unicode form, invisible characters or case only."
+    first, *names = Path(os.path.abspath(os.fsdecode(path))).parts
+    here = Path(first)
+    try:
+        for name in names:
+            wanted = _look_alike(name)
+            if os.path.lexists(here / name):
+                here /= name
+            elif wanted.startswith("~"):
+                here = Path(os.path.expanduser(wanted))
+            else:
+                with os.scandir(here) as entries:
+                    some = islice(entries, _MOST_ENTRIES)
+                    here /= min(e.name for e in some if wanted and _look_alike(e.name) == wanted)
+    except (OSError, ValueError):
+        return None
+    return here if os.path.exists(here) else None
+
+
+def missing_remedy(
+    path: str | bytes | os.PathLike,  # does not exist
+    otherwise: str = "check the path",  # where no similar path exists
+) -> str:
+    "Return what to do where a path does not exist."
+    if (found := similar_path(path)) is None:
+        return otherwise
+    given = show_path(os.path.basename(os.path.abspath(os.fsdecode(path))))
+    return f'check the path: there is no "{given}", but there is "{show_path(found)}"'
+
+
+def explain(
+    error: OSError | ValueError,  # of a system call; ValueError: the path holds a zero byte
+    path: str | bytes | os.PathLike,  # that the call was about
+    *,
+    writing: bool = False,  # the path was to be written
+) -> tuple[str, str]:  # the cause in words, and what to do
+    "Explain why a path cannot be used."
+    if not isinstance(error, OSError):
+        return "the path holds a zero byte", "check the path"
+    name = errno.errorcode.get(error.errno or 0, "unknown error")
+    cause = os.strerror(error.errno or 0)
+    remedy = _REMEDIES.get(name, _OTHER)[writing]
+    if name == "ENAMETOOLONG":
+        longest = max(map(len, os.fsencode(path).split(b"/")))
+        cause = f"a name of {longest:,} bytes is longer than this file system allows, usually 255"
+        if len(os.fsencode(os.path.abspath(path))) >= 4096 >= longest:
+            cause = "the path is longer than 4,095 bytes"
+    if name in ("ENOENT", "ENOTDIR") and not writing:
+        remedy = missing_remedy(path, remedy)
+    return f"{name}: {cause}", remedy
 
 
 # %% ../../nbs/core/errors.ipynb #5c1d7e90
@@ -165,19 +266,19 @@ def write_error(
     path: str | bytes | os.PathLike,  # that was to be written
 ) -> OutputError:  # to be raised; a SpaceError where the disk is full
     "Turn an OSError of writing into an error with a remedy."
-    reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
+    reason, remedy = explain(error, path, writing=True)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
             f"there is no room left on the file system ({reason})",
             code="no-space",
             path=path,
-            remedy="free some space, or choose another folder",
+            remedy=remedy,
         )
     return OutputError(
         f"the path cannot be written ({reason})",
         code="write-failed",
         path=path,
-        remedy="check the permissions and the file system, or choose another folder",
+        remedy=remedy,
     )
 
 

@@ -53,6 +53,7 @@ from leakmel.core.errors import (
     OutputError,
     UsageError,
     VerifyError,
+    explain,
     show_path,
 )
 from ..core.monitor import usable_cores
@@ -464,8 +465,9 @@ def tune(
     try:
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
-        why = f"the folder for trials cannot be created ({os.strerror(e.errno or 0)})"
-        remedy = "choose a folder that you can write to (work_dir, --work-dir)"
+        cause, remedy = explain(e, work_dir or "", writing=True)
+        why = f"the folder for trials cannot be created ({cause})"
+        remedy = f"{remedy} (work_dir, --work-dir)"
         raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
     with folder as work:
         named, where = engine, device

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ..core.errors import DataError, UsageError, missing_package, show_path, write_error
+from ..core.errors import DataError, UsageError, explain, missing_package, show_path, write_error
 
 # %% ../../nbs/sets/archives.ipynb #8cd68023
 MAX_MEMBERS = 20_000
@@ -319,9 +319,10 @@ def read_members(
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
             raise write_error(e, e.filename or source) from e
+        cause, remedy = explain(e, e.filename or source)
         raise DataError(
-            f"the source cannot be read ({e.strerror or e})",
+            f"the source cannot be read ({cause})",
             code="cannot-be-read",
             path=e.filename or source,
-            remedy="change its permissions, or copy it to another folder",
+            remedy=remedy,
         ) from e

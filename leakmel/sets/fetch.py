@@ -24,7 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ..core.errors import DataError, OutputError, UsageError, show_path, write_error
+from ..core.errors import DataError, OutputError, UsageError, missing_remedy, show_path, write_error
 from ..core.locks import OwnerLock, flock, locked_error
 from ..core.run_plan import user_path
 from .archives import ARCHIVES, Member, read_members
@@ -340,7 +340,8 @@ def fetch(
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
     if given is not None and not given.exists():
-        raise DataError("the source does not exist", code="no-such-source", path=given)
+        remedy = missing_remedy(given)
+        raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
     if given is not None:
         _require_outside(target, given)
     with _work_folder(target) as work:

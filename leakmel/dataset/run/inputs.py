@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import math, os, stat
+import errno, math, os, stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +40,7 @@ from leakmel.core.errors import (
     RecordingError,
     SpecError,
     UsageError,
+    explain,
     show_path,
     write_error,
 )
@@ -426,18 +427,18 @@ def check_target(
             path=target,
             remedy="choose another name, or remove the file",
         )
-    why = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "")
     except OSError as e:
-        why = f" ({e.strerror})"
-    if why or not os.access(target.parent, os.W_OK | os.X_OK):
+        cause, remedy = explain(e, target.parent, writing=True)
         raise OutputError(
-            f"the output folder cannot be written{why}",
+            f"the output folder cannot be written ({cause})",
             code="output-not-writable",
             path=target.parent,
-            remedy="choose another folder or change its permissions",
-        )
+            remedy=remedy,
+        ) from e
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4

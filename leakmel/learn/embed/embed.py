@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ...audio.conform import native
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...core.threads import run_threads
@@ -210,7 +210,13 @@ def load_embeddings(
     "Read stored embeddings; never runs code."
     where = Path(path)
     if not where.is_file():
-        raise DataError("the file does not exist, or is not a regular file", code="file-missing", path=where)
+        remedy = missing_remedy(where, "give a file of leakmel embed")
+        raise DataError(
+            "the file does not exist, or is not a regular file",
+            code="file-missing",
+            path=where,
+            remedy=remedy,
+        )
     try:
         arrays = _arrays_of(where)
         about = json.loads(arrays["about"].tobytes())

@@ -17,6 +17,7 @@ __all__ = [
     "evaluation_text",
     "evaluation_result",
     "next_steps",
+    "steps_of",
     "model_card",
     "card_path",
     "is_card",
@@ -186,12 +187,27 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
 ENOUGH_GROUPS = 20  # with each label: below, intervals are wide (about 0.2 in AUC)
 
 
-def next_steps(evaluations: Sequence[EvaluationRecord]) -> list[str]:
+def next_steps(
+    evaluations: Sequence[EvaluationRecord],
+    *,
+    # words of a shell for data set and task; None: its groups cannot be divided into folds
+    data: str | None = "DATA --out DIR",
+    # word of a shell for the file of the detector
+    model: str = "MODEL",
+    # whether the detector keeps held-out scores, which a threshold for false alarms is chosen from
+    has_scores: bool = True,
+) -> list[str]:
     "List what to do next with this data set, the most useful first."
     found = best_evaluation(evaluations)
+    evaluate = f"`leakmel evaluate TEST_SET --model {model}`"
+    if found is None and data is None:
+        return [
+            f"Evaluate the detector on recordings of other sensors, as a test set: {evaluate}. "
+            "The training set has too few sensors with each label to hold some of them out."
+        ]
     if found is None:
         return [
-            "Evaluate the detector: `leakmel train DATA --cross-validate --out DIR` for a small set, or `leakmel evaluate TEST_SET --model MODEL`."
+            f"Evaluate the detector: `leakmel train {data} --cross-validate` for a small set, or {evaluate}."
         ]
     steps = []
     if found.stamps:
@@ -218,14 +234,28 @@ def next_steps(evaluations: Sequence[EvaluationRecord]) -> list[str]:
         )
     if found.kind == CROSS_VALIDATION:
         others = "sensors" if found.by == "recording" else f"{found.by}s"
+        steps.append(f"Keep recordings of other {others} or of a later period as a test set: {evaluate}.")
+    if found.beats is True and has_scores:
         steps.append(
-            f"Keep recordings of other {others} or of a later period as a test set: `leakmel evaluate TEST_SET --model MODEL`."
-        )
-    if found.beats is True:
-        steps.append(
-            "Choose the threshold by the number of false alarms that you accept: `leakmel predict FOLDER --model MODEL --false-alarms 5`."
+            "Choose the threshold by the number of false alarms that you accept: "
+            f"`leakmel predict FOLDER --model {model} --false-alarms 5`."
         )
     return steps
+
+
+def steps_of(
+    detector: "Detector",
+    # as for `next_steps`
+    data: str = "DATA --out DIR",
+    model: str = "MODEL",
+) -> list[str]:
+    "List what to do next with a detector: only what is possible with its data."
+    is_divisible = detector.record.get("choice", "") is not None  # None: the training found no folds
+    scores = detector.held_out
+    has_scores = scores is not None and not scores.truth.all()
+    return next_steps(
+        detector.evaluations, data=data if is_divisible else None, model=model, has_scores=has_scores
+    )
 
 
 # %% ../../../nbs/learn/model/card.ipynb #ca000011
@@ -298,7 +328,7 @@ def model_card(
         lines += [f"  - {_escaped(text)}" for text in (*e.stamps, *e.cautions)]
     lines += ["- none"] * (not evaluations)
     lines += ["", "## Decisions", "", *_decision_rows(detector, detector.held_out)]
-    lines += ["", "## Next steps", "", *(f"- {_without_markup(step)}" for step in next_steps(evaluations))]
+    lines += ["", "## Next steps", "", *(f"- {_without_markup(step)}" for step in steps_of(detector))]
     lines += [
         "",
         "## Limits",

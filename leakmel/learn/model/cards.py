@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import h5py
 
-from ...core.errors import DataError, OutputError, show_path, write_error
+from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -216,6 +216,7 @@ def _is_data_set(path: Path) -> bool:
             code="no-such-file",
             path=path,
             expected="a data set, a detector, or a folder of one of them",
+            remedy=None if os.path.lexists(path) else missing_remedy(path),
         )
     return bool(h5py.is_hdf5(path))
 

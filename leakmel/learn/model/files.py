@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, LeakmelError, OutputError, write_error
+from ...core.errors import DataError, LeakmelError, OutputError, missing_remedy, write_error
 from ...dataset.file.writer import replacing, sync_folder, delayed_signals
 from .devices import memory_guard
 
@@ -120,7 +120,8 @@ def load_plain(
     "Read a file that `plain_bytes` made; never runs code."
     if not Path(path).is_file():
         text = "the file does not exist" if not os.path.lexists(path) else "this is not a regular file"
-        raise DataError(text, code="file-missing", path=path)
+        remedy = None if os.path.lexists(path) else missing_remedy(path)
+        raise DataError(text, code="file-missing", path=path, remedy=remedy)
     try:
         with memory_guard("the file does not fit into the free memory", "free some memory"):
             with open(path, "rb") as f:

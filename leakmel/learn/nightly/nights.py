@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.errors import DataError
+from ...core.errors import DataError, explain
 from .evidence import BETS, Budget, Evidence, night_logit
 from .history import HistoryEntry, History
 
@@ -53,7 +53,10 @@ def read_table(
                     raise DataError("the table has too many rows", code="table-row", path=file)
             return rows
     except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise DataError(f"the table cannot be read ({e})", code="table-unreadable", path=file) from e
+        cause, remedy = explain(e, file) if isinstance(e, OSError) else (str(e), None)
+        raise DataError(
+            f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
+        ) from e
 
 
 def read_visits(

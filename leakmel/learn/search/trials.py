@@ -47,7 +47,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, explain, show_path
 from ...core.parameters import answer_unknown, field_kinds
 from ..model.files import remove_file, write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings
@@ -180,8 +180,9 @@ def read_space(
             is_text = os.fspath(given).lstrip().startswith("{")
             written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
-            text = f"the search space cannot be read ({os.strerror(e.errno or 0)})"
-            raise DataError(text, code="cannot-be-read", path=given) from e
+            cause, remedy = explain(e, given)
+            text = f"the search space cannot be read ({cause})"
+            raise DataError(text, code="cannot-be-read", path=given, remedy=remedy) from e
         except (ValueError, RecursionError) as e:
             text = f"the search space is not valid JSON ({str(e)[:80]})"
             raise UsageError(text, code="not-json", found=show_path(given)[:60]) from e
