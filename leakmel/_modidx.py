@@ -577,6 +577,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'leakmel.cli._count': ('cli.html#_count', 'leakmel/cli.py'),
                              'leakmel.cli._features': ('cli.html#_features', 'leakmel/cli.py'),
                              'leakmel.cli._in_shell_words': ('cli.html#_in_shell_words', 'leakmel/cli.py'),
+                             'leakmel.cli._names_given': ('cli.html#_names_given', 'leakmel/cli.py'),
                              'leakmel.cli._number': ('cli.html#_number', 'leakmel/cli.py'),
                              'leakmel.cli._parse': ('cli.html#_parse', 'leakmel/cli.py'),
                              'leakmel.cli._parser': ('cli.html#_parser', 'leakmel/cli.py'),

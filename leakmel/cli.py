@@ -29,7 +29,7 @@ __all__ = [
 import argparse, gc, json, logging, os, re, signal, sys, threading
 from collections import Counter
 from collections.abc import Sequence
-from shlex import quote
+from shlex import join, quote
 from typing import Any, NoReturn
 
 import leakmel as lm
@@ -105,14 +105,13 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         lines.append(repr(manifest.preview))
     lines += (whole := list(hints(manifest)))
     lines.append(
-        f"{report!r}{' (--most all shows them)' if report.more else ''}"
+        f"{report!r}{' (--most N, --json for all)' if report.more else ''}"
         if problems
         else f"No problems found{'' if args.content else ' in names and folders (--content also reads the recordings)'}."
     )
-    columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items()) or None
-    named = [("--table", args.table), ("--columns", columns), ("--pattern", args.pattern)]
-    options = [word for name, value in named if value is not None for word in (name, os.fspath(value))]
-    proposal = propose_build(manifest, os.fspath(args.root), options=options) if len(manifest) else None
+    proposal = (
+        propose_build(manifest, os.fspath(args.root), options=_names_given(args)) if len(manifest) else None
+    )
     lines += [] if proposal is None else proposal.lines()
     lines += [] if stored is None else [f"listing: {show_path(stored)}"]
     body = {
@@ -180,7 +179,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
         [
             *filter(None, [spec_note, tuned_note]),
             *([] if already_shown else results[0].summary["mode_lines"]),
-            *map(_build_text, results),
+            *(_build_text(r, args) for r in results),
             *(f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary),
             *(f"report: {path}" for path in report.values()),
             *(["", analysis] if analysis else []),
@@ -224,7 +223,7 @@ def run_join(args: argparse.Namespace) -> Outcome:
         progress=progress_mode(args),
         keep_parts=args.keep_parts,
     )
-    return 0, made.summary, _build_text(made)
+    return 0, made.summary, _build_text(made, args)
 
 
 def _add_join(p: argparse.ArgumentParser) -> Options:
@@ -246,7 +245,18 @@ def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, st
 
 
 # %% ../nbs/cli.ipynb #37e6fbe2
-def _build_text(result: Any) -> str:
+def _names_given(args: argparse.Namespace) -> list[str]:
+    "Return the words of the command line that name the recordings."
+    columns = getattr(args, "columns", None)
+    named = [
+        ("--table", getattr(args, "table", None)),
+        ("--columns", columns),
+        ("--pattern", getattr(args, "pattern", None)),
+    ]
+    return [word for name, value in named if value is not None for word in (name, os.fspath(value))]
+
+
+def _build_text(result: Any, args: argparse.Namespace) -> str:
     "Return a text on a built data set in a few lines."
     from leakmel.audio.labels import counts_text
     from leakmel.audio.problems import format_counts
@@ -257,7 +267,8 @@ def _build_text(result: Any) -> str:
     s = result.summary
     kept, counts = reused_rows_sentence(s), Counter(r.code for r in result.rejections)
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
-    listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
+    scan = join(["leakmel", "scan", show_path(s["root"]), *_names_given(args), "--content"])
+    listed = f"{problems} ({scan} lists them, the report next to the data set lists them too)"
     lines = [
         *([wrap_text(f"  {kept}")] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",

@@ -816,7 +816,7 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             raise UsageError(
                 "The option --report needs a file for the scores",
                 code="invalid-arguments",
-                expected="--out FILE",
+                expected="--out scores.csv",
             )
     manifest = (
         None

@@ -69,15 +69,16 @@ def is_recording_name(
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
     "Return the error for a folder that cannot be listed."
     cause, remedy = explain(error, folder)
+    name, _, words = cause.partition(": ")
     if error.errno in MACHINE_FAULTS:
         return MachineError(
-            f"the machine failed while listing a folder ({cause})",
+            f"the machine failed while listing a folder ({name}): {words}",
             code="io-fault",
             path=folder,
             remedy=remedy,
         )
     return DataError(
-        f"the folder cannot be listed ({cause})",
+        f"the folder cannot be listed ({name}): {words}",
         code="folder-unreadable",
         path=folder,
         remedy=remedy,

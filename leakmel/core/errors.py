@@ -224,7 +224,7 @@ def similar_path(
                     here /= min(e.name for e in some if wanted and _look_alike(e.name) == wanted)
     except (OSError, ValueError):
         return None
-    return here if os.path.exists(here) else None
+    return here if os.path.exists(here) and here.parts != (first, *names) else None
 
 
 def missing_remedy(
@@ -253,7 +253,7 @@ def explain(
     if name == "ENAMETOOLONG":
         longest = max(map(len, os.fsencode(path).split(b"/")))
         cause = f"a name of {longest:,} bytes is longer than this file system allows, usually 255"
-        if len(os.fsencode(os.path.abspath(path))) >= 4096 >= longest:
+        if len(os.fsencode(os.path.abspath(path))) >= 4096:
             cause = "the path is longer than 4,095 bytes"
     if name in ("ENOENT", "ENOTDIR") and not writing:
         remedy = missing_remedy(path, remedy)

@@ -19,8 +19,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import argparse, difflib, inspect, re, types, typing
+import argparse, difflib, inspect, math, re, types, typing
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -241,11 +242,17 @@ def _papermill_hint(name: str, value: Any, kinds: tuple[type | None, ...]) -> st
     "Return how papermill passes the value that was meant: -p makes numbers, True, False and None of texts, -r does not."
     if str in kinds and isinstance(value, (bool, int, float, type(None))):
         return f"; papermill: -r {name} {value} (as it was typed: -p makes numbers, True, False and None of texts)"
-    meant = str(value).strip().capitalize()
+    if not isinstance(value, str):
+        return ""
+    meant = value.strip().capitalize()
     is_plain = meant in ("True", "False") and bool in kinds or meant == "None" and None in kinds
-    is_number = re.fullmatch(r"[-+]?\d+", meant) if float not in kinds else re.fullmatch(r"[-+.\de]+", meant)
-    if isinstance(value, str) and (is_plain or is_number and {int, float} & {*kinds}):
-        return f"; papermill: -p {name} {meant}"
+    with suppress(ValueError):
+        if (
+            is_plain
+            or (float in kinds and math.isfinite(float(meant)))
+            or (int in kinds and meant == str(int(meant)))
+        ):
+            return f"; papermill: -p {name} {meant}"
     return ""
 
 

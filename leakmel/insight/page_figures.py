@@ -16,14 +16,14 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/page_figures.ipynb #59cde697
-import base64, gzip, hashlib, json, os, struct, zlib
+import base64, gzip, hashlib, json, os, shlex, struct, zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import DataError, OutputError, explain
+from ..core.errors import DataError, OutputError, explain, show_path
 from ..core.run_plan import write_run_file
 
 # %% ../../nbs/insight/page_figures.ipynb #6bb0a1cc
@@ -195,7 +195,7 @@ def _read_executed(path: Path) -> Any:
             "the notebook has no outputs",
             code="not-executed",
             path=path,
-            remedy="run it first: papermill NOTEBOOK OUT.ipynb, then leakmel page OUT.ipynb",
+            remedy=f"run it first: papermill {shlex.quote(show_path(path))} out.ipynb, then leakmel page out.ipynb",
         )
     return notebook
 

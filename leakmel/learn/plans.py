@@ -261,6 +261,7 @@ def plan_training(
     parameters: dict[str, Any],  # of those that training_kinds lists; the others have their defaults
     *,
     progress: str = "auto",
+    needs_validation: bool = False,  # as for `group_split`
 ) -> TrainingPlan:  # raises LeakmelError for invalid parameters
     "Find the data sets, split them by groups if requested, and choose the folder."
     p = TRAINING_DEFAULTS | parameters
@@ -302,6 +303,7 @@ def plan_training(
             legacy=p["legacy"],
             labels=people,
             progress=progress,
+            needs_validation=needs_validation,
         )
     out = run_folder(p["out"], "train")
     folds = None

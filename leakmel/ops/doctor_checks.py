@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/doctor_checks.ipynb #51439791
-import configparser, contextlib, math, os, platform, re, tempfile
+import configparser, contextlib, math, os, platform, re, shlex, tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -367,7 +367,7 @@ def examine_recordings(folder: str | os.PathLike) -> Check:
         if proposal.alternatives
         else ""
         if proposal.command
-        else "Run leakmel scan for the whole report"
+        else f"leakmel scan {shlex.quote(show_path(folder))} shows the whole report"
     )
     return make_check(
         "recordings", proposal.reason, {"command": proposal.command, "groups": proposal.groups}, advice

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/tune.ipynb #37782420
-import math, os, tempfile, time
+import math, os, shlex, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -83,7 +83,7 @@ def take_sample(
             "the folder has no recordings with a label to tune with",
             code="nothing-to-tune-with",
             path=x.folder,
-            remedy="check the folder with leakmel scan",
+            remedy=f"check the folder: leakmel scan {shlex.quote(show_path(x.folder))}",
         )
     if n < len(usable):
         lengths = [len(part) for part in np.array_split(np.arange(n), SAMPLE_RUNS)]

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import errno, math, os, stat
+import errno, math, os, shlex, stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -353,7 +353,7 @@ def decide_spec(
                 "none of the recordings can be read",
                 code="nothing-readable",
                 path=listings[0].folder,
-                remedy="run `leakmel scan --content`, which lists the problems of each recording",
+                remedy=f"run `leakmel scan {shlex.quote(show_path(listings[0].folder))} --content`, which lists the problems of each recording",
             )
         totals = Counter[tuple]()
         for rate, length, n in _long_enough(kinds, given):
@@ -496,7 +496,7 @@ def check_listing(
             path=listing.folder,
             found=f"{len(listing)} recordings, for example {listing.show(0)}",
             expected=show_path(manifest.naming.pattern),
-            remedy="test the pattern with leakmel scan --pattern",
+            remedy="test the pattern with leakmel scan ROOT --pattern TEXT",
         )
     if not manifest.label_names:
         raise DataError(

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9e51574a
-import base64, os, sys, time
+import base64, os, shlex, sys, time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -258,7 +258,7 @@ def all_rejected(
         code="all-rejected",
         path=listing.folder,
         found=reasons(rejected),
-        remedy="check the recordings (`leakmel scan --content`) and the settings channels, short, long and rate",
+        remedy=f"check the recordings (`leakmel scan {shlex.quote(show_path(listing.folder))} --content`) and the settings channels, short, long and rate",
     )
 
 
