@@ -19,8 +19,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import argparse, difflib, inspect, re, types, typing
+import argparse, difflib, inspect, math, re, types, typing
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -237,13 +238,34 @@ def _fits(value: Any, kind: type | None) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
+def _papermill_hint(name: str, value: Any, kinds: tuple[type | None, ...]) -> str:
+    "Return how papermill passes the value that was meant: -p makes numbers, True, False and None of texts, -r does not."
+    if str in kinds and isinstance(value, (bool, int, float, type(None))):
+        return f"; papermill: -r {name} {value} (as it was typed: -p makes numbers, True, False and None of texts)"
+    if not isinstance(value, str):
+        return ""
+    meant = value.strip().capitalize()
+    is_plain = meant in ("True", "False") and bool in kinds or meant == "None" and None in kinds
+    with suppress(ValueError):
+        if (
+            is_plain
+            or (float in kinds and math.isfinite(float(meant)))
+            or (int in kinds and meant == str(int(meant)))
+        ):
+            return f"; papermill: -p {name} {meant}"
+    return ""
+
+
 def check_types(
     values: dict[str, Any],  # name -> value
     kinds: Kinds,  # name -> allowed types; None: may be None
+    *,
+    by_papermill: bool = False,  # the values are parameters of a notebook
 ) -> None:  # raises a UsageError that names all wrong values
     "Check that values have the types of their parameters."
     wrong = [
         f"{name} must be {' or '.join(_KIND_WORDS[k] for k in kinds[name])}, got {value!r}"
+        f"{_papermill_hint(name, value, kinds[name]) if by_papermill else ''}"
         for name, value in values.items()
         if not any(_fits(value, kind) for kind in kinds[name])
     ]
@@ -272,7 +294,7 @@ class ParameterCheck:
                 expected=f"names from {', '.join(kinds)}",
             )
         values = {n: namespace[n] for n in kinds if n in namespace}
-        check_types(values, kinds)
+        check_types(values, kinds, by_papermill=True)
         return values
 
 

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/explore_data.ipynb #46f5f395
-import time
+import shlex, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -62,7 +62,7 @@ class Recordings:
                 "the folder contains no usable recording",
                 code="no-usable-recording",
                 path=self.manifest.root,
-                remedy="run `leakmel scan --content` to list the problems",
+                remedy=f"run `leakmel scan {shlex.quote(show_path(self.manifest.root))} --content` to list the problems",
             )
 
     def __len__(self) -> int:

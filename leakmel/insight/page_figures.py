@@ -16,14 +16,14 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/page_figures.ipynb #59cde697
-import base64, gzip, hashlib, json, os, struct, zlib
+import base64, gzip, hashlib, json, os, shlex, struct, zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import DataError, OutputError
+from ..core.errors import DataError, OutputError, explain, show_path
 from ..core.run_plan import write_run_file
 
 # %% ../../nbs/insight/page_figures.ipynb #6bb0a1cc
@@ -179,8 +179,10 @@ def _read_executed(path: Path) -> Any:
         notebook = nbformat.read(path, as_version=4)
     except OSError as e:
         code = "no-such-file" if isinstance(e, FileNotFoundError) else "unreadable"
-        reason = os.strerror(e.errno or 0)
-        raise DataError("the notebook cannot be read", code=code, path=path, found=reason) from e
+        reason, remedy = explain(e, path)
+        raise DataError(
+            "the notebook cannot be read", code=code, path=path, found=reason, remedy=remedy
+        ) from e
     except (ValueError, KeyError, AttributeError, nbformat.ValidationError) as e:
         raise DataError(
             "the file is not a notebook",
@@ -193,7 +195,7 @@ def _read_executed(path: Path) -> Any:
             "the notebook has no outputs",
             code="not-executed",
             path=path,
-            remedy="run it first: papermill NOTEBOOK OUT.ipynb, then leakmel page OUT.ipynb",
+            remedy=f"run it first: papermill {shlex.quote(show_path(path))} out.ipynb, then leakmel page out.ipynb",
         )
     return notebook
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audio.manifest import scan
-from ..core.errors import DataError, UsageError, show_path
+from ..core.errors import DataError, UsageError, missing_remedy, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_path, write_summary
 from ..dataset.file.schema import data_set_name
@@ -48,7 +48,7 @@ from .data.task import make_task
 from .evaluate.cross_validation import CrossValidation, cross_validate
 from .evaluate.evaluation import evaluate, record_evaluation
 from .evaluate.report import Evaluation
-from .model.card import evaluation_result, next_steps
+from .model.card import evaluation_result
 from .model.detector import load_detector
 from .model.devices import pick_device
 from .model.locate import model_file
@@ -117,7 +117,9 @@ def find_data_set(
             code="data-set-missing",
             path=given,
             expected=found.name,
-            remedy="build it (leakmel build ROOT --split all --out DIR), or name the file",
+            remedy=missing_remedy(
+                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
+            ),
         )
     return found
 
@@ -259,6 +261,7 @@ def plan_training(
     parameters: dict[str, Any],  # of those that training_kinds lists; the others have their defaults
     *,
     progress: str = "auto",
+    needs_validation: bool = False,  # as for `group_split`
 ) -> TrainingPlan:  # raises LeakmelError for invalid parameters
     "Find the data sets, split them by groups if requested, and choose the folder."
     p = TRAINING_DEFAULTS | parameters
@@ -300,6 +303,7 @@ def plan_training(
             legacy=p["legacy"],
             labels=people,
             progress=progress,
+            needs_validation=needs_validation,
         )
     out = run_folder(p["out"], "train")
     folds = None
@@ -403,7 +407,7 @@ def run_summary(
 ) -> dict[str, Any]:
     "Return training and evaluation as plain values."
     known = result.detector.evaluations
-    advice = {"evaluation_result": evaluation_result(known), "next_steps": next_steps(known)}
+    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
     return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ..core.errors import DataError, EngineError, show_path
+from ..core.errors import DataError, EngineError, missing_remedy, show_path
 from ..core.monitor import size_text
 from . import doctor_checks as checks
 from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, make_check, package_check
@@ -507,7 +507,7 @@ def examine(
             "the folder does not exist",
             code="no-folder-to-examine",
             path=place,
-            remedy="name a folder of recordings, or any folder on the disk to examine",
+            remedy=missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine"),
         )
     for key, probe in probes().items():
         progress(len(found), TITLES[key])

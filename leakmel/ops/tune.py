@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/tune.ipynb #37782420
-import math, os, tempfile, time
+import math, os, shlex, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -53,6 +53,7 @@ from leakmel.core.errors import (
     OutputError,
     UsageError,
     VerifyError,
+    explain,
     show_path,
 )
 from ..core.monitor import usable_cores
@@ -82,7 +83,7 @@ def take_sample(
             "the folder has no recordings with a label to tune with",
             code="nothing-to-tune-with",
             path=x.folder,
-            remedy="check the folder with leakmel scan",
+            remedy=f"check the folder: leakmel scan {shlex.quote(show_path(x.folder))}",
         )
     if n < len(usable):
         lengths = [len(part) for part in np.array_split(np.arange(n), SAMPLE_RUNS)]
@@ -464,8 +465,9 @@ def tune(
     try:
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
-        why = f"the folder for trials cannot be created ({os.strerror(e.errno or 0)})"
-        remedy = "choose a folder that you can write to (work_dir, --work-dir)"
+        cause, remedy = explain(e, work_dir or "", writing=True)
+        why = f"the folder for trials cannot be created ({cause})"
+        remedy = f"{remedy} (work_dir, --work-dir)"
         raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
     with folder as work:
         named, where = engine, device

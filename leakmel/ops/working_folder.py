@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import leakmel
-from ..core.errors import OutputError, UsageError, show_path
+from ..core.errors import OutputError, UsageError, explain, show_path
 from ..core.parameters import Kinds
 from ..core.run_plan import user_path
 
@@ -109,10 +109,12 @@ def make_working_folder(
             _copy(source, target / source.name)
             created.append(source.name)
     except OSError as e:
+        path = e.filename or target
+        cause, remedy = explain(e, path, writing=True)
         raise OutputError(
-            f"the working folder cannot be written ({e.strerror})",
+            f"the working folder cannot be written ({cause})",
             code="output-not-writable",
-            path=e.filename or target,
-            remedy="choose another folder, or change its permissions",
+            path=path,
+            remedy=remedy,
         ) from e
     return WorkingFolder(target, tuple(created), tuple(kept))

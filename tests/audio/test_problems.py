@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import threading
 import tracemalloc
 from collections.abc import Iterable
@@ -957,7 +958,7 @@ def test_the_text_of_build_counts_problems(messy, tmp_path: Path, say) -> None:
     line = text.partition("  problems: ")[2].replace("\n    ", " ")
     assert "3 x silent" in line
     assert "1 x dead_sensor" in line
-    assert "leakmel scan --content" in line
+    assert f"leakmel scan {shlex.quote(str(root))} --content" in line
 
 
 def test_report_of_separating_level_names_what_to_check() -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from ...audio.listing import make_listing
 from ...audio.naming import Naming
 from ...audio.wav import read_wav
-from ...core.errors import DataError, RecordingError, UsageError, show_path
+from ...core.errors import DataError, RecordingError, UsageError, missing_remedy, show_path
 from ...core.store import is_url
 from ...dataset.file.reader import open_dataset, read_rows
 from ...dataset.run.inputs import SpecLike
@@ -273,7 +273,10 @@ def _one_recording(path: Path) -> RecordingList:  # raises DataError
     "List a single recording."
     if not path.is_file():
         raise DataError(
-            "the recording does not exist, or is not a regular file", code="file-missing", path=path
+            "the recording does not exist, or is not a regular file",
+            code="file-missing",
+            path=path,
+            remedy=missing_remedy(path, "give a WAV file"),
         )
     st, name = path.stat(), os.fsencode(path.name)
     listing = make_listing("", path.parent, [(name, st.st_size, st.st_mtime_ns)], [""], ("",), Naming())

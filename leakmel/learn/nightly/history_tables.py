@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import DataError, UsageError
+from ...core.errors import DataError, UsageError, missing_remedy
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...dataset.export.folder import new_folder, require_package, tree_size
@@ -95,7 +95,11 @@ def export_history(
     require_package("pyarrow")
     if not is_state_folder(state):
         raise DataError(
-            "there is no history of nightly runs", code="no-such-file", path=state, expected=HISTORY_FILE
+            "there is no history of nightly runs",
+            code="no-such-file",
+            path=state,
+            expected=HISTORY_FILE,
+            remedy=missing_remedy(state, "give the state folder of leakmel nightly"),
         )
     target, began = output_path(out), time.perf_counter()
     given = Path(state)
