@@ -2,6 +2,8 @@
 
 import os
 import tracemalloc
+from datetime import datetime
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from leakmel.audio import file_names
 from leakmel.audio.file_names import columns_of_names
-from leakmel.audio.file_names import parse_name
+from leakmel.audio.file_names import iso_time, parse_name, whole_time
 
 FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
@@ -102,3 +104,82 @@ def test_one_long_path_uses_little_memory() -> None:
     assert columns["folder"].dtype == "S3818"
     assert columns["folder"][11_000] == paths[11_000].split(b"/", 1)[1].rsplit(b"/", 1)[0]
     assert peak < sum(values.nbytes for values in columns.values()) + (20 << 20), f"{peak / 1e6:.0f} MB"
+
+
+WHEN = "2025-11-10T02:03:04"
+
+
+LOGGER_TIMES = [
+    "20251110_020304",
+    "20251110T020304",
+    "20251110 020304",
+    "20251110-020304",
+    "20251110$020304",
+    "20251110_020304T",
+    "2025-11-10T02-03-04",
+    "2025-11-10_02-03-04",
+    "2025-11-10 02-03-04",
+    "2025-11-10-02-03-04",
+    "2025_11_10_02_03_04",
+    "2025.11.10 02.03.04",
+    "2025-11-10T02:03:04",
+    "2025-11-10T020304",
+]
+ENDS = [
+    ("", ""),
+    ("Z", "+00:00"),
+    ("+0100", "+01:00"),
+    ("-05:30", "-05:30"),
+    ("_123", ".123000"),
+    (".123", ".123000"),
+    ("-123", ".123000"),
+    (".123Z", ".123000+00:00"),
+    ("_123+0100", ".123000+01:00"),
+]
+NAMES_WITH_A_TIME = ["{}", "SM4_0+1_{}", "24F319055FDF2902_{}", "A {}_SYNC", "x.{}.rec", "{}_7", "{}_1234"]
+NO_TIMES = [
+    "",
+    "noon",
+    "20251110",
+    "20251110_0203",
+    "2025-11-10_02-03",
+    "020304",
+    "12345678_123456",
+    "20251310_020304",
+    "20251131_020304",
+    "20251110_250304",
+    "20251110_020360",
+    "120251110_020304",
+    "20251110_0203041",
+    "S20251110_020304",
+    "x_S20251110_020304",
+    "20251110_020304S",
+    "20251110_020304TT",
+    "20251110__020304",
+    "2025-1110_020304",
+    "2025-11-10T02-03:04",
+    "x_30251110_020304",
+    "x_00991110_020304",
+    "20251110_020304_20251110_030304",
+    "５０２５１１１０_020304",
+    "1.2.3_4.5.6",
+    "x" * 300 + "_20251110_020304",
+]
+
+
+def test_times_of_loggers() -> None:
+    for text, (more, ends), name in product(LOGGER_TIMES, ENDS, NAMES_WITH_A_TIME):
+        assert iso_time(name.format(text + more)) == WHEN + ends, name.format(text + more)
+        assert whole_time(text + more) == WHEN + ends
+        assert whole_time(name.format(text + more)) == (WHEN + ends if name == "{}" else "")
+
+
+def test_other_numbers_are_no_times() -> None:
+    assert [text for text in NO_TIMES if iso_time(text)] == []
+
+
+@given(st.text("0123456789_-T$:.+Z a", max_size=40))
+def test_what_is_read_as_a_time_is_a_time(text: str) -> None:
+    "And it is read again as the same one."
+    if time := iso_time(text):
+        assert datetime.fromisoformat(time).isoformat() == iso_time(time) == whole_time(time) == time

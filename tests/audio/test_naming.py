@@ -1358,3 +1358,65 @@ def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", fail)
     with raises("table-unreadable", DataError, path=file):
         read_table(file)
+
+
+# -- fields without a value -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "field"),
+    [
+        ("{label}/{sensor}_{start_time}", ("noon", "S20251110_020000"), "start_time"),
+        ("{label}/{sensor}_{gain}", ("high", "low"), "gain"),
+        ("{*}/{sensor}_{start_time}", ("20251340_020000", "1762740000"), "start_time"),
+        ("{split}/{label}/{sensor}_{gain}_{*}", ("x_1", "y_2"), "gain"),
+    ],
+)
+def test_a_field_that_is_read_from_no_name_is_a_problem(tmp_path, make_wav, pattern, texts, field):
+    "In scan and build, with an example and what is read; such a pattern does not fit."
+    folder = tmp_path / "data" / ("TRAINING" if "{split}" in pattern else "")
+    for label in ("LEAK", "NOLEAK"):
+        for k, text in enumerate(texts):
+            make_wav(folder / label / f"H{k}_{text}.wav", seed=k + len(label))
+    m = scan(tmp_path / "data", pattern=pattern)
+    (p,) = [p for p in m.problems.to_dict("records") if p["kind"] == "unread_field"]
+    assert f"{{{field}}} is read from none of the 4 names" in p["message"]
+    assert p["path"].endswith(".wav")
+    assert m.preview is not None
+    assert (m.preview.n_fit, m.preview.n_not) == (0, 4)
+    assert m.preview.values[field] == {"(not read)": 4}
+    assert f"{field}: (not read) 4" in repr(m.preview)
+    assert "0 of 4 names fit" in m._repr_html_()
+    split = "training" if "{split}" in pattern else None
+    r = lm.build(
+        tmp_path / "data", manifest=m, split=split, out=tmp_path / "x.h5", progress="none", pipeline=QUIET
+    )
+    assert r.rows == 4
+    assert r.summary["problems_by_kind"]["unread_field"] == 1
+
+
+def test_names_that_a_field_is_not_read_from_are_counted(tmp_path):
+    put(
+        tmp_path,
+        *(f"LEAK/H{k}_20251110_02000{k}.wav" for k in range(5)),
+        "LEAK/H1_noon.wav",
+        "NOLEAK/H2_dawn.wav",
+        "NOLEAK/x.wav",
+    )
+    m = scan(tmp_path, pattern="{label}/{sensor}_{start_time}")
+    (p,) = [p for p in m.problems.to_dict("records") if p["kind"] == "unread_field"]
+    assert "{start_time} is read from 5 of the 7 names" in p["message"]
+    assert "'noon'" in p["message"]
+    assert p["path"] == "LEAK/H1_noon.wav"
+    whole = scan(tmp_path, pattern="{label}/{sensor}")
+    assert "unread_field" not in set(whole.problems["kind"])
+
+
+def test_a_time_within_a_field_does_not_change_the_other_fields(tmp_path):
+    "The shortest sensor would take the rest of the name as a time with words before it."
+    put(tmp_path, "LEAK/SM4_0+1_20251110$020000.wav", "LEAK/A_B_20251110_020000T.wav")
+    m = scan(tmp_path, pattern="{label}/{sensor}_{start_time}")
+    assert [p.sensor for p in m.listings[0].names] == ["A_B", "SM4_0+1"]
+    m = scan(tmp_path, pattern="{label}/{start_time}")
+    assert [p.start_time for p in m.listings[0].names] == ["2025-11-10T02:00:00"] * 2
+    assert m.problems.empty

@@ -213,7 +213,8 @@ def test_a_fault_of_the_machine_rejects_no_recording(
 
 
 @pytest.mark.parametrize(
-    ("tag", "name"), [(2, "ADPCM"), (17, "ADPCM"), (49, "GSM"), (85, "MP3"), (0x1234, "0x1234"), (0, "0x0000")]
+    ("tag", "name"),
+    [(2, "ADPCM"), (17, "ADPCM"), (49, "GSM"), (85, "MP3"), (0x1234, "0x1234"), (0, "0x0000")],
 )
 @pytest.mark.parametrize("extensible", [False, True])
 def test_coded_samples_are_refused_with_the_command_that_converts_them(

@@ -852,3 +852,18 @@ def test_real_recordings_end_to_end(tmp_path):
 def test_prediction_module_is_the_public_name():
     assert lm.predict is prediction.predict
     assert lm.Predictions is Predictions
+
+
+def test_faults_of_recordings_are_in_their_status(tmp_path, detector):
+    "A stalled write, and samples that the header does not declare."
+    put(tmp_path, "whole.wav", noise(1))
+    put(tmp_path, "stalled.wav", np.append(noise(2)[: RATE // 2], np.zeros(RATE // 2, np.int16)))
+    put(tmp_path, "unread.wav", noise(3))
+    with (tmp_path / "unread.wav").open("ab") as f:
+        f.write(noise(4).tobytes())
+    table = lm.predict(tmp_path, detector, **QUIET).table.set_index("path")
+    assert table["status"].to_dict() == {
+        "whole.wav": "ok",
+        "stalled.wav": "stalled",
+        "unread.wav": "unread_samples",
+    }

@@ -505,3 +505,36 @@ def test_touched_files_are_known(tmp_path, model):
     second = nightly(folder, model, tmp_path / "s", **QUIET)
     assert first.counts.new == 5
     assert (second.counts.known, second.counts.new, second.counts.copies) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("form", ["noon{}", "S2025010{}_230000", "173577240{}"])
+@pytest.mark.parametrize("source", ["pattern", "table"])
+def test_promised_times_that_no_recording_has_are_an_error(tmp_path, model, form, source):
+    "Else all recordings would be dated by the copy; without the promise the times of the files count, and the result says so."
+    for day in (1, 2):
+        put_at(tmp_path / "r", f"P0/{form.format(day)}.wav", noise(day))
+    table = tmp_path / "t.csv"
+    lines = [f"P0/{form.format(day)}.wav,P0," for day in (1, 2)]
+    table.write_text("\n".join(["path,sensor,start_time", *lines]))
+    given: dict[str, Any] = {"pattern": "{sensor}/{start_time}"} if source == "pattern" else {"table": table}
+    promised = lm.scan(tmp_path / "r", **given, with_labels=False)
+    error = refused(
+        "no-times", lambda: nightly(tmp_path / "r", model, tmp_path / "s", manifest=promised, **QUIET)
+    )
+    assert "20251110_020000" in str(error)
+    assert not (tmp_path / "s" / HISTORY_FILE).exists()
+    free = lm.scan(tmp_path / "r", pattern="{sensor}/{recording}")
+    done = nightly(tmp_path / "r", model, tmp_path / "s", manifest=free, **QUIET)
+    assert (done.counts.new, done.counts.times_from_file) == (2, 2)
+    assert "2 new recordings have no valid time in their name" in done.text()
+
+
+def test_times_of_other_loggers_date_the_nights(tmp_path, model):
+    for k, form in enumerate(
+        ("2025010{}_230000T", "2025-01-0{}T23-00-00", "2025010{}_230000_123", "SM4_0+1_2025010{}$230000")
+    ):
+        for day in (1, 2):
+            put_at(tmp_path / "r", f"P{k}/{form.format(day)}.WAV", noise(10 * k + day))
+    found = lm.scan(tmp_path / "r", pattern="{sensor}/{start_time}")
+    done = nightly(tmp_path / "r", model, tmp_path / "s", manifest=found, **QUIET)
+    assert (done.counts.new, done.counts.times_from_file, done.last_night) == (8, 0, "2025-01-02")

@@ -250,6 +250,9 @@ def test_start_times_in_names(tmp_path: Path) -> None:
     later = write(tmp_path / "B~2~20250101_030000~8.wav", channel(pair, 1))
     assert lm.correlate(a, b, clock_error_s=0.0, **PIPE).verdict == "leak"
     assert refusal(a, later, clock_error_s=0.0) == "start-times-differ"
+    one = write(tmp_path / "H1_20250101_020000T.wav", channel(pair, 0))
+    two = write(tmp_path / "SM4_0+1_20250101$020500.wav", channel(pair, 1))
+    assert refusal(one, two, clock_error_s=0.0) == "start-times-differ"
     assert lm.correlate(a, later, clock_error_s=0.0, offset_s=0.0, **PIPE).verdict == "leak"
     assert lm.correlate(write(tmp_path / "both.wav", pair), **PIPE).position_m == pytest.approx(30, abs=0.05)
 
