@@ -4805,6 +4805,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials._distribution': ( 'learn/search/trials.html#_distribution',
                                                                                             'leakmel/learn/search/trials.py'),
+                                             'leakmel.learn.search.trials._finite': ( 'learn/search/trials.html#_finite',
+                                                                                      'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials._numbers': ( 'learn/search/trials.html#_numbers',
                                                                                        'leakmel/learn/search/trials.py'),
                                              'leakmel.learn.search.trials.changes_text': ( 'learn/search/trials.html#changes_text',

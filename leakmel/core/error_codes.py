@@ -237,7 +237,7 @@ LEARN_DATA = {
     "invalid-detector": "The parts of a detector do not fit together.",
     "not-a-detector": "The file does not contain a detector that this version can read.",
     "file-missing": "A file does not exist, or is not a regular file.",
-    "damaged-file": "A model file, checkpoint, history or other file that leakmel wrote is cut short, damaged or too large to be read.",
+    "damaged-file": "A model file or checkpoint is cut short, damaged or too large to be read.",
     "unsafe-pickle": "Reading the file would run code stored in it.",
     "other-file-in-the-way": "The target is a file of another kind, and leakmel does not replace it.",
     "digest-differs": "The digest of a model file is not the stored digest.",

@@ -227,7 +227,7 @@ class _ResumingDownload:
 
     def _validator(self) -> str:
         "Validator of the version of which a part has arrived."
-        with suppress(OSError, ValueError, AttributeError, KeyError, DataError):
+        with suppress(OSError, ValueError, AttributeError):
             state = read_own_json(self.state)
             return state["validator"] if state["url"] == self.file.url else ""
         return ""
@@ -261,7 +261,7 @@ class _ResumingDownload:
         "Keep the validator of the version that arrives now; a weak one does not promise the same bytes."
         tag = headers.get("ETag", "")
         validator = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
-        self.state.write_bytes(sealed_json({"url": self.file.url, "validator": validator}))
+        self.state.write_text(sealed_json({"url": self.file.url, "validator": validator}).decode(), "utf-8")
 
     def _store(self, answer: Any, have: int) -> None:
         "Append the body of an answer to what has arrived."

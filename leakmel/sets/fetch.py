@@ -221,7 +221,7 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputEr
             n = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
             if n == facts["counts"]["recordings"]:
                 return FetchedSet(target, s.name, facts, was_complete=True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     is_empty = target.is_dir() and not target.is_symlink() and not os.listdir(target)
     if os.path.lexists(target) and not is_empty:

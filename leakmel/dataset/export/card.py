@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import DataError, show_path
+from ...core.errors import show_path
 from ...core.own_files import read_own_json
 from .columns import ExportSource, column_pages, n_rejected, rejected_pages
 from ..file.schema import DIGEST_ATTRIBUTE, WAVEFORMS
@@ -50,7 +50,7 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
         report = read_own_json(file)
         if not isinstance(report, dict):
             return {}
-    except (OSError, ValueError, RecursionError, DataError):
+    except (OSError, ValueError, RecursionError):
         return {}
     verified = report.get("verified")
     verdict = verified.get("verdict") if isinstance(verified, dict) else None

@@ -33,7 +33,6 @@ import numpy as np
 from ...audio.conform import native
 from ...audio.conform import FIGURES
 from ...audio.listing import DRY, Listing
-from ...core.errors import DataError
 from ...core.own_files import read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
@@ -192,12 +191,12 @@ def read_state(
             mine, st = os.fstat(fd), os.stat(target)
             if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MAX_HEADER_BYTES:
                 return None  # a data set holds more about each recording
-            text, _, data = unsealed(f.read(), state_path(target)).partition(b"\n")
+            text, _, data = unsealed(f.read()).partition(b"\n")
         head = json.loads(text)
         if any(head[key] != value for key, value in _state_head(data, st).items()):
             return None
         return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -292,7 +291,7 @@ def read_rejected(
         unread = np.array([_UNREAD.get(r.code, 0) for r in rejected], np.int64)
         if len(stamps) != len(rejected) or len(set(numbers.tolist())) != len(rejected):
             raise ValueError("not all files have a stamp")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, DataError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return [], np.zeros(0, np.int64)
     same = _is_unchanged(listing, numbers, stamps, unread, np.ones(len(numbers), bool))
     return [rejected[k] for k in np.flatnonzero(same)], numbers[same]

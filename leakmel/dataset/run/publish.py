@@ -470,7 +470,7 @@ def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Ou
             return
         lists = {"rejected_files": body.pop("rejected_files"), "problems": now}
         body = {k: v for k, v in body.items() if k != "problems"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, DataError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return  # not a report of leakmel, or damaged
     body["problems_by_kind"] = count_kinds(p.kind for p in noted)
     _write_report(path, lists, lambda: body)

@@ -139,7 +139,7 @@ def load_plain(
                 raise DataError(
                     "the file is damaged: its digest does not match", code="damaged-file", path=path
                 )
-            archive = io.BytesIO(unsealed(content, path))
+            archive = io.BytesIO(unsealed(content))
             if digest is None and archive.getbuffer().nbytes == len(content):  # of an earlier version
                 with zipfile.ZipFile(archive) as z:
                     if (part := z.testzip()) is not None:

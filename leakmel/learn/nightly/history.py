@@ -131,7 +131,7 @@ def _as_left(path: Path) -> tuple[str, bool]:  # digest, and whether the last ru
         if len(known) != 32 or os.path.lexists(f"{path}-journal"):
             return "", False
         found = digest_of_file(path)
-    except (OSError, ValueError, DataError):
+    except (OSError, ValueError):
         return "", False
     if found == known:
         return known, identity == _identity(path)

@@ -370,8 +370,11 @@ def write_json(
     sync: bool = True,  # flush to the disk
 ) -> None:  # raises OutputError
     "Write values as JSON; a number that is not finite becomes null."
-    finite = json.loads(json.dumps(values), parse_constant=lambda word: None)
-    write_whole(path, sealed_json(finite), sync=sync)
+    write_whole(path, (json.dumps(_finite(values), indent=1) + "\n").encode(), sync=sync)
+
+
+def _finite(values: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
 @dataclass
@@ -394,7 +397,7 @@ class SearchState:
 
     def write(self, folder: Path) -> None:
         "Write the state file; raises OutputError."
-        write_json(folder / STATE, {"format": FORMAT, **asdict(self)})
+        write_whole(folder / STATE, sealed_json(_finite({"format": FORMAT, **asdict(self)})))
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
@@ -412,6 +415,7 @@ def read_state(
         values = read_own_json(path)
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
+        values.pop("digest", None)  # of a file that a person has edited
         for t in values["trials"]:
             t |= {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])}
         values["trials"] = [Trial(**t) for t in values["trials"]]

@@ -236,7 +236,7 @@ class FoldTrainer:
                 found = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
                 if found.shape == shape and found.dtype == np.float32:
                     return found
-            except (OSError, ValueError, DataError):
+            except (OSError, ValueError):
                 pass  # damaged, or of an earlier version: fitted again
         found = score_rows(
             self.fit(kind, learned, seed), self._segments(held_out, "recording"), device=self.device

@@ -21,7 +21,7 @@ __all__ = [
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
 import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -441,10 +441,9 @@ def _write_result(
     more: dict[str, Any],
 ) -> TrainResult:
     "Write the model and the summary."
-    detector = replace(detector, record=detector.record | {"seconds": seconds})
     path = detector.save(out / "model.pt")
     update_card(detector, path)
-    result = _result_of(path, detector, data, epochs, best_epoch, more)
+    result = _result_of(path, detector, data, epochs, best_epoch, seconds, more)
     write_summary(out, result.summary)
     return result
 
@@ -455,6 +454,7 @@ def _result_of(
     data: TrainingData,
     epochs: tuple[EpochFigures, ...],
     best_epoch: int,
+    seconds: float,
     more: dict[str, Any],
 ) -> TrainResult:
     "Return the result of a training whose model is written."
@@ -470,10 +470,11 @@ def _result_of(
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
         "next_steps": next_steps(detector.evaluations),
+        "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         **more,
     }
-    return TrainResult(detector, path, epochs, best_epoch, summary, detector.record["seconds"])
+    return TrainResult(detector, path, epochs, best_epoch, summary, seconds)
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -632,6 +633,7 @@ def _train_spectral(
     seconds = time.perf_counter() - began
     if choice is not None:
         seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
+    detector = replace(detector, record=detector.record | {"seconds": seconds})
     return _write_result(out, detector, data, (), 0, seconds, _FITTED)
 
 
@@ -682,8 +684,11 @@ def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> 
     now = digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
     if detector.record.get("identity") != now:
         return None
-    detector.record.setdefault("seconds", 0.0)  # of a model of an earlier version
-    return _result_of(out / "model.pt", detector, data, (), 0, _FITTED)
+    seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
+    found = _result_of(out / "model.pt", detector, data, (), 0, seconds, _FITTED)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # where the folder was then
+        found.summary["model"] = str(json.loads((out / "summary.json").read_bytes())["model"])
+    return found
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
