@@ -20,8 +20,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DataError
-
 # %% ../../nbs/core/own_files.ipynb #0f1e0005
 _HEAD, _HEAD_END = b'{\n "digest": "', b'",'
 _TAIL, _TAIL_END = b"\nleakmel xxh3-128 ", b"\n"
@@ -68,10 +66,9 @@ def write_sealed(
 # %% ../../nbs/core/own_files.ipynb #0f1e0008
 def unsealed(
     data: bytes,  # of a file
-    path: str | os.PathLike,  # for the message
     *,
     strict: bool = False,  # refuse a file without a seal: a cache in a format without checksums, which is made again
-) -> bytes:  # the content; raises DataError
+) -> bytes:  # the content; raises ValueError
     "Compare a sealed file with its digest, and return its content; a file without a seal is returned whole."
     view, n = memoryview(data), len(_TAIL) + 32 + len(_TAIL_END)
     m = len(_HEAD) + 32 + len(_HEAD_END)
@@ -87,12 +84,7 @@ def unsealed(
         is_intact = not strict and (not data.startswith(b"PK\x03\x04") or data[-22:-18] == b"PK\x05\x06")
     if is_intact:
         return content
-    raise DataError(
-        "the file is damaged, or was changed: its digest does not match",
-        code="damaged-file",
-        path=path,
-        remedy="restore it from a copy, or make it again",
-    )
+    raise ValueError("damaged, or changed by another program: its digest does not match")
 
 
 def _open_regular(path: str | os.PathLike, flags: int = 0) -> int:
@@ -108,13 +100,13 @@ def read_own(
     path: str | os.PathLike,
     *,
     strict: bool = False,  # as for `unsealed`
-) -> bytes:  # raises OSError, DataError
+) -> bytes:  # raises OSError, ValueError
     "Read a file and compare it with its digest."
     with open(_open_regular(path), "rb") as f:
-        return unsealed(f.read(), path, strict=strict)
+        return unsealed(f.read(), strict=strict)
 
 
-def read_own_json(path: str | os.PathLike) -> Any:  # raises OSError, ValueError, RecursionError, DataError
+def read_own_json(path: str | os.PathLike) -> Any:  # raises OSError, ValueError, RecursionError
     "Read the values of a JSON file, and compare it with its digest."
     return json.loads(read_own(path))
 

@@ -50,7 +50,7 @@ class Case(SimpleNamespace):
 
 def without_seal(path: Path) -> None:
     "Make the file one of an earlier version."
-    path.write_bytes(unsealed(path.read_bytes(), path))
+    path.write_bytes(unsealed(path.read_bytes()))
 
 
 def model(tmp: Path) -> Case:
@@ -350,32 +350,30 @@ def test_each_bit_of_a_sealed_json_file_counts(tmp_path: Path, values: dict, opt
         damaged = bytearray(whole)
         damaged[k // 8] ^= 1 << k % 8
         path.write_bytes(damaged)
-        with pytest.raises(DataError) as e:
+        with pytest.raises(ValueError, match="digest"):
             read_own_json(path)
-        assert e.value.code == "damaged-file"
-        assert str(path) in str(e.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(100), os.urandom(3000)])
 def test_each_bit_of_a_sealed_file_counts(tmp_path: Path, content: bytes) -> None:
     whole = sealed(content)
-    assert unsealed(whole, "x") == content
+    assert unsealed(whole) == content
     for k in range(0, 8 * len(whole), 1 if len(whole) < 1000 else 11):
         damaged = bytearray(whole)
         damaged[k // 8] ^= 1 << k % 8
-        with pytest.raises(DataError):
-            unsealed(bytes(damaged), "x")
+        with pytest.raises(ValueError, match="digest"):
+            unsealed(bytes(damaged))
 
 
 def test_an_archive_that_is_cut_within_its_digest_is_refused(tmp_path: Path) -> None:
     whole = made_detector().save(tmp_path / "model.pt").read_bytes()
-    content = unsealed(whole, "x")
+    content = unsealed(whole)
     for n in range(len(content), len(whole)):
         if n == len(content):
-            assert unsealed(whole[:n], "x") == content  # as an earlier version writes it
+            assert unsealed(whole[:n]) == content  # as an earlier version writes it
             continue
-        with pytest.raises(DataError):
-            unsealed(whole[:n], "x")
+        with pytest.raises(ValueError, match="digest"):
+            unsealed(whole[:n])
 
 
 def test_caches_that_another_user_can_write_are_not_used(tmp_path: Path) -> None:
