@@ -46,7 +46,7 @@ from leakmel.audio.listing import (
     split_folders,
 )
 from .manifest_file import read_manifest, stored_folder, write_manifest
-from .naming import Naming, PatternPreview, pattern_naming, preview_names
+from .naming import Naming, PatternPreview, pattern_naming, preview_names, unread_fields
 from leakmel.audio.problems import (
     Problem,
     ProblemReport,
@@ -223,7 +223,7 @@ class Manifest:
 
     def report(
         self,
-        most: int = 20,  # examples to show
+        most: int | None = 20,  # examples to show; None: all
     ) -> ProblemReport:
         "The problems by group and kind, for a notebook or a terminal."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
@@ -451,6 +451,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
     misfits: dict[str, list[int]] = {}
+    unread: dict[str, list[tuple[int, str]]] = {}
     # a pattern's label map needs the names of all splits
     for name, folder in (targets if naming.labels_by_folder else splits | targets).items():
         found[name], left_out = found_below(root, folder, on_found)
@@ -464,6 +465,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
             parsed = [naming.read(path) for path, _, _ in found[name]]
             labels[name] = [x.label for x in parsed]
             misfits[name] = [i for i, x in enumerate(parsed) if not x.fits]
+            unread[name] = unread_fields(parsed)
     if naming.labels_by_folder:
         label_names = label_map(list(splits.values()) or [root], root)
     else:
@@ -485,6 +487,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         for i in misfits[x.split]:
             if x.label_ids[i] >= 0 or not naming.labels_by_folder:  # else it is rejected for its folder
                 notes.append(_no_match(naming, x.place, x.paths[i]))
+        notes += [Problem("unread_field", x.show(i), message) for i, message in unread.get(x.split, ())]
     return Manifest(root, label_names, tuple(listings), tuple(notes), naming=naming)
 
 
@@ -512,6 +515,8 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
         rows = [i for i, x in enumerate(parsed) if x.split == name]
         mine = [parsed[i].label for i in rows]
         listings.append(make_listing(name, root, [found[i] for i in rows], mine, labels, naming))
+        for i, message in unread_fields([parsed[i] for i in rows]):
+            notes.append(Problem("unread_field", listings[-1].show(i), message))
     unmatched = tuple(path for (path, _, _), x in zip(found, parsed) if not x.fits)
     notes += [_no_match(naming, "", path) for path in unmatched]
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, unmatched=unmatched)

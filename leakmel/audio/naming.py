@@ -11,6 +11,7 @@ __all__ = [
     "ParsedPath",
     "Naming",
     "pattern_naming",
+    "unread_fields",
     "PatternPreview",
     "preview_names",
 ]
@@ -24,7 +25,15 @@ from functools import lru_cache
 from typing import Any
 from unicodedata import normalize
 
-from .file_names import NameParts, iso_time, number_in, parse_name, split_name
+from leakmel.audio.file_names import (
+    TIME_FORMS,
+    NameParts,
+    iso_time,
+    number_in,
+    parse_name,
+    split_name,
+    whole_time,
+)
 from .problems import show_place
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
@@ -114,7 +123,7 @@ def _is_valid(name: str, value: str) -> bool:
         return False
     if name == "split":
         return split_name(value) is not None
-    return bool(iso_time(value)) if name == "start_time" else not math.isnan(number_in(value))
+    return bool(whole_time(value)) if name == "start_time" else not math.isnan(number_in(value))
 
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
@@ -190,6 +199,9 @@ def match_pattern(
 
 
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
+_FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedPath:
     "Split, label and parts of one path."
@@ -198,6 +210,7 @@ class ParsedPath:
     label: str | None = None  # None: the path has no label
     parts: NameParts = NameParts()
     fits: bool = True  # the path matches the pattern
+    unread: tuple[tuple[str, str], ...] = ()  # field and text, where the text is not a time or a gain
 
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
@@ -261,7 +274,10 @@ class Naming:
             found.get("folder", below),
         )
         split = split_name(found["split"]) if "split" in found else None
-        return ParsedPath(split, folder if self.labels_by_folder else found["label"], parts)
+        has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
+        unread = tuple((name, found[name]) for name in _FORMS if name in found and not has_value[name])
+        label = folder if self.labels_by_folder else found["label"]
+        return ParsedPath(split, label, parts, unread=unread)
 
     def to_json(self) -> str:
         "Return JSON for the data set."
@@ -291,6 +307,22 @@ def pattern_naming(
 
 
 # %% ../../nbs/audio/naming.ipynb #0900e597
+def unread_fields(
+    parsed: Sequence[ParsedPath],
+) -> list[tuple[int, str]]:  # number of the first name that a field is not read from, and a sentence
+    "Count the names in which a field of the pattern has a text, but no value."
+    found = []
+    n_fit = sum(x.fits for x in parsed)
+    for field, forms in _FORMS.items():
+        numbers = [i for i, x in enumerate(parsed) if x.unread and field in dict(x.unread)]
+        if numbers:
+            text = show_path(dict(parsed[numbers[0]].unread)[field])
+            n_read = f"{n_fit - len(numbers):,}" if len(numbers) < n_fit else "none"
+            message = f"{{{field}}} is read from {n_read} of the {n_fit:,} names that fit the pattern, and not from {text!r}"
+            found.append((numbers[0], f"{message}; {forms}"))
+    return found
+
+
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
 _NOT_READ = "(not read)"
 
@@ -300,7 +332,7 @@ class PatternPreview:
     "Matches of a pattern with the names of a data folder."
 
     pattern: str
-    n_fit: int
+    n_fit: int  # names that match; 0 if a field has no value in any of them
     n_not: int
     rows: tuple[dict[str, str], ...]  # path and fields of some names that fit, spread over all
     values: dict[str, dict[str, int]]  # the most frequent values of each field
@@ -321,7 +353,7 @@ class PatternPreview:
 
     def __repr__(self) -> str:
         lines = [f"{self.n_fit:,} of {self.n_fit + self.n_not:,} names fit {show_path(self.pattern)}"]
-        for field, values in self.values.items() if self.n_fit else ():
+        for field, values in self.values.items() if self.rows else ():
             counts = ", ".join(f"{value} {n:,}" for value, n in values.items())
             n_more = self.n_values[field] - len(values)
             lines.append(f"{field}: {counts}{f', and {n_more:,} more' if n_more else ''}")
@@ -352,9 +384,12 @@ def preview_names(
             continue
         fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
     counts = {f: Counter(row[f] for row in fit) for f in fields}
+    n_fit = len(fit)
+    if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field
+        n_fit, misses = 0, [show_place(place, path) for place, path in names]
     return PatternPreview(
         naming.pattern,
-        len(fit),
+        n_fit,
         len(misses),
         tuple(fit[:: -(-len(fit) // _MAX_SHOWN) or 1]),
         {f: dict(c.most_common(_MAX_SHOWN)) for f, c in counts.items()},

@@ -80,6 +80,9 @@ KIND_GROUPS = {
         "other_length": "the length differs from that of most recordings: the recording must be cut, or padded with silence that was never recorded",
         "stereo": "the recording has more than one channel; a row has one",
         "opposite_phase": "the channels cancel each other, so their mean is almost zero: one sensor is wired with reversed polarity",
+        "unread_samples": "the file holds more samples than its header declares: the recorder did not finish the header",
+        "stalled": "the signal breaks off into a long run of equal samples: the recorder stopped writing, or a program padded the recording",
+        "float_scale": "float samples are in the scale of integers, not from -1 to 1: the row is too loud by up to 90 dB or more",
         "clipped": "the signal exceeds the range of the recorder: clipping adds noise in all bands",
         "silent": "the recording contains no signal",
         "dc_offset": "the mean of the samples is far from zero: this shows in the lowest bands and in the level",
@@ -103,6 +106,7 @@ KIND_GROUPS = {
         "passed_over": "recordings in hidden folders and folders of systems (bins, snapshots, versions) are not read",
         "other_format": "audio files of another format are not read; convert them to WAV",
         "no_match": "the name does not fit the pattern",
+        "unread_field": "a field of the pattern has texts without a value: they are not times or gains as they are read",
         "wrong_root": "no file of the table exists: its paths must be relative to the data folder",
         "not_in_table": "the recording is not named in the table",
         "ignored_column": "the column of the table is not used",
@@ -214,19 +218,25 @@ class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
     def __init__(
-        self, problems: Iterable[Problem], most: int = 20
-    ):  # examples to show, shared evenly by the kinds, at least one of each; 0: none
+        self,
+        problems: Iterable[Problem],
+        # examples to show, shared evenly by the kinds, at least one of each; 0: none, None: all
+        most: int | None = 20,
+    ):
         found: dict[str, list[Problem]] = {}
         for p in problems:
             found.setdefault(p.kind, []).append(p)
         order = count_kinds({kind: len(same) for kind, same in found.items()})
         self.by_kind = {kind: found[kind] for kind in order}
-        n_each = max(1, most // max(1, len(found)))
-        self.given = {
-            kind: min(len(same), MAX_PER_KIND if kind in ALWAYS_SHOWN else n_each) if most > 0 else 0
-            for kind, same in self.by_kind.items()
-        }
-        self.more = sum(map(len, found.values())) - sum(self.given.values())  # problems that are not shown
+        n_all = sum(map(len, found.values()))
+        left = n_all if most is None else most
+        self.given = dict.fromkeys(found, 0)
+        for k, kind in enumerate(sorted(found, key=lambda kind: len(found[kind])) if left > 0 else ()):
+            share = max(1, left // (len(found) - k))  # what a rare kind leaves is for the others
+            wanted = max(MAX_PER_KIND, share) if kind in ALWAYS_SHOWN else share
+            self.given[kind] = min(len(found[kind]), wanted)
+            left -= self.given[kind]
+        self.more = n_all - sum(self.given.values())  # problems that are not shown
 
     def groups(self) -> dict[str, list[str]]:
         "Kinds by group, without empty groups."

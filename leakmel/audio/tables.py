@@ -34,11 +34,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from .file_names import NameParts, iso_time, split_name
+from .file_names import TIME_FORMS, NameParts, iso_time, split_name
 from .problems import Problem, how_many
 from .wav import digest_of
 from ..core.comparison import match_texts, text_key
-from ..core.errors import DataError, UsageError, show_path
+from ..core.errors import DataError, UsageError, explain, show_path
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
 TABLE_COLUMNS = (
@@ -89,6 +89,7 @@ class NameTable:
     ignored: tuple[str, ...]  # names of columns that are not used
     extra: dict[str, list[str]]  # other columns: name -> texts
     digest: str = ""  # xxh3-128 of the file, hex
+    has_times: bool = False  # it has a column of start times, which may be empty
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -212,7 +213,10 @@ def read_table_bytes(
             raise DataError("the table is larger than 1 GiB", code="table-unreadable", path=file)
         return file.read_bytes()
     except OSError as e:
-        raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
+        cause, remedy = explain(e, file)
+        raise DataError(
+            f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
+        ) from e
 
 
 def require_same_table(
@@ -436,7 +440,7 @@ def _parts_in(cells: dict[str, str], delimiter: str, wrong: Callable[..., NoRetu
     text = {name: cells.get(name, "").strip() for name in NameParts._fields}
     when = iso_time(dashed_date(text["start_time"]))
     if text["start_time"] and not when:
-        remedy = "write it as 2025-03-14T02:00:00 or 20250314_020000, or leave it empty"
+        remedy = f"write it as {TIME_FORMS}; or leave it empty"
         wrong("the start time is not a date with a time", "start_time", remedy)
     try:
         gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
@@ -475,7 +479,9 @@ def read_table(
     needed = {"path", "label"} if with_labels else {"path"}
     least = 1 + max((i for name, i in header.known.items() if name in needed), default=-1)
     extra: dict[str, list[str]] = {name: [] for name in header.extra}
-    table = NameTable(file, [], [], [], [], header.ignored, extra, digest_of(data))
+    table = NameTable(
+        file, [], [], [], [], header.ignored, extra, digest_of(data), "start_time" in header.known
+    )
     lines: dict[bytes, int] = {}
     for line, row in rows.rows(least):
         _take_row(table, header, row, line, rows.delimiter, lines)

@@ -16,6 +16,7 @@ __all__ = [
     "MAX_READ_FAILURES",
     "read_error",
     "OutOfMemory",
+    "close_read",
     "open_regular",
     "canonical_header",
     "WavHeader",
@@ -33,16 +34,17 @@ __all__ = [
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
 import errno, os, re, stat, struct, threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from ..core.errors import MachineError, RecordingError
+from ..core.errors import MachineError, RecordingError, explain, missing_remedy
 
 # %% ../../nbs/audio/wav.ipynb #0a52b34e
 _FAULTS = (
-    "EMFILE ENFILE EIO ENOMEM ENOSPC ENODEV ESTALE ENOTCONN "
+    "EMFILE ENFILE EIO EINTR ENOMEM ENOSPC EDQUOT ENODEV ESTALE ENOTCONN "
     # of a network folder; some systems lack some of them
     "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED "
     "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
@@ -58,17 +60,19 @@ def read_error(
     "Convert an OSError of reading a recording to a rejection or a fault of the machine."
     name = errno.errorcode.get(error.errno or 0, "unknown error")
     if error.errno in MACHINE_FAULTS:
+        cause, remedy = explain(error, path)
         return MachineError(
-            f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
+            f"the machine failed while reading ({cause})",
             code="io-fault",
             path=path,
-            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again; no recording was rejected because of this fault",
+            remedy=f"{remedy}; no recording was rejected because of this fault",
         )
     if error.errno in _GONE:
         return RecordingError(
             "changed", f"the file was there when listed and is not there now ({name})", path=path
         )
-    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path)
+    remedy = explain(error, path)[1]
+    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path, remedy=remedy)
 
 
 class OutOfMemory(MachineError):
@@ -87,6 +91,12 @@ class OutOfMemory(MachineError):
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
+def close_read(fd: int) -> None:
+    "Close a file that was only read: an error of the disk says nothing about its bytes."
+    with suppress(OSError):
+        os.close(fd)
+
+
 def open_regular(
     path: str | bytes | os.PathLike,
 ) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
@@ -98,7 +108,7 @@ def open_regular(
     st = os.fstat(fd)
     if stat.S_ISREG(st.st_mode):
         return fd, st.st_size
-    os.close(fd)
+    close_read(fd)
     raise RecordingError("unreadable", "not a regular file", path=path)
 
 
@@ -461,7 +471,8 @@ def read_wav(
         fd, n_file = open_regular(path)
     except RecordingError as e:
         if isinstance(e.__cause__, FileNotFoundError) and not os.path.lexists(path):
-            raise RecordingError("unreadable", "no such file", path=path) from e.__cause__
+            remedy = missing_remedy(path)
+            raise RecordingError("unreadable", "no such file", path=path, remedy=remedy) from e.__cause__
         raise
     try:
         return read_open_wav(fd, n_file)
@@ -474,7 +485,7 @@ def read_wav(
     except OSError as e:
         raise read_error(e, os.fsencode(path)) from e
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 # %% ../../nbs/audio/wav.ipynb #58c99bed

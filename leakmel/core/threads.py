@@ -6,10 +6,10 @@
 __all__ = ["machine_error", "ThreadGroup", "run_threads"]
 
 # %% ../../nbs/core/threads.ipynb #8073fd24
-import errno, os, threading, time
+import errno, threading, time
 from collections.abc import Callable
 
-from .errors import LeakmelError, MachineError
+from .errors import LeakmelError, MachineError, explain
 
 
 # %% ../../nbs/core/threads.ipynb #fe60a50d
@@ -26,11 +26,12 @@ def machine_error(
             remedy="lower files_per_batch, slots or max_bytes_in_flight",
         )
     if isinstance(error, OSError):
+        cause, remedy = explain(error, error.filename or "")
         return MachineError(
-            f"the system reported an error ({errno.errorcode.get(error.errno or 0)}: {os.strerror(error.errno or 0)})",
+            f"the system reported an error ({cause})",
             code="machine",
             path=error.filename,
-            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
+            remedy=remedy,
         )
     return error
 

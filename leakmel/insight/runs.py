@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/runs.ipynb #b5744af6
-import json, os
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, UsageError
+from ..core.own_files import read_own_json
 from ..core.run_plan import runs_folder
 from ..core.timeline import Gauge, Timeline, read_timeline
 from .diagnose import aligned, interval_s
@@ -167,7 +168,7 @@ _NEEDED: dict[str, Any] = {  # type of each value in JSON
 def _report(path: Path) -> dict[str, Any]:
     "Read the report of a data set; raises DataError."
     try:
-        body = json.loads(path.read_bytes())
+        body = read_own_json(path)
         if not isinstance(body, dict):
             raise TypeError(f"a {type(body).__name__}, not an object")
         if not (wrong := [key for key, kind in _NEEDED.items() if not isinstance(body.get(key), kind)]):

@@ -179,7 +179,7 @@ def plan_search(
     of_training = {name: p[name] for name in training_kinds() if name in p}
     out = run_folder(p["out"], "search")
     of_training |= {"testing": None, "evaluation": False, "out": str(out)}
-    training = plan_training(of_training, progress=progress)
+    training = plan_training(of_training, progress=progress, needs_validation=True)
     given = {name: value for name, value in training.given.items() if name != "labels"}
     given |= {name: p[name] for name in ("space", "trials", "hours", "again", "prune_after", "prune_epochs")}
     inputs = {name: text for name, text in training.inputs.items() if name != "testing"}

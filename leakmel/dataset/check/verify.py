@@ -6,7 +6,7 @@
 __all__ = ["VerifyReport", "pick_rows", "check_sample", "check_data_set", "verify"]
 
 # %% ../../../nbs/dataset/check/verify.ipynb #959a3b84
-import json, os, stat
+import json, os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -46,6 +46,7 @@ from leakmel.dataset.file.schema import (
     PARTS,
     ROWS,
     WAVEFORMS,
+    machine_fault,
     metadata_digest,
     name_columns,
     open_file,
@@ -255,6 +256,9 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
         if WAVEFORMS in f and "digests/waveforms" in columns:
             blocks.append(_row_problems(pool, f, WAVEFORMS, columns["digests/waveforms"], unread))
         report.problems += _structure(f, stored_spec(f), columns, attributes)
+        if not report.problems:
+            with HDF5_TURN:
+                report.problems += consistency.structure_problems(f, stored_spec(f), columns, attributes)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -501,6 +505,8 @@ def check_data_set(
     *,
     root: str | os.PathLike | None,
     sample: int | None,
+    # False: this process has just written the file
+    examine: bool = True,
     accounting: bool = True,
     unread: np.ndarray | None = None,  # [n_rows] bool, rows to compare with their digests; None: all
     edges: Sequence[int] = (),  # rows to recompute in any case
@@ -515,16 +521,7 @@ def check_data_set(
     names = table if table is None or isinstance(table, NameTable) else read_table(table, columns)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
-            raise DataError("the path is not a regular file", code="not-a-file", path=path)
-        if not h5py.is_hdf5(path):
-            raise DataError(
-                "the file is not an HDF5 file",
-                code="not-hdf5",
-                path=path,
-                remedy="give a leakmel data set",
-            )
-        with open_file(path) as f, ExitStack() as own:
+        with open_file(path, examine=examine) as f, ExitStack() as own:
             opened = _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(
@@ -544,6 +541,8 @@ def check_data_set(
     except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
+        if (fault := machine_fault(e, path)) is not e:
+            raise fault from e
         reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
         report.problems.append(f"the file cannot be read as a data set: {reason}")
     return report

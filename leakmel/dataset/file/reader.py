@@ -6,7 +6,7 @@
 __all__ = ["read_rows", "MelDataset", "open_dataset"]
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e0078bc0
-import h5py, json, os, stat
+import h5py, json, os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,8 +16,9 @@ from typing import Any, Self, TYPE_CHECKING
 import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
+from ...audio.wav import MACHINE_FAULTS
 from ...core.comparison import text_key
-from ...core.errors import DataError, VerifyError, show_path
+from ...core.errors import DataError, LeakmelError, VerifyError, show_path
 from ...core.text_columns import text_column
 from .chunks import read_at
 from leakmel.dataset.file.schema import (
@@ -28,8 +29,8 @@ from leakmel.dataset.file.schema import (
     WAVEFORMS,
     file_columns,
     open_file,
+    opening_error,
     stored_spec,
-    unsafe_parts,
 )
 from ...mel.spec import MelSpec
 
@@ -71,8 +72,9 @@ def read_rows(
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        for first, n, at in _consecutive_rows(rows):
-            data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
+        with _as_verify_error(Path(data.file.filename)):
+            for first, n, at in _consecutive_rows(rows):
+                data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
 
@@ -80,10 +82,12 @@ def read_rows(
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
 @contextmanager
 def _as_verify_error(path: Path) -> Iterator[None]:
-    "Convert errors that a damaged file causes in the body into VerifyError."
+    "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
+        if isinstance(e, OSError) and e.errno in MACHINE_FAULTS:
+            raise opening_error(e, path) from e
         raise VerifyError(
             "a part of the data set is missing or damaged",
             code="damaged-data-set",
@@ -95,14 +99,6 @@ def _as_verify_error(path: Path) -> Iterator[None]:
 
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
     "Check that a file is a complete data set before data are read; raises VerifyError."
-    if problem := next(unsafe_parts(file), None):
-        raise VerifyError(
-            "the file was not read, because its structure is not safe",
-            code="unsafe-file",
-            path=path,
-            found=problem,
-            remedy="build the data set again from the recordings",
-        )
     if not legacy and "schema_version" not in file.attrs:
         raise VerifyError(
             "the file is not a leakmel data set",
@@ -165,7 +161,7 @@ class MelDataset:
                     raise ValueError("some values of labels have no label name")
                 if people is not None:
                     self._relabel(people)
-        except VerifyError:
+        except LeakmelError:
             self.close()
             raise
 
@@ -193,25 +189,12 @@ class MelDataset:
         self.relabelled = found
 
     def _open(self) -> None:
-        "Open the file for this process; raises DataError, VerifyError."
-        try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):  # a named pipe would block
-                raise VerifyError("the path is not a regular file", code="not-a-file", path=self.path)
-            self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
-        except FileNotFoundError as e:
-            raise DataError("there is no such data set", code="no-such-file", path=self.path) from e
-        except OSError as e:
-            raise VerifyError(
-                "the file cannot be read as HDF5",
-                code="not-hdf5",
-                path=self.path,
-                found=str(e),
-                remedy="give a leakmel data set",
-            ) from e
+        "Open the file for this process; raises DataError, MachineError, VerifyError."
+        self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
         try:
             with _as_verify_error(self.path):
                 _require_data_set(self._file, self.path, self.legacy)
-        except VerifyError:
+        except LeakmelError:
             self.close()
             raise
         self._pid = os.getpid()
@@ -292,7 +275,8 @@ class MelDataset:
                 path=self.path,
                 remedy="read the settings that it contains from .config",
             )
-        return stored_spec(self.file)
+        with _as_verify_error(self.path):
+            return stored_spec(self.file)
 
     @cached_property
     def files(self) -> "pd.DataFrame":

@@ -16,6 +16,7 @@ __all__ = [
     "FILE_COLUMNS",
     "HDF5_TURN",
     "ALIGNMENT",
+    "MEMORY_DRIVER",
     "MAX_COMPRESSION",
     "data_set_name",
     "byte_column",
@@ -31,6 +32,8 @@ __all__ = [
     "create_rows",
     "create_parts",
     "open_file",
+    "machine_fault",
+    "memory_file",
     "new_file",
     "Metadata",
     "digest_of_metadata",
@@ -43,12 +46,13 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
-import errno, faulthandler, gc, json, mmap, os, resource, select, signal, stat, sys, threading, warnings
+import errno, faulthandler, gc, json, mmap, os, re, resource, select, signal, stat, sys, threading, warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import h5py
@@ -268,7 +272,7 @@ def create_rows(
 
 
 def create_parts(
-    path: str | os.PathLike,  # an existing file is replaced
+    path: str | os.PathLike,  # that of `memory_file`; an existing file is replaced
     n_rows: int,
     row_shape: tuple[int, ...],  # L, S, M, T
     waveform_shape: tuple[int, ...] | None,  # L, S, short_window; None: no waveforms
@@ -304,18 +308,45 @@ def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     except OSError as e:
         if e.errno not in NO_FLOCK:
             raise
-    if mode == "x":  # the file was made, and could not be locked
-        Path(path).unlink(missing_ok=True)
     return h5py.File(path, mode, locking=False, **options)
 
 
-def new_file(
+_FAILED_CALL = re.compile(r"errno = (\d+), error message")
+
+
+def machine_fault(
+    error: Exception,  # of reading an HDF5 file
     path: str | os.PathLike,
+) -> Exception:  # a MachineError, or the same error
+    "Find a call of the system that failed in what the HDF5 library has raised: KeyError, RuntimeError and others."
+    found = None if isinstance(error, LeakmelError) else _FAILED_CALL.search(str(error))
+    code = int(found[1]) if found else getattr(error, "errno", None) or 0
+    if isinstance(error, LeakmelError) or code not in MACHINE_FAULTS:
+        return error
+    return opening_error(OSError(code, os.strerror(code)), path)
+
+
+MEMORY_DRIVER = "stdio"  # writes the same bytes as the usual one, which wants a file with a name in a folder
+
+
+@contextmanager
+def memory_file() -> Iterator[Path]:
+    "Make a sparse file in memory for the HDF5 library to write, because a disk that fails crashes it; yield a path to open it by."
+    with ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("leakmel")
+            stack.callback(os.close, fd)
+        else:  # macOS
+            fd = stack.enter_context(TemporaryFile()).fileno()
+        yield Path(f"/dev/fd/{fd}")
+
+
+def new_file(
+    path: str | os.PathLike,  # that of `memory_file`
     **options: Any,  # of h5py.File
 ) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
-    Path(path).unlink(missing_ok=True)  # never write through a symbolic link
-    return open_file(path, "x", libver=LIBVER, track_order=False, **options)
+    return open_file(path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, **options)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 
-from ...core.errors import DataError, OutputError, SpecError, UsageError, VerifyError, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    SpecError,
+    UsageError,
+    VerifyError,
+    explain,
+    missing_remedy,
+    show_path,
+)
 from ...core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from .reader import open_dataset
 from .schema import data_set_name, has_hdf5_signature
@@ -112,11 +121,12 @@ def _load(path: Path) -> dict[str, Any]:
                 raise DataError("the path is not a regular file", code="not-a-file", path=path)
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as e:
-        raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=remedy) from e
+        hint = missing_remedy(path, remedy)
+        raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=hint) from e
     except OSError as e:
-        reason = os.strerror(e.errno or 0)
+        reason, hint = explain(e, path)
         raise DataError(
-            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=remedy
+            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
         ) from e
     body = why = None
     try:

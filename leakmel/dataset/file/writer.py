@@ -21,7 +21,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/file/writer.ipynb #323da97f
 import ctypes, errno, math, os, signal, stat, threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -37,9 +37,12 @@ from .chunks import create_compressed, compress_rows, read_at, write_at
 from leakmel.dataset.file.schema import (
     HDF5_TURN,
     LIBVER,
+    MEMORY_DRIVER,
     PARTS,
     Metadata,
     create_parts,
+    machine_fault,
+    memory_file,
     new_file,
     open_file,
     write_metadata,
@@ -127,11 +130,13 @@ class OutputLock:
         return flock(fd, wait=True)
 
     def __exit__(self, *exc) -> None:
-        if self.owner is not None:
-            self.owner.__exit__(*exc)
-            return
-        self.path.unlink(missing_ok=True)
-        os.close(self.fd)
+        with suppress(OSError):  # what stays locks nothing when this process ends
+            if self.owner is not None:
+                self.owner.__exit__(*exc)
+                return
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self.fd)
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #f4492e33
@@ -186,11 +191,11 @@ def _system_fallocate() -> Callable[[int, int, int, int], int] | None:
     return function
 
 
-def fallocate(fd: int, n_bytes: int) -> None:  # raises OSError
-    "Allocate the blocks of a file without writing them; the file grows to n_bytes if it is shorter."
+def fallocate(fd: int, n_bytes: int, *, mode: int = 0, offset: int = 0) -> None:  # raises OSError
+    "Allocate the blocks of a file without writing them; the file grows to n_bytes if it is shorter. Other modes: see fallocate(2)."
     if (function := _system_fallocate()) is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    while function(fd, 0, 0, n_bytes):
+    while function(fd, mode, offset, n_bytes):
         if (
             code := ctypes.get_errno()
         ) != errno.EINTR:  # Python handles the signal, then the call is repeated
@@ -257,21 +262,35 @@ def part_bytes(row_shape: tuple[int, ...], waveform_shape: tuple[int, ...] | Non
 
 
 def part_offsets(
-    target: Path,  # a scratch file is made next to it, and removed
     n_rows: int,
     row_shape: tuple[int, ...],  # L, S, M, T
     waveform_shape: tuple[int, ...] | None = None,  # L, S, short_window; None: no waveforms
 ) -> tuple[int, int]:
     "Return the byte offsets of the rows (the same for any number of rows) and of the waveforms after them."
-    probe = target.with_name(f".{target.name}.scratch")
-    try:
-        return create_parts(probe, n_rows, row_shape, waveform_shape)
-    finally:
-        probe.unlink(missing_ok=True)
+    with memory_file() as memory:
+        return create_parts(memory, n_rows, row_shape, waveform_shape)
+
+
+def _copy_around(
+    memory: Path,
+    fd: int,
+    path: Path,  # of `fd`
+    written: Sequence[tuple[int, int]],  # begin and end of bytes that `fd` holds, in order
+) -> None:  # raises OSError, SpaceError
+    "Copy all other bytes of a file in memory to the same places of a file, and give it the same size."
+    with open(memory, "rb") as source:
+        size = os.fstat(source.fileno()).st_size
+        os.ftruncate(fd, size)
+        reserve(fd, size, path)
+        at = 0
+        for begin, end in (*written, (size, size)):
+            for start in range(at, begin, _COPY_BYTES):
+                write_at(fd, os.pread(source.fileno(), min(_COPY_BYTES, begin - start), start), start)
+            at = end
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
-_MIN_METADATA_BYTES = 64 << 10  # bytes of headers and attributes, generously
+_PUNCH_HOLE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
@@ -289,7 +308,6 @@ class RowFile:
     ):
         self.target = target
         self.partial = target.with_name(f".{target.name}.partial")
-        self.scratch = target.with_name(f".{target.name}.scratch")
         self.fd = -1
         self.row_shape = row_shape
         self.n_candidates = n_candidates
@@ -304,10 +322,10 @@ class RowFile:
         need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
         require_space(self.target.parent, need - allocated_bytes(self.partial))
         try:
-            self.offset, self.waveform_offset = part_offsets(
-                self.target, self.n_candidates, self.row_shape, self.waveform_shape
-            )
-            self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
+            shapes = (self.row_shape, self.waveform_shape)
+            self.offset, self.waveform_offset = part_offsets(self.n_candidates, *shapes)
+            for ending in ("partial.gz", "scratch"):  # of a killed build; the second of an earlier version
+                self.target.with_name(f".{self.target.name}.{ending}").unlink(missing_ok=True)
             if resume:
                 with suppress(OSError):
                     self.fd = os.open(self.partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -327,9 +345,9 @@ class RowFile:
 
     def _close(self) -> None:
         "Close the partial file."
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1  # also where that fails
+        if fd >= 0:
+            os.close(fd)
 
     def write(self, first: int, rows: np.ndarray) -> int:
         "Write rows [k, L, S, M, T] float16 of candidates first, first + 1 ...; return the bytes written."
@@ -362,7 +380,7 @@ class RowFile:
         begin = self.waveform_offset
         self._move(keep, self.row_bytes, self.offset, self.offset)
         shapes = (self.row_shape, self.waveform_shape)
-        _, self.waveform_offset = part_offsets(self.target, len(keep), *shapes)
+        _, self.waveform_offset = part_offsets(len(keep), *shapes)
         self._move(keep, self.waveform_bytes, begin, self.waveform_offset)
 
     def _move(self, keep: np.ndarray, n_bytes: int, begin: int, goal: int) -> None:
@@ -378,73 +396,83 @@ class RowFile:
     def finish(self, meta: Metadata) -> str:
         "Write the metadata around the rows, which completes the HDF5 file; return the metadata digest."
         n_rows = len(meta.labels)
-        with HDF5_TURN:
-            digest, offsets = self._write_scratch(meta)
-        if offsets != (self.offset, self.waveform_offset):
-            raise OutputError(
-                "this version of the HDF5 library places the rows at other offsets",
-                code="layout-changed",
-                path=self.partial,
-                found=offsets,
-                expected=(self.offset, self.waveform_offset),
-                remedy="install another version of h5py, and report this error",
-            )
-        size = self.scratch.stat().st_size
-        behind = self.waveform_offset + n_rows * self.waveform_bytes
-        os.ftruncate(self.fd, size)
-        between = (self.offset + n_rows * self.row_bytes, self.waveform_offset)
-        with open(self.scratch, "rb") as f:  # all but the rows and the waveforms
-            for start, stop in ((0, self.offset), between, (behind, size)):
-                f.seek(start)
-                for at in range(start, stop, _COPY_BYTES):
-                    write_at(self.fd, f.read(min(_COPY_BYTES, stop - at)), at)
-        self.scratch.unlink()
+        rows_end = self.offset + n_rows * self.row_bytes
+        waveforms_end = self.waveform_offset + n_rows * self.waveform_bytes
+        with memory_file() as memory:
+            with HDF5_TURN:
+                offsets = create_parts(memory, n_rows, self.row_shape, self.waveform_shape)
+                with open_file(memory, "r+", libver=LIBVER, driver=MEMORY_DRIVER) as file:
+                    digest = write_metadata(file, meta)
+            if offsets != (self.offset, self.waveform_offset):
+                raise OutputError(
+                    "this version of the HDF5 library places the rows at other offsets",
+                    code="layout-changed",
+                    path=self.partial,
+                    found=offsets,
+                    expected=(self.offset, self.waveform_offset),
+                    remedy="install another version of h5py, and report this error",
+                )
+            written = ((self.offset, rows_end), (self.waveform_offset, waveforms_end))
+            _copy_around(memory, self.fd, self.partial, written)
         return digest
-
-    def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
-        "Write a scratch file with the metadata; return the metadata digest and the offsets of rows and waveforms."
-        columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
-        n_bytes = _MIN_METADATA_BYTES + sum(len(r.path) + len(r.message) for r in meta.rejected)
-        n_bytes += sum(c.nbytes for c in columns)
-        self.scratch.unlink(missing_ok=True)
-        try:
-            with open(self.scratch, "xb") as f:
-                reserve(f.fileno(), n_bytes, self.scratch)
-        finally:
-            self.scratch.unlink(missing_ok=True)
-        offsets = create_parts(self.scratch, len(meta.labels), self.row_shape, self.waveform_shape)
-        with open_file(self.scratch, "r+", libver=LIBVER) as file:
-            return write_metadata(file, meta), offsets
 
     def compress(
         self,
         meta: Metadata,  # as written by `finish`
         *,
         stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
-    ) -> None:  # raises OutputError when stopped
+    ) -> None:  # raises OSError; OutputError when stopped
         "Rewrite the complete partial file with rows and waveforms in gzip chunks."
         packed = self.partial.with_name(self.partial.name + ".gz")
+        packed.unlink(missing_ok=True)
+        fd = os.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with open_file(self.partial) as whole:
-                parts = [whole[name] for name in PARTS if name in whole]
-                room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
-                require_space(packed.parent, room)
-                with new_file(packed) as f:
-                    reserve(f.id.get_vfd_handle(), room, packed)
-                    for part in parts:
-                        compress_rows(
-                            part, create_compressed(f, part.name, part.shape, part.dtype), stopped=stopped
-                        )
-                    write_metadata(f, meta)
-                    f.flush()
-                    n_bytes = f.id.get_filesize()
-            os.truncate(packed, n_bytes)  # release the unused space
+            with memory_file() as memory:
+                try:
+                    written = self._compress_parts(meta, memory, fd, packed, stopped)
+                except Exception as e:
+                    raise machine_fault(e, self.partial) from e.__cause__
+                _copy_around(memory, fd, packed, sorted(written))
             os.replace(packed, self.partial)
-            self.is_packed = True
-        finally:
+        except BaseException:
+            os.close(fd)
             packed.unlink(missing_ok=True)
-        self._close()
-        self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
+            raise
+        self.is_packed = True
+        old, self.fd = self.fd, fd
+        os.close(old)
+
+    def _compress_parts(
+        self, meta: Metadata, memory: Path, fd: int, packed: Path, stopped: Callable[[], bool]
+    ) -> list[tuple[int, int]]:
+        "Make the compressed file in memory, but its chunks, which go to `fd`; return where each of them begins and ends."
+        written = list[tuple[int, int]]()
+        with (
+            open_file(self.partial, examine=False) as whole,
+            open(memory, "r+b") as held,
+            new_file(memory) as f,
+        ):
+
+            def move(offset: int, chunk: bytes) -> None:
+                with write_errors(packed):
+                    write_at(fd, chunk, offset)
+                for begin, end in written[-1:]:  # its memory is freed; the library may still buffer this one
+                    with suppress(OSError):
+                        fallocate(held.fileno(), end - begin, mode=_PUNCH_HOLE, offset=begin)
+                written.append((offset, offset + len(chunk)))
+
+            parts = [whole[name] for name in PARTS if name in whole]
+            room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
+            require_space(packed.parent, room)
+            reserve(fd, room, packed)
+            for part in parts:
+                target = create_compressed(f, part.name, part.shape, part.dtype)
+                compress_rows(part, target, stopped=stopped, written=move)
+            write_metadata(f, meta)
+            f.flush()
+            n_bytes = f.id.get_filesize()
+        os.truncate(memory, n_bytes)  # closing cuts off unused space, which earlier versions have kept
+        return written
 
     def sync(self) -> None:
         "Flush the file to disk (fsync)."
@@ -466,7 +494,7 @@ class RowFile:
             sync_folder(self.target.parent)
 
     def abort(self, *, keep: bool = False) -> None:
-        "Remove the temporary files; with `keep`, keep the partial file for a later build. The file with the final name stays."
+        "Remove the partial file, or with `keep`, keep it for a later build. The file with the final name stays."
         self._close()
-        for path in (self.scratch,) if keep else (self.partial, self.scratch):
-            path.unlink(missing_ok=True)
+        if not keep:
+            self.partial.unlink(missing_ok=True)

@@ -6,7 +6,7 @@
 __all__ = ["log", "JOINED", "may_resume", "consecutive_runs", "open_jobs"]
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2b9cff9d
-import logging, os
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +22,7 @@ from ...core.errors import DataError, MachineError, OutputError, VerifyError, sh
 from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
-from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, open_file
+from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, machine_fault, open_file
 from leakmel.dataset.file.writer import (
     OutputLock,
     RowFile,
@@ -99,7 +99,7 @@ def _restore_places(
         return  # they were not moved
     parts = [("digest", file.offset, file.offset, file.row_bytes)]
     if file.waveform_bytes:  # first, because rows take their place
-        begin = part_offsets(file.target, len(numbers), file.row_shape, file.waveform_shape)[1]
+        begin = part_offsets(len(numbers), file.row_shape, file.waveform_shape)[1]
         parts.insert(0, ("waveform_digest", begin, file.waveform_offset, file.waveform_bytes))
     for name, begin, goal, item_bytes in parts:
         for run in reversed(
@@ -289,14 +289,20 @@ def _keep_rows(
         journal.open()
         entries, kept = list[Entry](), np.zeros(n, bool)
         if journal.past.entries:
-            with run.timeline.span("verify", "main", split=job.split) as moved:
+            with (
+                run.timeline.span("verify", "main", split=job.split) as moved,
+                write_errors(job.file.partial),
+            ):
                 _restore_places(job, journal.past.entries)
                 entries += _resume_rows(job, journal, kept)
                 journal.past.entries.clear()
                 moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())
         if existing is not None:
             with run.timeline.span("write", "main", split=job.split) as moved:
-                entries.append(_copy_rows(job, existing, kept))
+                try:
+                    entries.append(_copy_rows(job, existing, kept))
+                except Exception as e:
+                    raise machine_fault(e, existing.path) from e.__cause__
                 moved.n_files = job.n_copied = len(entries[-1].known)
             job.changes = existing.changes
             job.keep(Entry(np.zeros(0, KNOWN)), existing.rejected, existing.numbers)
@@ -369,7 +375,7 @@ def _join_parts(
                     "the data set of a part is damaged, or was built with other settings",
                     code="part-unusable",
                     path=path,
-                    remedy=f"remove this file and build the part again (--part {number}/{parts.n_parts})",
+                    remedy=f"move this file elsewhere and build the part again (--part {number}/{parts.n_parts})",
                 )
             changes = {what: k + found.changes[what] for what, k in changes.items()}
             found.known["number"] += start

@@ -33,7 +33,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from ...audio.file_names import split_name
@@ -52,10 +51,11 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
+from ...core.own_files import read_own_json, sealed_json
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
-from ..file.schema import Rejected, data_set_name
+from ..file.schema import Rejected, data_set_name, open_file
 from ..file.writer import OutputLock
 from .config import PipelineConfig
 from .existing import read_state, write_rejected
@@ -65,7 +65,7 @@ from .journal import recordings_digest
 from .open_jobs import JOINED
 from .targets import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
-from .publish import BuildResult
+from .publish import BuildResult, earlier_result
 from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
@@ -75,7 +75,7 @@ log = logging.getLogger("leakmel")
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000005
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
-_MAX_PARTS, _MAX_PLAN_BYTES = 100_000, 1 << 20
+_MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
 _STATUS_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.status")
 _STATUS_S = 1.0  # seconds between two notes of a part's progress
@@ -188,7 +188,7 @@ def _check_owner(folder: Path) -> None:  # raises DataError
             code="plan-invalid",
             path=folder,
             found=f"owner {st.st_uid}, mode {stat.filemode(st.st_mode)}",
-            remedy="remove it, or write to another place",
+            remedy="write to another place, or move it elsewhere",
         )
 
 
@@ -196,10 +196,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
     "Read the plan of the parts in a folder."
     _check_owner(folder)
     try:
-        fd = os.open(folder / PLAN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-            plan = json.loads(f.read(_MAX_PLAN_BYTES) if is_file else b"")
+        plan = read_own_json(folder / PLAN_NAME)
         n = plan["n_parts"]
         if plan["format"] == _FORMAT and type(n) is int and 1 <= n < _MAX_PARTS:
             return plan
@@ -211,7 +208,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
         "the plan of the parts is damaged, or of another release",
         code="plan-invalid",
         path=folder / PLAN_NAME,
-        remedy="remove the folder of the parts and build them again",
+        remedy="move the folder of the parts elsewhere and build them again",
     )
 
 
@@ -262,7 +259,7 @@ def _differences(stored: dict[str, Any], plan: dict[str, Any]) -> str:
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, OutputError
     "Store the plan, or compare it with the stored one."
-    _write_once(folder / PLAN_NAME, lambda new: new.write_text(json.dumps(plan, indent=1)))
+    _write_once(folder / PLAN_NAME, lambda new: new.write_bytes(sealed_json(plan)))
     if differ := _differences(_read_plan(folder) or {}, plan):
         raise DataError(
             "this process would build other rows than those that built the parts before",
@@ -270,7 +267,7 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, Out
             path=folder,
             found=differ,
             expected="the same recordings, settings, versions and engine in all processes",
-            remedy="use the same installation and engine everywhere (--engine names it), or remove the folder and build all parts again",
+            remedy="use the same installation and engine everywhere (--engine names it), or move the folder elsewhere and build all parts again",
         )
 
 
@@ -490,10 +487,12 @@ def join(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
-    "Make the data set of all parts, equal byte for byte to that of `build`."
+    "Make the data set of all parts, equal byte for byte to that of `build`; check it if they were joined before."
     target = Path(os.path.abspath(out))
     folder = parts_folder(target)
     if (plan := _read_plan(folder)) is None:
+        if not folder.exists() and (made := earlier_result(target)) is not None:
+            return made
         raise DataError(
             "there are no parts of this data set",
             code="no-parts",
@@ -575,7 +574,7 @@ class _Joining:
                 code="plan-invalid",
                 path=folder / PLAN_NAME,
                 found=f"{type(e).__name__}: {e}",
-                remedy="remove the folder of the parts and build them again",
+                remedy="move the folder of the parts elsewhere and build them again",
             ) from e
         _check_origin(plan, manifest, folder)
         request = BuildRequest(
@@ -616,7 +615,7 @@ def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
     state = read_state(target)
     if state is None or 2 * len(state.stamps) < len(listing):
         return False
-    with suppress(OSError, KeyError), h5py.File(target, "r") as f:
+    with suppress(VerifyError, OSError, KeyError), open_file(target) as f:
         return bool(f.attrs["fingerprint"] == spec.fingerprint(str(f.attrs["engine"])))
     return False
 

@@ -14,12 +14,14 @@ __all__ = [
     "publish",
     "read_ahead_for_check",
     "result_of",
+    "earlier_result",
 ]
 
 # %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
 import ctypes, json, logging, os
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -46,6 +48,7 @@ from leakmel.audio.problems import (
 from ...audio.tables import require_same_table
 from ...core.errors import DataError, OutputError, VerifyError, show_path
 from ...core.monitor import mean, peak
+from ...core.own_files import read_own_json, write_sealed
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected
@@ -65,6 +68,8 @@ def reused_rows_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
     "Describe the rows that a build reused from earlier builds."
+    if summary.get("nothing_to_do") and summary.get("parts"):
+        return "nothing to do: its parts were joined before, and it passes verification"
     if summary.get("nothing_to_do"):
         return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
@@ -150,6 +155,7 @@ _PROBLEM_COLUMNS = (
     "encoding",
     "digest",
     "rms_db",
+    "peak",
     "clipped_share",
     "dc_offset",
 )
@@ -299,6 +305,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             job.file.partial,
             root=manifest.root,
             sample=_n_checked(run, job),
+            examine=False,
             accounting=False,
             unread=unread,
             edges=_edges(np.searchsorted(np.flatnonzero(job.good), _starts(run, job))),
@@ -453,28 +460,33 @@ def _write_report(
 ) -> dict[str, Any]:  # the facts; raises OutputError
     "Write a report as JSON: the lists, an item per line, then the facts."
     encode = json.JSONEncoder(default=str).encode  # without indent it is compiled code
-    with replacing(path) as new, new.open("w", encoding="utf-8") as file:
-        file.write("{\n")
+    found = dict[str, Any]()
+
+    def pieces() -> Iterator[str]:
+        yield "\n"
         for name, items in lists.items():
-            file.write(f' "{name}": [')
+            yield f' "{name}": ['
             for i, item in enumerate(items):
-                file.write(f"{',' * (i > 0)}\n  {encode(item)}")
-            file.write("],\n")
-        found = facts()
-        file.write(json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n")
+                yield f"{',' * (i > 0)}\n  {encode(item)}"
+            yield "],\n"
+        found.update(facts())
+        yield json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n"
+
+    with replacing(path) as new, new.open("wb") as file:
+        write_sealed(file, pieces())
     return found
 
 
 def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
     "Update the problems in a report: copies of recordings in other splits may have changed."
     try:
-        body, now = json.loads(path.read_bytes()), list(map(_plain, noted))
+        body, now = read_own_json(path), list(map(_plain, noted))
         if body["problems"] == now:
             return
         lists = {"rejected_files": body.pop("rejected_files"), "problems": now}
         body = {k: v for k, v in body.items() if k != "problems"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # not a report of leakmel
+        return  # not a report of leakmel, or damaged
     body["problems_by_kind"] = count_kinds(p.kind for p in noted)
     _write_report(path, lists, lambda: body)
 
@@ -546,5 +558,58 @@ def result_of(
         summary=summary,
         timeline=timeline,
         run_s=timeline.now_s() - run.listed_s,
+        noted=noted,
+    )
+
+
+def earlier_result(
+    target: Path,
+) -> BuildResult | None:  # None: no data set with its report; raises VerifyError
+    "Check a published data set without its recordings, and return the result that its report describes."
+    timeline_path, report_path = report_paths(target)
+    timeline = Timeline()
+    try:
+        target.stat()
+        body = json.loads(report_path.read_bytes())
+        noted = tuple(Problem(**p) for p in body.pop("problems"))
+        files = [
+            (r, b64decode(r.get("path_base64", "")) or r["path"].encode()) for r in body.pop("rejected_files")
+        ]
+        rejected = tuple(Rejected(path, r["code"], r["message"]) for r, path in files)
+        split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # not a report of leakmel
+    report = check_data_set(target, root=None, sample=0)
+    if not report.ok or report.n_rows != n_rows:
+        raise VerifyError(
+            "the data set is damaged or not that of its report, and it has no parts",
+            path=target,
+            found=next(iter(report.problems), f"{report.n_rows:,} rows, reported {n_rows:,}"),
+            remedy="build it again with --fresh",
+        )
+    seconds = timeline.now_s()
+    summary = body | dict.fromkeys(("files_per_s", "segments_per_s"), 0.0)
+    summary |= {"nothing_to_do": True, "kept_files": found, "kept_rows": n_rows, "seconds": seconds}
+    summary |= {
+        "verified": report.to_dict(),
+        "resumed_rows": 0,
+        "copied_rows": 0,
+        "changes": {},
+        "start_up_s": 0.0,
+    }
+    summary.pop("created_at_utc", None)
+    return BuildResult(
+        path=target,
+        split=split,
+        rows=n_rows,
+        found=found,
+        rejections=rejected,
+        seconds=seconds,
+        start_up_s=0.0,
+        verified=report,
+        timeline_path=timeline_path,
+        summary=summary,
+        timeline=timeline,
+        run_s=seconds,
         noted=noted,
     )

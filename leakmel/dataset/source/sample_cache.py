@@ -46,6 +46,7 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
+from ...core.own_files import open_private
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
@@ -217,8 +218,13 @@ class SampleCache:
         n_samples: int = 0,  # of a row; 0: rows are not read
         key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
-        "Open a cache file, never through a link; raises DataError if it cannot be used, OSError if it cannot be read."
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        "Open a cache file that no other user can have written; raises DataError if it cannot be used, OSError if it cannot be read."
+        try:
+            fd = open_private(path)
+        except ValueError as e:
+            raise DataError(
+                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
+            ) from e
         try:
             size = os.fstat(fd).st_size
             footer = pread_all(fd, _FOOTER.size, max(0, size - _FOOTER.size))

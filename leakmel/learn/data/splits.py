@@ -310,6 +310,7 @@ def group_split(
     legacy: bool = False,  # files of the earlier system
     labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
     progress: str = "auto",  # as for `recordings_table`
+    needs_validation: bool = False,  # an error proposes only what has a validation part
 ) -> Split:  # raises DataError where a label would be missing in a part
     "Divide recordings so that no group is in two parts and each part has its share of each label."
     shares = dict(DEFAULT_SHARES if shares is None else shares)
@@ -342,8 +343,10 @@ def group_split(
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
-        ways = list(_proposals(table, label_ids, inside, group, shares, seed, missing))
+        ways = list(_proposals(table, label_ids, inside, group, shares, seed, missing, needs_validation))
         counts = _label_counts(groups[inside], label_ids[inside])
+        if not needs_validation and len(counts) <= 10 and _can_be_left_out(counts).all():
+            ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
@@ -433,10 +436,13 @@ def _proposals(
     shares: Mapping[str, float],
     seed: int,
     missing: str,
+    needs_validation: bool,
 ) -> Iterator[str]:
     "Yield divisions that have all labels in all parts: without validation, or by another column."
     fewer = without_validation(shares)
-    options = {"": shares} | ({"--validation none": fewer} if 1 < len(fewer) < len(shares) else {})
+    options = {"": shares}
+    if not needs_validation and 1 < len(fewer) < len(shares):
+        options["--validation none"] = fewer
     asked = group_values(table, group, missing=missing)
     for name, values in (("", asked), *_other_columns(table, group, missing)):
         groups = _joined_groups(table, values, inside)
@@ -467,8 +473,6 @@ def _remedy(
 ) -> str:
     "Return what to do where a part would lack a label."
     ways = list(proposals)
-    if len(counts) <= 10 and _can_be_left_out(counts).all():
-        ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
     if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
         rare = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
         rare += [task.class_names[k] for k in lacking]

@@ -34,8 +34,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from ...audio.file_names import TIME_FORMS
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
+from ...audio.naming import pattern_tokens
 from ...audio.problems import twin_problems
 from ...audio.tables import has_columns
 from ...audio.wav import read_wav
@@ -177,6 +179,32 @@ def _stored_files(history: History, paths: list[bytes]) -> dict[bytes, tuple]:
         sql = f"SELECT path, size, mtime_ns, digest, problem FROM files WHERE path IN ({', '.join('?' * len(some))})"
         found |= {row[0]: row[1:] for row in history.query(sql, some)}
     return found
+
+
+def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
+    "Refuse recordings without any time where a pattern or a table promises times: the times of the files may be those of a copy."
+    if manifest is None or any(name.start_time for name in found.names):
+        return
+    naming, table = manifest.naming, manifest.names
+    if naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern):
+        source, remedy = (
+            f"the pattern {naming.pattern}",
+            "change the pattern, or leave {start_time} out of it",
+        )
+    elif table is not None and table.has_times:
+        source, remedy = f"the table {show_path(table.file)}", "fill the column start_time, or remove it"
+    else:
+        return
+    raise DataError(
+        "no recording has a start time, although the pattern or the table has a place for it",
+        code="no-times",
+        path=found.listing.folder,
+        found=f"{source}; first recording {show_path(found.listing.paths[0])}"
+        if len(found.listing)
+        else source,
+        expected=f"times like {TIME_FORMS}",
+        remedy=f"{remedy}: each recording is then dated by its file, which is right only if the files were never copied",
+    )
 
 
 def _sort_files(history: History, found: RecordingList) -> _Files:
@@ -462,7 +490,7 @@ class NightlyRun:
         ]
         if c.times_from_file:
             lines.append(
-                f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used"
+                f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
             )
         for code, n in Counter(r.code for r in self.rejected).most_common():
             first = next(r for r in self.rejected if r.code == code)
@@ -638,6 +666,7 @@ def nightly(
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     digest = model_digest(detector)
     found, missing = _find(folder, manifest, progress)
+    _check_times(found, manifest)
     notes: tuple[str, ...] = ()
     if missing:
         n = f"{len(missing):,} of {len(found.listing):,}"

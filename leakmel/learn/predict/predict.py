@@ -116,7 +116,7 @@ def _alarm_rule(
         raise DataError(
             "the model file holds no held-out scores, from which a threshold for a number of false alarms is chosen",
             code="no-held-out-scores",
-            remedy="train the detector again, or set the threshold",
+            remedy="train it with a validation set or as another kind than cnn, which keeps scores, or set the threshold",
         )
     found = alarm_threshold(detector.held_out, false_alarms)
     return Rule(detector.vote, found.threshold, detector.share, str(found))

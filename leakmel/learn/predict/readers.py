@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.conform import quality_figures
+from ...audio.conform import add_faults, quality_figures
 from ...audio.file_names import NameParts, parse_name, split_name
 from leakmel.audio.listing import (
     FoundFiles,
@@ -372,6 +372,7 @@ class RecordingReaders:
         try:
             recording = self._read_one(k, local)
             row, status = conform_recording(recording, self.spec, self.length)
+            status = add_faults(status, recording)
         except RecordingError as e:
             with self.lanes.lock:
                 self.rejected.append(Rejected(self.listing.paths[k], e.reject_code, e.message))

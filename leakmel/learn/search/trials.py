@@ -47,7 +47,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, explain, show_path
+from ...core.own_files import read_own_json, sealed_json
 from ...core.parameters import answer_unknown, field_kinds
 from ..model.files import remove_file, write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings
@@ -180,8 +181,9 @@ def read_space(
             is_text = os.fspath(given).lstrip().startswith("{")
             written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
-            text = f"the search space cannot be read ({os.strerror(e.errno or 0)})"
-            raise DataError(text, code="cannot-be-read", path=given) from e
+            cause, remedy = explain(e, given)
+            text = f"the search space cannot be read ({cause})"
+            raise DataError(text, code="cannot-be-read", path=given, remedy=remedy) from e
         except (ValueError, RecursionError) as e:
             text = f"the search space is not valid JSON ({str(e)[:80]})"
             raise UsageError(text, code="not-json", found=show_path(given)[:60]) from e
@@ -369,8 +371,11 @@ def write_json(
     sync: bool = True,  # flush to the disk
 ) -> None:  # raises OutputError
     "Write values as JSON; a number that is not finite becomes null."
-    finite = json.loads(json.dumps(values), parse_constant=lambda word: None)
-    write_whole(path, (json.dumps(finite, indent=1, allow_nan=False) + "\n").encode(), sync=sync)
+    write_whole(path, (json.dumps(_finite(values), indent=1) + "\n").encode(), sync=sync)
+
+
+def _finite(values: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
 @dataclass
@@ -393,7 +398,7 @@ class SearchState:
 
     def write(self, folder: Path) -> None:
         "Write the state file; raises OutputError."
-        write_json(folder / STATE, {"format": FORMAT, **asdict(self)})
+        write_whole(folder / STATE, sealed_json(_finite({"format": FORMAT, **asdict(self)})))
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
@@ -408,9 +413,10 @@ def read_state(
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_bytes())
+        values = read_own_json(path)
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
+        values.pop("digest", None)  # of a file that a person has edited
         for t in values["trials"]:
             t |= {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])}
         values["trials"] = [Trial(**t) for t in values["trials"]]

@@ -21,9 +21,10 @@ __all__ = [
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
 import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import join, quote
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
@@ -40,8 +41,9 @@ from ...dataset.file.writer import OutputLock
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
+from ..data.task import BINARY, LEFT_OUT
 from ..model.cards import update_card
-from ..model.card import evaluation_result, evaluation_text, is_card, next_steps
+from ..model.card import evaluation_result, evaluation_text, is_card, steps_of
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
@@ -338,6 +340,13 @@ class TrainResult(RowTable):
     seconds: float  # duration of the training, with interrupted runs
 
     @property
+    def next_steps(self) -> list[str]:
+        "Return what to do next, with the paths of this training."
+        if not self.detector.evaluations:
+            return list(self.summary["next_steps"])
+        return steps_of(self.detector, model=quote(show_path(self.model_path)))
+
+    @property
     def history(self) -> "pd.DataFrame":
         "Return the epochs as a table."
         return history_table(self.epochs)
@@ -374,7 +383,7 @@ class TrainResult(RowTable):
             yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
         yield "evaluation", evaluation_text(self.detector.evaluations)
-        for k, step in enumerate(next_steps(self.detector.evaluations)):
+        for k, step in enumerate(self.next_steps):
             yield ("" if k else "next"), step
         if n := s["n_ran_out"]:
             pieces = f"a step takes its batch in pieces of {s['micro_batch']:,} items at most"
@@ -406,6 +415,9 @@ def finish_training(
     start_text: str,  # of `begin_training`
     choice: Choice | None = None,  # of the kind; None: a network was asked for
     trainer: FoldTrainer | None = None,  # of the choice
+    *,
+    # whether the groups of the training recordings can be divided into folds
+    has_folds: bool = True,
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
@@ -428,7 +440,26 @@ def finish_training(
         "micro_batch": state.stepper.micro_batch,
         "n_ran_out": state.stepper.n_ran_out,
     }
+    if not has_folds:
+        detector = replace(detector, record=detector.record | {"choice": None})
     return _write_result(run.out, detector, state.data, tuple(state.epochs), figures.epoch, run.seconds, more)
+
+
+def _words_of(data: TrainingData, out: Path) -> str:
+    "Return data sets and task as words of `leakmel train`, for another run with the same recordings."
+    task, paths = data.task, [show_path(s.path) for s in data.training.sources]
+    if len(paths) > 3:
+        return "DATA --out DIR"
+    words = [word for pair in zip(("", "--validation", "--testing"), paths) for word in pair if word]
+    if task.leak_label.casefold() != "leak":
+        words += ["--leak-label", task.leak_label]
+    if task.kind == BINARY:
+        words += ["--kind", BINARY]
+    if left_out := [name for name, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]:
+        words += ["--leave-out", ",".join(left_out)]
+    if any(s.legacy for s in data.training.sources):
+        words.append("--legacy")
+    return join([*words, "--out", show_path(out.with_name(f"{out.name}-folds"))])
 
 
 def _write_result(
@@ -443,6 +474,21 @@ def _write_result(
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
+    result = _result_of(path, detector, data, epochs, best_epoch, seconds, more)
+    write_summary(out, result.summary)
+    return result
+
+
+def _result_of(
+    path: Path,
+    detector: Detector,
+    data: TrainingData,
+    epochs: tuple[EpochFigures, ...],
+    best_epoch: int,
+    seconds: float,
+    more: dict[str, Any],
+) -> TrainResult:
+    "Return the result of a training whose model is written."
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
@@ -454,12 +500,11 @@ def _write_result(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": next_steps(detector.evaluations),
+        "next_steps": steps_of(detector, _words_of(data, path.parent), quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         **more,
     }
-    write_summary(out, summary)
     return TrainResult(detector, path, epochs, best_epoch, summary, seconds)
 
 
@@ -619,8 +664,11 @@ def _train_spectral(
     seconds = time.perf_counter() - began
     if choice is not None:
         seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
-    more = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
-    return _write_result(out, detector, data, (), 0, seconds, more)
+    detector = replace(detector, record=detector.record | {"seconds": seconds})
+    return _write_result(out, detector, data, (), 0, seconds, _FITTED)
+
+
+_FITTED = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
 
 
 def _check_folder(out: Path, resume: str) -> None:
@@ -667,8 +715,11 @@ def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> 
     now = digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
     if detector.record.get("identity") != now:
         return None
-    summary = json.loads((out / "summary.json").read_bytes())
-    return TrainResult(detector, out / "model.pt", (), 0, summary, float(summary["seconds"]))
+    seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
+    found = _result_of(out / "model.pt", detector, data, (), 0, seconds, _FITTED)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # where the folder was then
+        found.summary["model"] = str(json.loads((out / "summary.json").read_bytes())["model"])
+    return found
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
@@ -682,6 +733,7 @@ def _train_network(
     trainer: FoldTrainer | None,
     show: str,
     after_epoch: Callable[[EpochFigures], object] | None,
+    has_folds: bool,
 ) -> TrainResult:
     "Train a network, and write its files."
     data = run.state.data
@@ -693,7 +745,7 @@ def _train_network(
             monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(run.state.device))
             with TrainingDisplay(run.state, show) as watch, monitor:
                 train_epochs(run, watch, stop, after_epoch)
-            return finish_training(run, start_text, choice, trainer)
+            return finish_training(run, start_text, choice, trainer, has_folds=has_folds)
 
 
 def train(
@@ -778,4 +830,5 @@ def train(
                 part.preload(settings.preload_to_ram, show)
         state = TrainingState(begun, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
-        return _train_network(run, resume, choice, trainer, show, after_epoch)
+        has_folds = choice is not None or _fold_trainer(begun, settings, on, folder).has_folds
+        return _train_network(run, resume, choice, trainer, show, after_epoch, has_folds)
