@@ -70,8 +70,12 @@ def as_saved(rows: Sequence[Sequence[str]], d: Dialect, exact: Sequence[int] = (
             row[: max((i + 1 for i, cell in enumerate(row) if cell.strip()), default=1)] for row in lines
         ]
     text = io.StringIO(newline="")
-    quoting = csv.QUOTE_ALL if d.quoted else csv.QUOTE_MINIMAL
-    csv.writer(text, delimiter=d.delimiter, lineterminator=d.line_end, quoting=quoting).writerows(lines)
+    csv.writer(
+        text,
+        delimiter=d.delimiter,
+        lineterminator=d.line_end,
+        quoting=csv.QUOTE_ALL if d.quoted else csv.QUOTE_MINIMAL,
+    ).writerows(lines)
     begin = (f"sep={d.delimiter}{d.line_end}" if d.sep else "") + (d.delimiter + d.line_end) * d.empty_rows
     mark = "\ufeff" if d.encoding == "utf-16-be" else ""
     return (mark + begin + text.getvalue()).encode(d.encoding)

@@ -164,7 +164,7 @@ def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     saved.write_bytes(saved_again(out.read_bytes(), d, ("probability", "score")))
     assert read_table(saved).paths == [s.path for s in found.items]
     assert repr(read_score_table(saved).rows) == repr(read_score_table(out).rows)
-    reviewed = review_recordings(folder, tables=[saved], **QUIET)
+    reviewed = review_recordings(folder, tables=[saved], device="cpu", progress="none")
     assert sum(r.suggestion != "" for r in reviewed.recordings) == len(found)
     again = lm.suggest(folder, made_detector(), n=99, earlier=[saved], **QUIET)
     assert not {s.digest for s in again.items} & {s.digest for s in found.items}
@@ -188,7 +188,7 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
     )
     out.write_bytes(saved_again(before, d, numbers))
     assert repr(read_score_table(out).rows) == repr(rows)
-    reviewed = review_recordings(folder, tables=[out], **QUIET)
+    reviewed = review_recordings(folder, tables=[out], device="cpu", progress="none")
     assert sum(r.score == r.score for r in reviewed.recordings) == len(rows)
     lm.predict(folder, made_detector(), out=out, **QUIET)
     assert out.read_bytes() == before
