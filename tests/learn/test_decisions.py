@@ -297,7 +297,9 @@ def test_test_sets_of_one_name_keep_their_records(trained: Path, tmp_path: Path)
     assert len(set(both)) == 2
     assert both[0] == first
     assert record(sets[0]) == both[::-1]  # its own record is replaced
-    assert record(shutil.copy(sets[1], tmp_path / "copy.h5"), "copy.h5") == both  # the name does not count
+    assert (
+        record(Path(shutil.copy(sets[1], tmp_path / "copy.h5")), "copy.h5") == both
+    )  # the name does not count
     card = (tmp_path / "model_card.md").read_text()
     assert all(digest in card for digest in both)
     labels = tmp_path / "labels.csv"

@@ -137,8 +137,8 @@ def _as_left(path: Path) -> tuple[str, bool]:  # digest, and whether the last ru
         return known, identity == _identity(path)
     raise _refused(
         path,
-        f"the file is damaged, or another program has changed it (if you did, delete {CHECKED_FILE} next to it)",
-        f"digest {found}",
+        f"its digest does not match: damaged, or changed by another program (if you did that, delete {CHECKED_FILE} next to it)",
+        found,
     )
 
 
