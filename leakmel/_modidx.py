@@ -1326,6 +1326,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema._identity': ( 'dataset/file/schema.html#_identity',
                                                                                         'leakmel/dataset/file/schema.py'),
+                                             'leakmel.dataset.file.schema._is_memory': ( 'dataset/file/schema.html#_is_memory',
+                                                                                         'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema._open': ( 'dataset/file/schema.html#_open',
                                                                                     'leakmel/dataset/file/schema.py'),
                                              'leakmel.dataset.file.schema._open_examined': ( 'dataset/file/schema.html#_open_examined',

@@ -641,13 +641,18 @@ def description(
                 yield at, e
 
 
+def _is_memory(error: BaseException) -> bool:
+    "Return whether memory could not be allocated, here or in the HDF5 library."
+    return isinstance(error, MemoryError) or "alloc" in str(error)
+
+
 def _read_all(file: h5py.File) -> tuple[str, str]:
     "Read what readers read of an HDF5 file except rows and plain columns; return the code of an error and the reason."
     if problem := next(unsafe_parts(file), None):
         return "unsafe-file", problem
     for _, value in description(file):
-        if isinstance(value, Exception) and (isinstance(value, MemoryError) or "alloc" in str(value)):
-            raise MemoryError
+        if isinstance(value, Exception) and _is_memory(value):
+            raise value
     for _, item in _all_sets(file):
         if isinstance(item, h5py.Dataset) and item.dtype.hasobject:
             for _ in _pieces(item):
@@ -672,14 +677,16 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
         try:
             file = _open(path, "r")
         except OSError as e:
+            if _is_memory(e):
+                raise
             said = (e.errno or 0, "open", str(e.args[-1]))
         else:
             with file:
                 said = (0, *_read_all(file))
-    except MemoryError:
-        said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
     except BaseException as e:
         said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
+        if _is_memory(e):
+            said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
     finally:
         os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
         os._exit(0)
