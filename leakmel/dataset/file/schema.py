@@ -703,9 +703,8 @@ def _start_child(path: str, pipe: int, seconds: float) -> int:  # raises OSError
         os.set_inheritable(pipe, True)
         argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds)]
         return os.posix_spawn(sys.executable, argv, os.environ)
-    with (
-        warnings.catch_warnings()
-    ):  # threads are no danger: h5py forks between its calls, and the child starts none
+    # Threads are no danger: h5py lets a fork wait until its calls have ended, and the child starts none.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -751,8 +750,9 @@ def _examined(
 
 
 def _identity(
+    # or a descriptor
     path: str | os.PathLike | int,
-) -> tuple[int, ...]:  # of a descriptor too; raises OSError, DataError
+) -> tuple[int, ...]:  # raises OSError
     "Return device, inode, size and times of a regular file, which change when it changes."
     if not isinstance(path, int):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
