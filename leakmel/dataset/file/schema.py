@@ -571,10 +571,11 @@ def opening_error(
             found=str(error),
             remedy="close that program or wait until it ends, then run again",
         )
-    if error.errno in MACHINE_FAULTS or error.errno in (errno.EACCES, errno.EPERM):
-        is_fault = error.errno in MACHINE_FAULTS
+    number = error.errno or 0
+    if number in MACHINE_FAULTS or number in (errno.EACCES, errno.EPERM):
+        is_fault = number in MACHINE_FAULTS
         return MachineError(
-            f"the file cannot be read now ({errno.errorcode[error.errno]}: {os.strerror(error.errno)})",
+            f"the file cannot be read now ({errno.errorcode[number]}: {os.strerror(number)})",
             code="io-fault" if is_fault else "read-failed",
             path=path,
             remedy="check the disk or the network folder, then run again; the file may be intact"
