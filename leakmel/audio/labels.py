@@ -495,7 +495,9 @@ def relabel(
     met = set[str]()
     persons: dict[int, str] = {}
     named = {d.path for last in current.last.values() for d in last if not d.digest}
-    by_path = {path: current.last[name] for name, path in match_texts(named, paths).items()}
+    by_path: dict[str, tuple[Decision, ...]] = {}
+    for name, path in sorted(match_texts(named, paths).items()):
+        by_path[path] = (*by_path.get(path, ()), *current.last[name])
     for i, (path, digest) in enumerate(zip(paths, digests)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
         if not opinions:
