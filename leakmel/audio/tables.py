@@ -410,6 +410,8 @@ def paths_below_root(
     known: Collection[bytes],  # paths of recordings relative to the data folder
 ) -> NameTable:  # raises DataError if two rows name the same recording
     "Complete paths that are relative to the folder of their split, and find those that differ from a path only in what cannot be seen."
+    if all(path in known for path in table.paths):
+        return table
     folders: dict[str | None, list[bytes]] = {}
     for first in sorted({path.split(b"/", 1)[0] for path in known if b"/" in path}):
         folders.setdefault(split_name(os.fsdecode(first)), []).append(first + b"/")

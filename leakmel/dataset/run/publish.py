@@ -35,7 +35,7 @@ import numpy as np
 from ...audio.content import Columns, content_problems
 from ...audio.listing import part_range
 from ...audio.manifest import Manifest, unlabelled_hint
-from ...audio.problems import (
+from leakmel.audio.problems import (
     CANNOT_BE_USED,
     Problem,
     count_kinds,
