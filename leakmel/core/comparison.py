@@ -52,6 +52,6 @@ def match_texts(
         for name in names - found.keys():
             by_key.setdefault(text_key(name), []).append(name)
         for text in set(wanted) - found.keys():
-            if len(same := by_key.get(text_key(text), ())) == 1:
+            if len(same := by_key.get(text_key(text), [])) == 1:
                 found[text] = same[0]
     return found

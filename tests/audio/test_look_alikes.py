@@ -112,6 +112,15 @@ def test_twins_of_a_sensor_are_one_and_are_reported(tmp_path, twin, column):
     assert names[1] != "S1"
 
 
+def test_values_of_other_columns(tmp_path):
+    put(tmp_path / "d", "a.wav", "b.wav", "c.wav")
+    rows = [("a.wav", "X", "North"), ("b.wav", "X", "No\u200brth"), ("c.wav", "X", "north")]
+    m = scan(tmp_path / "d", table=write_table(tmp_path / "t.csv", ("path", "label", "site"), *rows))
+    assert look_alikes(m) == [("North", "No\u200brth")]
+    assert m.problems["message"][0].startswith("the values of site differ only in blanks, ")
+    assert set(m.problems["kind"]) == {"look_alikes"}, "the case of notes is of no interest"
+
+
 def test_twins_of_a_sensor_in_file_names_are_in_the_report_of_a_build(tmp_path):
     for k, sensor in enumerate(("Süd", NFD, "S2", "s2")):
         put(tmp_path / "d", f"LEAK/{sensor}~{k}~20250101_020000~8.wav")
@@ -178,6 +187,13 @@ def test_labels_by_people_find_paths_that_look_the_same(tmp_path):
     labels = dict(zip(m.table["path"], m.table["label"]))
     assert labels == {f"LEAK/{NFD}.wav": "NOLEAK", "LEAK/b.wav": "LEAK", "NOLEAK/c.wav": "NOLEAK"}
     assert m.people["not_found"] == 0
+
+
+def test_decisions_that_mean_one_recording_count_together():
+    given = [decision("a ", "X", "ann"), decision("a\u200b", "Y", "bob"), decision("b", "Y", "bob")]
+    found = relabel(current_labels(given), ["a", "b", "b\u00a0"], [""] * 3, ["X", "X", "X"])
+    assert list(found.disagreements) == [0]
+    assert found.labels == ["X", "Y", "X"], "b is there itself"
 
 
 def test_a_label_by_people_that_looks_the_same_is_the_same():

@@ -480,3 +480,28 @@ def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, 
         process.kill()
     assert nothing_is_left(tmp_path)
     assert not (tmp_path / "x.h5").exists()
+
+
+def test_objects_in_folders_of_systems_are_passed_over(served, tmp_path):
+    root = tmp_path / "d"
+    write_demo(root, n_files=12)
+    right = lm.build(root, split="training", out=tmp_path / "right.h5", **QUIET)
+    first = next((root / "TRAINING").rglob("*.wav"))
+    for place in ("TRAINING/.stversions", "TRAINING/LEAK/x/@eaDir/y", "$Recycle.Bin", "TESTING/LEAK/.trash"):
+        (root / place).mkdir(parents=True)
+        shutil.copy(first, root / place / "old.wav")
+    url = served.put_folder(root, f"hidden{next(N)}")
+    m = lm.scan(url)
+    (text,) = m.problems["message"][m.problems["kind"] == "passed_over"]
+    assert text == (
+        "4 recordings in 4 system or hidden folders were passed over: "
+        "$Recycle.Bin, TESTING/LEAK/.trash, TRAINING/.stversions, ..."
+    )
+    done = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
+    assert done.path.read_bytes() == right.path.read_bytes()
+    assert not lm.verify(done.path, root=url).problems
+    table = tmp_path / "t.csv"
+    table.write_text("path,label\nTRAINING/.stversions/old.wav,LEAK\n")
+    named = lm.build(url, out=tmp_path / "t.h5", manifest=lm.scan(url, table=table), **QUIET)
+    assert named.rows == 1, "the user named it"
+    assert not lm.verify(named.path, root=url, table=table).problems

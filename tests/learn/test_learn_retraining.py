@@ -310,7 +310,8 @@ def test_human_label_tables_are_checked(networks, tmp_path):
         assert heard(f"{paths[0]},", f"{paths[1]},LEAK")[:2] == [UNLABELLED, 0]  # not labelled yet
         with pytest.raises(DataError, match="no column label"):
             heard(f"{paths[0]},LEAK", columns="path,verdict")
-        for wrong in (paths[0].upper(), f"{paths[0]} "):
+        assert heard(f"{paths[0]} ,LEAK")[0] == 0, "a blank at the end makes no difference"
+        for wrong in (paths[0].upper(), f"{paths[0]}x"):
             with raises("unknown-recording", path=table, found=wrong):
                 heard(f"{wrong},LEAK")
         with recordings(networks[1]["testing"], rows=np.array([1, 2])) as some:

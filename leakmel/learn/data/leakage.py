@@ -7,7 +7,7 @@ __all__ = ["KINDS", "GROUP_KINDS", "LEAKY_SPLIT", "Shared", "shared_values", "na
 
 # %% ../../../nbs/learn/data/leakage.ipynb #3d56d6a2
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,15 +75,15 @@ def _in_several(values: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 # %% ../../../nbs/learn/data/leakage.ipynb #e29f8ecb
-def _texts(table: "pd.DataFrame", name: str) -> np.ndarray:
-    "[n] str of a column, as `text_key` compares them; empty: not known."
+def _texts(table: "pd.DataFrame", name: str, form: Callable[[str], str] = text_key) -> np.ndarray:
+    "[n] str of a column, in the form that is compared; empty: not known."
     if name not in table:
         name = f"extra/{name}"  # a column of the table that the data set was built from
     if name not in table:
         return np.full(len(table), "", object)
     values = table[name]
     # not by pandas: with pyarrow it cannot hold names that are not UTF-8
-    texts = ("" if missing else text_key(str(v)) for v, missing in zip(values, values.isna()))
+    texts = ("" if missing else form(str(v)) for v, missing in zip(values, values.isna()))
     return np.fromiter(texts, object, len(values))
 
 
@@ -134,11 +134,10 @@ def find_shared(
         "recording": names_by_sensor(table, stems),
         "content": table["content"].to_numpy(object),
     } | dict(grouped_by or {})
-    show = table["path"].to_numpy(object) if "path" in table else None
-    found = [
-        shared_values(v, part, names, kind, show if kind == "content" else None)
-        for kind, v in columns.items()
-    ]
+    show = {"sensor": _texts(table, "sensor", str)}
+    if "path" in table:
+        show["content"] = table["path"].to_numpy(object)
+    found = [shared_values(v, part, names, kind, show.get(kind)) for kind, v in columns.items()]
     covered = np.zeros(len(table), bool)
     for values in columns.values():
         covered |= _in_several(values, part)
@@ -147,6 +146,6 @@ def find_shared(
         values = _texts(dated, kind)
         rows = _in_several(values, part)
         if kind not in columns and (rows & ~covered).any() and _is_separable(table, values, part, groups):
-            found.append(shared_values(values, part, names, kind))
+            found.append(shared_values(values, part, names, kind, _texts(dated, kind, str)))
             covered |= rows
     return [s for s in found if s is not None]
