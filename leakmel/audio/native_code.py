@@ -267,7 +267,7 @@ _EDGE = 64  # samples
 @njit
 def _may_have_stalled(x, least):
     "Whether `least` equal samples, or more, lie next to others that are not within one step of them."
-    step, end = least // 2, np.int64(0)
+    step, end = least // 2, 0
     for at in range(0, len(x) - step, step):  # a run contains two of these places
         if at < end or x[at] != x[at + step]:
             continue

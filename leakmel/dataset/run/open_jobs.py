@@ -6,7 +6,7 @@
 __all__ = ["log", "JOINED", "may_resume", "consecutive_runs", "open_jobs"]
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2b9cff9d
-import logging, os
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
