@@ -15,7 +15,6 @@ __all__ = [
     "moments_of",
     "quality",
     "quality_figures",
-    "shortest_stall",
     "has_stalled",
     "add_faults",
     "ConformRules",
@@ -46,7 +45,7 @@ from typing import Literal
 
 import numpy as np
 
-from .wav import Recording, digest_of
+from .wav import Recording, digest_of, shortest_stall
 from ..core.errors import MachineError, RecordingError, SpecError
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
@@ -124,17 +123,7 @@ def quality_figures(
 
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed1
-_STALL_S = 0.25
-_STALL_SHARE = 20  # of the recording: 5 %
 _EDGE = 64  # samples next to a run
-
-
-def shortest_stall(
-    n_samples: int,  # per channel
-    sample_rate: int,  # Hz
-) -> int:
-    "Return how many equal samples count as a stalled recording, at least 64."
-    return max(_EDGE, int(_STALL_S * sample_rate), n_samples // _STALL_SHARE)
 
 
 def has_stalled(

@@ -29,8 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..core.machine_code import BoundCall, load_compiled
-from .conform import shortest_stall
-from .wav import HEADER_BYTES
+from .wav import HEADER_BYTES, shortest_stall
 from ..core.monitor import usable_cores
 
 if not sys.platform.startswith("linux"):

@@ -243,13 +243,31 @@ def _samples_at(fd, n_file, header, block, n_row):
 
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000d
+@njit
+def _read_samples(fd, n_file, header, head, pieces):
+    "Read the samples of a plain recording to an address; return their bytes, another number for a file that is not plain, or below 0 for an error."
+    n_head, n_row = pieces[1], pieces[3]
+    if n_file != n_head + n_row:
+        begin = _samples_at(fd, n_file, header, head, n_row)
+        return _read_at(fd, pieces[2], n_row, begin) if begin > 0 else np.int64(0)
+    got = preadv(fd, address(pieces), 3, 0)
+    if n_head <= got < n_file:  # a network folder may give less than was asked for
+        got += max(0, _read_at(fd, pieces[2] + got - n_head, n_file - got, got))
+    is_plain = True
+    for k in range(n_head):
+        is_plain &= head[k] == header[k]
+    if not is_plain:  # another size of the whole file, or bytes per second, does not matter
+        is_plain = got == n_file and _samples_at(fd, n_file, header, head, n_row) == n_head
+    return got - n_head if is_plain or got < 0 else np.int64(0)
+
+
 _EDGE = 64  # samples
 
 
 @njit
 def _may_have_stalled(x, least):
     "Whether `least` equal samples, or more, lie next to others that are not within one step of them."
-    step, end = least // 2, np.int64(0)
+    step, end = least // 2, 0
     for at in range(0, len(x) - step, step):  # a run contains two of these places
         if at < end or x[at] != x[at + step]:
             continue
@@ -326,28 +344,10 @@ def _read_rows(
             continue
         row = samples[i] if len(places) == 0 else samples[0]
         pieces[2] = address(row)
-        is_canonical = sizes[i] == n_head + n_row
-        if is_canonical:
-            n_wanted = n_head + n_row
-            got = preadv(fd, address(pieces), 3, 0)
-            if n_head <= got < n_wanted:  # a network folder may give less than was asked for
-                got += max(0, _read_at(fd, pieces[2] + got - n_head, n_wanted - got, got))
-            is_plain = True
-            for k in range(n_head):
-                is_plain &= head[k] == header[k]
-            if not is_plain:  # another size of the whole file, or bytes per second, does not matter
-                is_plain = got == n_wanted and _samples_at(fd, sizes[i], header, head, n_row) == n_head
-        else:
-            begin, n_wanted = _samples_at(fd, sizes[i], header, head, n_row), n_row
-            is_plain = begin > 0
-            got = _read_at(fd, pieces[2], n_row, begin) if is_plain else 0
+        got = _read_samples(fd, sizes[i], header, head, pieces)
         if got < 0:
             outcomes[i] = int32_at(errno_at())
-        elif (
-            is_plain
-            and got == n_wanted
-            and statx(fd, nothing, _OF_DESCRIPTOR, _SIZE_TIMES, address(stat)) == 0
-        ):
+        elif got == n_row and statx(fd, nothing, _OF_DESCRIPTOR, _SIZE_TIMES, address(stat)) == 0:
             outcomes[i] = READ
         close(fd)
         if outcomes[i] == READ:

@@ -124,7 +124,7 @@ def test_a_run_of_equal_samples_in_a_steady_signal_is_found(
     x = STEADY[kind]
     stalled = with_run(x, start, n, value)
     assert not has_stalled(x[:, None], RATE)
-    for samples in (stalled, np.float32(stalled / 32_768), np.stack([stalled, stalled], axis=1)):
+    for samples in (stalled, (stalled / 32_768).astype(np.float32), np.stack([stalled, stalled], axis=1)):
         assert has_stalled(samples.reshape(N, -1), RATE)
     assert has_stalled(with_run(x, start, n, int(x[start]))[:, None], RATE), "the last sample is held"
 
@@ -156,7 +156,7 @@ NO_STALL = {
 def test_silence_gates_and_quiet_recordings_are_no_stalls(kind: str) -> None:
     samples = np.asarray(NO_STALL[kind]).round().astype(np.int16).reshape(N, -1)
     assert not has_stalled(samples, RATE)
-    assert not has_stalled(np.float32(samples / 32_768), RATE)
+    assert not has_stalled((samples / 32_768).astype(np.float32), RATE)
 
 
 def test_the_compiled_reader_leaves_all_stalled_recordings_and_few_others(tmp_path: Path) -> None:

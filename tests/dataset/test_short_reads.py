@@ -80,7 +80,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need(shutil.which("gcc"), "gcc")
     folder = tmp_path_factory.mktemp("library")
     (folder / "short.c").write_text(LIBRARY)
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "short.so", folder / "short.c", "-ldl"]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(folder / "short.so"),
+        str(folder / "short.c"),
+        "-ldl",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "short.so"
 
