@@ -210,7 +210,7 @@ for words, made in {commands!r}:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [4, LONG])
+@pytest.mark.parametrize("n", [2, LONG])
 @pytest.mark.parametrize("command", ["train", "predict", "nightly"])
 def test_every_call_of_other_commands_may_fail(
     tmp_path: Path, demo: Path, small_sets: Path, tried: Callable, command: str, n: int
