@@ -4,7 +4,6 @@ Each trial is a command in which one call fails (or all from one on), and the sa
 """
 
 import errno
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
