@@ -20,7 +20,7 @@ from conftest import need
 SHORT = 0  # instead of an error number: half of the bytes are read or written
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # The errors of each kind of call that a failing or full disk can give; "create" is an open that creates, "release" closes a file that was read.
-ERRORS = {
+ERRORS: dict[str, tuple[int, ...]] = {
     kind: (errno.EIO, *FULL, errno.EINTR)
     for kind in ("create", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink")
 }
