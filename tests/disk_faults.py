@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from children import Ended, Server, server
+from children import BUILDS, Ended, Server, server
 from conftest import need
 
 SHORT = 0  # instead of an error number: half of the bytes are read or written
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # The errors of each kind of call that a failing or full disk can give; "create" is an open that creates, "release" closes a file that was read.
-ERRORS = {
+ERRORS: dict[str, tuple[int, ...]] = {
     kind: (errno.EIO, *FULL, errno.EINTR)
     for kind in ("create", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink")
 }
@@ -71,7 +71,9 @@ def counts(calls: list[str]) -> Counter[str]:
 
 
 @contextmanager
-def failing_disk(folder: Path, *below: Path, no_fallocate: bool = False) -> Iterator[Disk]:
+def failing_disk(
+    folder: Path, *below: Path, no_fallocate: bool = False, imports: str = BUILDS
+) -> Iterator[Disk]:
     "A disk that fails for the files below some folders; `folder` is for the library and its log."
     compiler = shutil.which("gcc") or shutil.which("cc")
     need(compiler, "a C compiler")
@@ -81,5 +83,5 @@ def failing_disk(folder: Path, *below: Path, no_fallocate: bool = False) -> Iter
         [str(compiler), "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"],
         check=True,
     )
-    with server(env={**os.environ, "LD_PRELOAD": str(library)}) as children:
+    with server(imports, env={**os.environ, "LD_PRELOAD": str(library)}) as children:
         yield Disk(children, folder / "calls", below, no_fallocate=no_fallocate)

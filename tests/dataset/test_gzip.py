@@ -26,7 +26,7 @@ from leakmel.dataset.file.chunks import create_compressed, map_in_order, compres
 from leakmel.dataset.file.schema import Metadata, new_file
 from leakmel.dataset.file.writer import RowFile
 from independent import content, leftovers, same
-from test_writer import build_both, metadata_of, with_waves
+from test_writer import WAVE, build_both, metadata_of, with_waves
 
 FILTERS = [(h5py.h5z.FILTER_SHUFFLE, b"shuffle"), (h5py.h5z.FILTER_DEFLATE, b"deflate")]
 
@@ -136,6 +136,24 @@ def test_compressed_data_sets_do_not_depend_on_threads(tmp_path, monkeypatch):
     assert found[0] == found[1]
     with h5py.File(tmp_path / "1.h5") as f:
         assert (f["segments_mel"].id.get_num_chunks(), f["segments_waveform"].id.get_num_chunks()) == (2, 35)
+
+
+def test_chunks_do_not_stay_in_memory(tmp_path, monkeypatch):
+    "The HDF5 library places them in a file in memory, from where each is moved to the disk."
+    (file, meta), held, real = whole(tmp_path, 1000), list[int](), writer._copy_around
+    file.write_waveform(0, noise(1000, "<f4", WAVE))
+
+    def noted(memory: Path, *given: Any) -> None:
+        held.append(memory.stat().st_blocks * 512)
+        real(memory, *given)
+
+    monkeypatch.setattr(writer, "_copy_around", noted)
+    monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=1 << 16))
+    file.compress(meta)
+    assert file.partial.stat().st_size > 3_000_000
+    assert len(held) == 1
+    assert held[0] < 500_000
+    file.abort()
 
 
 @pytest.mark.parametrize("described", [True, False])

@@ -327,11 +327,11 @@ def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what)
         case "report":
             target.with_name("x.h5.report.json").unlink()
         case "row" | "metadata":
-            code, kind = "verification", VerifyError
+            code, kind = "damaged-data-set", VerifyError
             at = len(stood) - 100 if what == "metadata" else 20_000
             target.write_bytes(stood[:at] + bytes([stood[at] ^ 1]) + stood[at + 1 :])
         case "other rows":
-            code, kind = "verification", VerifyError
+            code, kind = "damaged-data-set", VerifyError
             built(demo, tmp_path / "y.h5", "validation")
             (tmp_path / "y.h5").replace(target)
         case "new part":

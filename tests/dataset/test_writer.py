@@ -107,6 +107,16 @@ def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
     assert not leftovers(tmp_path)
 
 
+def test_nothing_but_metadata_is_in_memory():
+    "A terabyte of rows takes a few kilobytes, and the file is gone after use."
+    with schema.memory_file() as path:
+        schema.create_parts(path, 1 << 30, (4, 2, 64, 1), (7, 5, 11))
+        st = path.stat()
+        assert st.st_size > 1 << 40
+        assert st.st_blocks * 512 < 100_000
+    assert not path.exists() or not os.path.samestat(path.stat(), st)
+
+
 def test_offset_does_not_depend_on_metadata(tmp_path):
     for n in (1, 100, 3000):
         build(tmp_path / "a.h5", np.ones(n, bool))
