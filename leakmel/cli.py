@@ -1096,7 +1096,7 @@ def main(
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed before the start
         os.set_inheritable(fd, True)
     os.close(fd)
-    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, closefd=False))
     output, _ = _own_stream(1, sys.stdout), _own_stream(2, sys.stderr)
     has_failed = False
     try:
