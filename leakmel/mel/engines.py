@@ -43,7 +43,14 @@ from importlib import import_module
 import numpy as np
 
 from ..audio.conform import check_range, moments_of
-from ..core.errors import EngineError, LeakmelError, RecordingError, SpecError, UsageError, missing_package
+from leakmel.core.errors import (
+    EngineError,
+    LeakmelError,
+    RecordingError,
+    SpecError,
+    UsageError,
+    missing_package,
+)
 from ..core.machine_code import BoundCall
 from ..core.timeline import Timeline
 from .reference import Reference, compare, reference_features, reference_log_mel
