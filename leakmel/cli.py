@@ -1105,11 +1105,11 @@ def main(
         status = int(e.code or 0)
     sys.stdout.flush()
     if output.error is not None and output.error.errno != errno.EPIPE:
-        e = write_error(output.error, "standard output")
+        lost = write_error(output.error, "standard output")
         _print_error(
-            f"The output of the command could not be written; its work ended with status {status}. {e}"
+            f"The output of the command could not be written; its work ended with status {status}. {lost}"
         )
-        status = status if has_failed else e.exit_code
+        status = status if has_failed else lost.exit_code
     if "triton" not in sys.modules:  # which reports what is not collected, at length
         gc.freeze()  # the process ends now: collecting its objects would take 40 ms
     return status

@@ -45,7 +45,7 @@ def durations(tree: ast.AST) -> set[str]:
 def assertions_of_times(code: str) -> list[str]:
     "Assertions that compare a duration or a load with a number."
     tree = ast.parse(code)
-    scopes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)] or [tree]
+    scopes: list[ast.AST] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)] or [tree]
     found = []
     for scope in [*scopes, tree]:
         names = durations(scope) if scope is not tree or len(scopes) == 1 else set()
@@ -77,7 +77,10 @@ def pieces() -> Iterator[tuple[str, str]]:
 
 
 def test_no_time_is_asserted() -> None:
-    bad = ("t0 = time.monotonic()\nassert time.monotonic() - t0 < 5", "assert psutil.cpu_percent() > 20")
+    bad: tuple[str, ...] = (
+        "t0 = time.monotonic()\nassert time.monotonic() - t0 < 5",
+        "assert psutil.cpu_percent() > 20",
+    )
     bad += (
         "took = []\ntook.append(perf_counter() - a)\nassert took[-1] < 2",
         "s = time.time() - a\nassert 0.1 < s",
