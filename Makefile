@@ -9,9 +9,12 @@ INSTALLED := .venv/.installed
 RUN_NOTEBOOKS := start build build_part train evaluate predict nightly retrain search tune doctor benchmark explore review dashboard correlate
 empty :=
 SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
-# A library notebook that needs more than the requirements is left out where that is not installed. It runs in a process of its own:
-# Triton's interpreter has to be asked for before anything imports triton, and torch's optimisers do.
-UNMET  = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('triton') else '|^triton_kernel')" 2>/dev/null)
+# Notebooks that need a package which is not installed are left out. That of triton runs in a process of its own: Triton's interpreter has to
+# be asked for before anything imports triton, and torch's optimisers do.
+LACKS   = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('$1') else 'yes')" 2>/dev/null)
+UNMET   = $(call LACKS,triton)
+PYARROW := formats huggingface tables history_tables parquet cli_formats open_formats
+TABLES  = $(if $(call LACKS,pyarrow),|^($(subst $(empty) $(empty),|,$(PYARROW)))\.ipynb)
 # A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
 NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))
 WORKERS ?= 2
@@ -67,7 +70,8 @@ static:
 
 notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
-	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel'
+	@[ -z '$(TABLES)' ] || echo "not run, for want of pyarrow: $(PYARROW) ($(BIN)/pip install -e '.[formats]' brings it)"
+	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)'
 	@printf '%s\n' $(NAMESAKES) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
 
 # The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.

@@ -2,11 +2,12 @@
 
 import faulthandler
 import os
-import threading
-import time
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,18 @@ DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU playe
 
 # `.ci/run` sets LEAKMEL_REQUIRE_ALL: what a test needs and cannot find is a failure there, and a skip elsewhere.
 REQUIRE_ALL = bool(os.environ.get("LEAKMEL_REQUIRE_ALL"))
+# LEAKMEL_SKIPPED=FILE gets the names of skipped tests, which `.ci/run` runs again with more packages.
+SKIPPED = os.environ.get("LEAKMEL_SKIPPED", "")
+# LEAKMEL_ABSENT=triton,pyarrow plays that packages are not installed, in this process and in its children.
+if os.environ.get("LEAKMEL_ABSENT"):
+    sys.path.insert(0, str(Path(__file__).with_name("absent")))
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    import_module("sitecustomize")
+# A script starts what it runs in the background with SIGINT ignored; tests send it, to this process and to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # LEAKMEL_PROMISES=FILE keeps what the tests of each promise tried: see promise_counts.py.
 RECORD = os.environ.get("LEAKMEL_PROMISES", "")
 HANG_S = 900.0  # a test that takes longer hangs; tests marked `long` may take hours
@@ -122,6 +135,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Counted(config, Path(RECORD)))
 
 
+def note_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    "Append the name of a test, or of a file, that was skipped: in the processes that run tests, because others do not get all reports."
+    if SKIPPED and report.skipped and not hasattr(report, "wasxfail"):
+        with open(SKIPPED, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+pytest_runtest_logreport = pytest_collectreport = note_skipped
+
+
 @pytest.fixture
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
     'Say what was tried for a promise and held: `tried("S3")`, or `tried("S3", 100)` for a hundred trials.'
@@ -133,45 +156,6 @@ def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
         request.node.user_properties.append(("tried", [promise, int(n)]))
 
     return say
-
-
-def within(limit_s: float, work: Callable[[], object], tries: int = 3) -> None:
-    "Fail unless some work is done in a time, in one of a few tries: what other programs take of a core is not its fault."
-    took = []
-    for _ in range(tries):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-        if took[-1] < limit_s:
-            return
-    pytest.fail(f"took {', '.join(f'{t:.2f}' for t in took)} s, not {limit_s:g}")
-
-
-@contextmanager
-def ends_within(limit_s: float) -> Iterator[None]:
-    """Fail unless a block that cannot be tried again ends in a time.
-
-    What passes while no thread of this process has its turn, and no processor time goes by, does not count: another program took the cores.
-    """
-    over, counted = threading.Event(), [0.0]
-
-    def count() -> None:
-        last, last_cpu = time.perf_counter(), time.process_time()
-        while not over.is_set():
-            time.sleep(0.02)
-            now, cpu = time.perf_counter(), time.process_time()
-            counted[0] += min(now - last, max(0.1, cpu - last_cpu))
-            last, last_cpu = now, cpu
-
-    thread = threading.Thread(target=count, name="stopwatch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    if counted[0] >= limit_s:
-        pytest.fail(f"took {counted[0]:.2f} s, not {limit_s:g}")
 
 
 @pytest.fixture(scope="session")

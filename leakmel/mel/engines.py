@@ -43,7 +43,14 @@ from importlib import import_module
 import numpy as np
 
 from ..audio.conform import check_range, moments_of
-from ..core.errors import EngineError, LeakmelError, RecordingError, SpecError, UsageError
+from leakmel.core.errors import (
+    EngineError,
+    LeakmelError,
+    RecordingError,
+    SpecError,
+    UsageError,
+    missing_package,
+)
 from ..core.machine_code import BoundCall
 from ..core.timeline import Timeline
 from .reference import Reference, compare, reference_features, reference_log_mel
@@ -317,10 +324,11 @@ def load_class(
     try:
         return getattr(import_module(module), cls)
     except ImportError as e:
+        missing = missing_package(e) if isinstance(e, ModuleNotFoundError) else e
         raise EngineUnavailable(
             f"engine {name} is not installed ({e})",
             code="engine-missing",
-            remedy="install it, or use engine='auto'",
+            remedy=f"{getattr(missing, 'remedy', None) or 'install it'}, or use engine='auto'",
         ) from e
     except LeakmelError:
         raise

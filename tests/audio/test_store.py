@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,10 +245,9 @@ def test_closing_ends_requests_and_those_who_wait(served, monkeypatch):
     thread.start()
     try:
         assert reached.wait(30)
-        began = time.monotonic()
         copies.close()
         thread.join(30)
-        assert time.monotonic() - began < 5
+        assert not thread.is_alive()
     finally:
         leave.set()
     assert [e.code for e in errors] == ["stopped"]

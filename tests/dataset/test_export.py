@@ -76,9 +76,17 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built.path
 
 
+def need_formats() -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError:
+        need(False, "the extra formats")
+
+
 @pytest.fixture(scope="module")
 def exports(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A folder with an export in each format."
+    need_formats()
     top = tmp_path_factory.mktemp("exports")
     for to in formats.FORMATS:
         lm.export_dataset(hostile, out=top / to, to=to, progress="none")
@@ -153,13 +161,6 @@ def test_parquet_tables_keep_types_and_values(exports: Path, hostile: Path) -> N
     assert (raw_path(rejected), rejected["code"]) == (b"=broken.wav", "truncated") or rejected[
         "code"
     ] == "not_wav"
-
-
-def need_formats() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ModuleNotFoundError:
-        need(False, "the extra formats")
 
 
 def test_huggingface_loads_without_a_network(exports: Path, hostile: Path, tmp_path: Path) -> None:
@@ -406,6 +407,7 @@ def test_the_format_of_a_detector_is_named(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_errors_of_usage(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_formats()
     with raises("unknown-choice", UsageError):
         lm.export_dataset(hostile, out=tmp_path / "out", to="csv")
     with raises("no-such-file", DataError):

@@ -329,7 +329,6 @@ def test_hostile_file_is_refused(
         output, reads = json.loads(done.out)
         assert output, how
         assert reads == [], f"{how}: {output}"
-        assert done.cpu_s < 1, f"{how}: {done.cpu_s:.2f} s"
         assert done.peak_bytes < 200e6, f"{how}: {done.peak_bytes / 1e6:.0f} MB"
         tried("S18")
 

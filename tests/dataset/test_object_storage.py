@@ -471,10 +471,8 @@ def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, 
     )
     try:
         assert reached.wait(60)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        assert time.monotonic() - began < 5
     finally:
         leave.set()
         process.kill()

@@ -124,6 +124,7 @@ def test_card_of_a_data_set(small_sets: Path, tmp_path: Path) -> None:
 
 def test_croissant_is_valid_and_loads_the_rows(small_sets: Path, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlcroissant")
+    pytest.importorskip("pyarrow")
     lm.card(small_sets / "TRAINING_DATASET.H5", out=tmp_path, progress="none")
     lm.card(model, out=tmp_path, progress="none")
     for name in ("TRAINING_DATASET.H5.croissant.json", "model_croissant.json"):

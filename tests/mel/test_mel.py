@@ -1,6 +1,6 @@
 "Log-mel features: every engine against the float64 reference, the reference against other libraries, and a tolerance that can fail."
 
-import json, logging, threading
+import json, logging, sys, threading
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
@@ -532,9 +532,20 @@ def test_unknown_engines_and_devices() -> None:
     with raises("unknown-device", UsageError, found="'toaster'"):
         open_engine("torch", spec, device="toaster")
     if not torch.cuda.is_available():
-        for name in ("torch", "triton"):
+        for name in ("torch", *(["triton"] if find_spec("triton") else [])):
             with raises("no-device", EngineUnavailable):
                 open_engine(name, spec, device="cuda")
+
+
+def test_engine_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    "The same on every machine, whatever is installed and whatever its devices are."
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "leakmel.mel.triton_kernel", raising=False)
+    for device in ("auto", "cuda"):
+        with raises(
+            "engine-missing", EngineUnavailable, says="pip install 'leakmel[gpu]', or use engine='auto'"
+        ):
+            open_engine("triton", MelSpec.preset("disjoint", duration_s=1), device=device)
 
 
 # -- log_mel --------------------------------------------------------------------------------------------------------------

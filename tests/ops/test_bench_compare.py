@@ -136,7 +136,7 @@ def test_the_suite_end_to_end(tmp_path, hide):
                 == 12 / one["seconds"]
             )
             assert 0 < one["seconds"] < one["process_s"]
-            assert 0.1 < one["cpu_s"] < 60
+            assert one["cpu_s"] > 0
         assert all(20e6 < peak < 3e9 for peak in entry["peak_bytes"].values())
     assert figures["contestants"]["scipy threads"]["versions"].keys() == {"scipy", "numpy", "h5py"}
     absent = figures["contestants"]["librosa"]
@@ -501,10 +501,8 @@ def test_no_child_outlives_its_command(ends, tmp_path):
     if ends:
         assert run_command([sys.executable, "-c", body]).status == 0
     for limit_s in () if ends else (1.5, 6, 24):
-        began = time.monotonic()
         with pytest.raises(MachineError, match=f"no end after {limit_s:g} s"):
             run_command([sys.executable, "-c", body], limit_s=limit_s)
-        assert time.monotonic() - began < limit_s + 30
         if noted.exists():
             break  # else it had no turn to start its own child
     assert has_ended(int(noted.read_text()))

@@ -64,7 +64,6 @@ def test_this_machine_is_ready_and_all_engines_are_correct(whole):
         )  # float16 rounds; the halves of steps at 50 to 100 dB are 0.016 to 0.03
         assert check.figures["n_wrong"] == 0
         assert check.figures["n_values"] == 4 * (8 * 2 * 64 + 15 * 3 * 32)
-    assert whole.seconds < 60
 
 
 def test_all_keys_are_documented_and_the_rest_is_json(whole):
