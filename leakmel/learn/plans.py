@@ -56,7 +56,7 @@ from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import Predictions, predict, rule_of
 from .model.files import list_checkpoints
-from .train.loop import TrainResult, train
+from .train.loop import TrainResult, steps_after, train
 from .train.pretraining import PRETRAIN_STEPS
 
 # %% ../../nbs/learn/plans.ipynb #d69278ee
@@ -407,7 +407,7 @@ def run_summary(
 ) -> dict[str, Any]:
     "Return training and evaluation as plain values."
     known = result.detector.evaluations
-    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
+    advice = {"evaluation_result": evaluation_result(known), "next_steps": steps_after(result)}
     return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
 
 

@@ -63,7 +63,7 @@ def say(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str | os.PathLike) -> tuple[int, str]:
-        status = main([*map(os.fspath, words)])
+        status = main([os.fspath(w) for w in words])
         out, err = capsys.readouterr()
         return status, out + err
 
