@@ -1108,7 +1108,7 @@ def main(
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed before the start
         os.set_inheritable(fd, True)
     os.close(fd)
-    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, closefd=False))
     output, _ = _own_stream(1, sys.stdout), _own_stream(2, sys.stderr)
     has_failed = False
     try:
@@ -1117,11 +1117,11 @@ def main(
         status = int(e.code or 0)
     sys.stdout.flush()
     if output.error is not None and output.error.errno != errno.EPIPE:
-        e = write_error(output.error, "standard output")
+        lost = write_error(output.error, "standard output")
         _print_error(
-            f"The output of the command could not be written; its work ended with status {status}. {e}"
+            f"The output of the command could not be written; its work ended with status {status}. {lost}"
         )
-        status = status if has_failed else e.exit_code
+        status = status if has_failed else lost.exit_code
     if "triton" not in sys.modules:  # which reports what is not collected, at length
         gc.freeze()  # the process ends now: collecting its objects would take 40 ms
     return status

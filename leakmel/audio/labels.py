@@ -31,7 +31,7 @@ __all__ = [
 # %% ../../nbs/audio/labels.ipynb #f03d5638
 import csv, getpass, io, logging, os, re, stat
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,11 +131,6 @@ def _line(cells: Iterable[str], delimiter: str = ",") -> bytes:
 _HEADER = _line(LABELS_COLUMNS)
 
 
-def _regular(fd: int, file: Path) -> None:
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise DataError("the table is not a regular file", code="table-unreadable", path=file)
-
-
 _LOCK_WAIT_S = 30  # a decision is written in milliseconds
 
 
@@ -143,7 +138,8 @@ def _open_table(file: Path, stack: ExitStack) -> int:
     "Open a table to append to it; the stack closes it."
     fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     stack.callback(os.close, fd)
-    _regular(fd, file)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise DataError("the table is not a regular file", code="table-unreadable", path=file)
     return fd
 
 
@@ -193,7 +189,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
             remedy="save the table as CSV UTF-8 with these columns in this order, or choose another file for the decisions",
         )
     else:
-        end, is_whole = _last_line(fd, size, delimiter)
+        end, is_whole = _last_line(fd, size, file, delimiter)
         if not is_whole:
             log.warning("%s: an incomplete last line was removed", show_path(file))
             os.ftruncate(fd, size := end)
@@ -210,23 +206,17 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
     return size == 0
 
 
-def _last_line(fd: int, size: int, delimiter: str) -> tuple[int, bool]:
+def _last_line(fd: int, size: int, file: Path, delimiter: str) -> tuple[int, bool]:
     "Return where the last unfinished line begins, and whether its row is complete; the size and True without one."
     most = 1 << 16  # bytes; no row is longer
     start = max(0, size - most)
     tail = pread_all(fd, most, start)
     at = tail.rfind(b"\n") + 1
-    return start + at, not tail[at:] or _whole_row(tail[at:], delimiter)
-
-
-def _whole_row(line: bytes, delimiter: str) -> bool:
-    "Return whether a line without a line break is a decision with all its cells."
-    try:
-        (cells,) = csv.reader([line.decode()], delimiter=delimiter, strict=True)
-        Decision(*cells)
-        return len(cells) == len(LABELS_COLUMNS)
-    except (ValueError, TypeError, csv.Error, DataError):
-        return False
+    with suppress(DataError):
+        return start + at, bool(_decisions(file, _line(LABELS_COLUMNS, delimiter) + tail[at:])) or not tail[
+            at:
+        ]
+    return start + at, False
 
 
 def _sync_folder(folder: Path) -> None:
@@ -265,9 +255,8 @@ def _decisions(file: Path, data: bytes) -> list[Decision]:
     "Return the decisions; if the last line has no end, a crash may have cut off its last cells."
     text = decode_text(data, file)
     table = csv_table(file, text, LABELS_COLUMNS)
-    least = 0 if text.endswith(("\n", "\r")) else len(table.names)
     found = []
-    for line, row in table.records(*LABELS_COLUMNS, least=least):
+    for line, row in table.records(*LABELS_COLUMNS, whole=not text.endswith(("\n", "\r"))):
         try:
             found.append(Decision(**{name: row[name] for name in LABELS_COLUMNS}))
         except DataError as e:
@@ -433,7 +422,9 @@ def relabel(
     met = set[str]()
     persons: dict[int, str] = {}
     named = {d.path for last in current.last.values() for d in last if not d.digest}
-    by_path = {path: current.last[name] for name, path in match_texts(named, paths).items()}
+    by_path: dict[str, tuple[Decision, ...]] = {}
+    for name, path in sorted(match_texts(named, paths).items()):
+        by_path[path] = (*by_path.get(path, ()), *current.last[name])
     for i, (path, digest) in enumerate(zip(paths, digests)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
         if not opinions:

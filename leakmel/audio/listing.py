@@ -97,25 +97,14 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 # folders that operating systems, storage devices and programs that synchronise make, in lower case
 SYSTEM_FOLDERS = frozenset(
     {
-        *(
-            "$recycle.bin",
-            "recycler",
-            "recycled",
-            "system volume information",
-            "lost.dir",
-        ),  # Windows, Android
-        *("lost+found", "__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder"),
-        *(
-            "@eadir",
-            "#recycle",
-            "#snapshot",
-            "@sharesnap",
-            "@recycle",
-            "@recently-snapshot",
-            "~snapshot",
-            "trashbox",
-        ),
-        *("_gsdata_", "files_trashbin", "files_versions"),  # GoodSync, Nextcloud
+        # Windows, Android, Linux, macOS
+        *("$recycle.bin", "recycler", "recycled", "system volume information", "lost.dir", "lost+found"),
+        *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder"),
+        # network storage of Synology, QNAP, NetApp and Buffalo
+        *("@eadir", "#recycle", "#snapshot", "@sharesnap", "@recycle", "@recently-snapshot"),
+        *("~snapshot", "trashbox"),
+        # GoodSync, Nextcloud
+        *("_gsdata_", "files_trashbin", "files_versions"),
     }
 )
 _FOUND = re.compile(r"found\.\d{3}", re.ASCII)  # files that Windows repaired
@@ -255,9 +244,8 @@ class FoundFiles:
     def __init__(self, found: Iterable[FileEntry] = ()):
         self.paths: list[bytes] = []
         self.folders: list[bytes] = []  # all that were listed, relative as the paths
-        self.passed_over = Counter[
-            bytes
-        ]()  # recordings in folders that are not listed, by folder below the root
+        # recordings in folders that are not listed, by folder below the root
+        self.passed_over = Counter[bytes]()
         self.left_to_count = MAX_PASSED_OVER  # entries of such folders
         self.sizes = array("q")  # bytes
         self.mtimes_ns = array("q")
@@ -461,7 +449,7 @@ def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
 
 
 def _found_objects(
-    folder: StorePath, on_found: Callable[[int], None], named: Collection[bytes]
+    folder: StorePath, place: bytes, on_found: Callable[[int], None], named: Collection[bytes]
 ) -> tuple[FoundFiles, list[Problem]]:
     "Find the recordings below a URL; their stamps stand in place of modification times."
     found, notes, left_out = FoundFiles(), list[Problem](), _LeftOut(b"")
@@ -471,7 +459,7 @@ def _found_objects(
             left_out.add_other(path)
             continue
         if any(map(is_system_folder, key.split("/")[:-1])) and path not in named:
-            found.passed_over[path.rpartition(b"/")[0]] += 1
+            found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
             continue
         if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
             notes.append(Problem("special", show_place("", path), _NO_PATH))
@@ -503,13 +491,13 @@ def found_below(
     root: str | os.PathLike,  # links are followed inside it
     folder: str | os.PathLike,  # the root, or a folder in it
     on_found: Callable[[int], None] = lambda n: None,  # called with the number of new recordings
-    named: Collection[
-        bytes
-    ] = (),  # paths below the root that count in folders of systems, too; files are found by their names
+    # paths below the root that the user named: they are not passed over, wherever they lie
+    named: Collection[bytes] = (),
 ) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
     if isinstance(folder, StorePath):
-        return _found_objects(folder, on_found, named)
+        place = b"" if folder == root else os.fsencode(folder.name)
+        return _found_objects(folder, place, on_found, named)
     real_root = os.path.realpath(os.fsencode(root))
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1

@@ -18,6 +18,7 @@ __all__ = [
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import os, stat, time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -204,18 +205,22 @@ class Manifest:
         # the note says why they have no label
         misfits = {p.path for p in self.notes if p.kind == "no_match" and by_name}
         found = list(self.notes)
-        named: dict[str, dict[str, None]] = {f"{by}s": {} for by in GROUP_FIELDS}
+        named = defaultdict[str, dict[str, None]](dict)
         for x in self.listings:
             columns = x.name_columns("gain", *GROUP_FIELDS)
             for by in GROUP_FIELDS:
                 named[f"{by}s"] |= dict.fromkeys(columns[by].tolist())
+            for column, texts in x.extra.items():
+                named[f"values of {show_path(column)}"] |= dict.fromkeys(texts)
             seen = name_problems(x.show, x.label_ids, columns["gain"])
             if self.naming.source == "table":
                 seen = (replace(p, message=NO_LABEL_IN_TABLE) if p.kind == "no_label" else p for p in seen)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
         found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
         for what, names in named.items():
-            found += twin_problems(names, what)
+            found += [
+                p for p in twin_problems(names, what) if what[:-1] in GROUP_FIELDS or p.kind == "look_alikes"
+            ]
         if self.content is not None:
             found += content_problems(content_columns(self.listings, self.label_names, self.table))
         rows = [(p.kind, p.path, p.message) for p in found]

@@ -246,12 +246,10 @@ def decode_text(
     "Decode a text file that a person or a program saved."
     try:
         text = data.decode(_encoding(data))
-        at = text.find("\0")
-        line = text.count("\n", 0, at) + 1
     except UnicodeDecodeError as e:
-        at = e.start
-        line = data.count(b"\n", 0, at) + 1
-    if at >= 0:
+        text = data[: e.start].decode(_encoding(data), "ignore") + "\0"
+    if (at := text.find("\0")) >= 0:
+        line = text.count("\n", 0, at) + 1
         raise DataError(
             f"line {line}: the text is not UTF-8 (is it an Excel workbook, or a CSV file in another encoding?)",
             code="table-row" if line > 1 else "table-unreadable",
@@ -307,7 +305,7 @@ class CsvTable:
     def records(
         self,
         *needed: str,  # names of columns
-        least: int = 0,  # as for `rows`
+        whole: bool = False,  # no row lacks its last cells
     ) -> Iterator[tuple[int, dict[str, str]]]:  # line, name of column -> cell; raises DataError
         "Yield the rows with the names of their columns; cells without blanks at their ends, except paths."
         columns = self.columns
@@ -320,7 +318,7 @@ class CsvTable:
                     found=", ".join(map(show_path, self.names))[:500],
                     expected=", ".join(needed),
                 )
-        for line, cells in self.rows(least):
+        for line, cells in self.rows(len(columns) if whole else 0):
             yield line, {n: cell if n == "path" else cell.strip() for n, cell in zip(columns, cells)}
 
 
@@ -337,8 +335,12 @@ def _lines(file: Path, rows: Any, line: int) -> Iterator[tuple[int, list[str]]]:
                 yield line, cells
             line = rows.line_num + first
     except csv.Error as e:
-        remedy = 'put a cell that contains a quote, a line break or the delimiter into "quotes", and double each quote in it'
-        raise row_error(file, line, f"the text is not valid CSV ({e})", remedy=remedy) from e
+        raise row_error(
+            file,
+            line,
+            f"the text is not valid CSV ({e})",
+            remedy='put a cell that contains a quote, a line break or the delimiter into "quotes", and double each quote in it',
+        ) from e
 
 
 def csv_table(
@@ -377,7 +379,7 @@ def has_columns(
 # %% ../../nbs/audio/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
-_DATE = re.compile(r"(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
+_DATE = re.compile(r"^(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
 
 
 def table_number(
@@ -386,11 +388,9 @@ def table_number(
 ) -> float:  # raises ValueError
     "Read a number with a decimal point or a decimal comma."
     text = text.strip()
-    if not _NUMBER.fullmatch(text) or (delimiter == "," and _THOUSANDS.fullmatch(text)):
+    value = float(text.replace(",", ".")) if _NUMBER.fullmatch(text) else math.nan
+    if not abs(value) < 3e38 or (delimiter == "," and _THOUSANDS.fullmatch(text)):
         raise ValueError(f"{text[:80]!r} is not a number")
-    value = float(text.replace(",", "."))
-    if not abs(value) < 3e38:
-        raise ValueError(f"{text[:80]!r} is too large")
     return value
 
 
@@ -398,11 +398,11 @@ def dashed_date(
     text: str,
 ) -> str:
     "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
-    text = text.strip()
-    if not (found := _DATE.match(text)):
-        return text
-    year, month, day = found.group(3, 2, 1) if found[3] else found.group(4, 5, 6)
-    return f"{year}-{month:0>2}-{day:0>2}{text[found.end() :]}"
+
+    def dashed(m: re.Match) -> str:
+        return f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}"
+
+    return _DATE.sub(dashed, text.strip(), count=1)
 
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
@@ -476,8 +476,7 @@ def read_table(
             expected="a line of column names, for example path,label",
         )
     header = _header(rows.names, file, wanted, with_labels)
-    needed = {"path", "label"} if with_labels else {"path"}
-    least = 1 + max((i for name, i in header.known.items() if name in needed), default=-1)
+    least = 1 + max(header.known.get(name, -1) for name in ("path", "label")[: 1 + with_labels])
     extra: dict[str, list[str]] = {name: [] for name in header.extra}
     table = NameTable(
         file, [], [], [], [], header.ignored, extra, digest_of(data), "start_time" in header.known
@@ -547,6 +546,8 @@ def paths_below_root(
     known: Collection[bytes],  # paths of recordings relative to the data folder
 ) -> NameTable:  # raises DataError if two rows name the same recording
     "Complete paths that are relative to the folder of their split, and find those that differ from a path only in what cannot be seen."
+    if all(path in known for path in table.paths):
+        return table
     folders: dict[str | None, list[bytes]] = {}
     for first in sorted({path.split(b"/", 1)[0] for path in known if b"/" in path}):
         folders.setdefault(split_name(os.fsdecode(first)), []).append(first + b"/")

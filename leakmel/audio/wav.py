@@ -24,6 +24,7 @@ __all__ = [
     "parse_header",
     "digest_of",
     "Recording",
+    "shortest_stall",
     "read_payload",
     "decode_payload",
     "read_open_wav",
@@ -377,6 +378,15 @@ class Recording:
     def __repr__(self) -> str:
         n, c = self.samples.shape
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
+
+
+# %% ../../nbs/audio/wav.ipynb #5ca11ed7
+def shortest_stall(
+    n_samples: int,  # per channel
+    sample_rate: int,  # Hz
+) -> int:
+    "Return how many equal samples may be a fault: a quarter of a second and 5 % of the recording, at least 64."
+    return max(64, sample_rate // 4, n_samples // 20)
 
 
 # %% ../../nbs/audio/wav.ipynb #0cdbecfd

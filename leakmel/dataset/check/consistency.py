@@ -295,7 +295,7 @@ def structure_problems(
     attributes: Mapping[str, Any],  # of the root
 ) -> Iterator[str]:  # sentences
     "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
-    plain = {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in attributes.items()}
+    plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()}
     row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
     lost = [b"x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
     meta = Metadata(

@@ -48,6 +48,24 @@ def _consecutive_rows(
         yield int(rows[at]), end - at, at
 
 
+# %% ../../../nbs/dataset/file/reader.ipynb #e8a30007
+@contextmanager
+def _as_verify_error(path: Path) -> Iterator[None]:
+    "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
+        if isinstance(e, OSError) and e.errno in MACHINE_FAULTS:
+            raise opening_error(e, path) from e
+        raise VerifyError(
+            "a part of the data set is missing or damaged",
+            code="damaged-data-set",
+            path=path,
+            found=str(e),
+            remedy="copy the file again, or build the data set again",
+        ) from e
+
+
 # %% ../../../nbs/dataset/file/reader.ipynb #4a1562ab
 def read_rows(
     data: h5py.Dataset,  # [B, ...]
@@ -80,23 +98,6 @@ def read_rows(
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
-@contextmanager
-def _as_verify_error(path: Path) -> Iterator[None]:
-    "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
-    try:
-        yield
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
-        if isinstance(e, OSError) and e.errno in MACHINE_FAULTS:
-            raise opening_error(e, path) from e
-        raise VerifyError(
-            "a part of the data set is missing or damaged",
-            code="damaged-data-set",
-            path=path,
-            found=str(e),
-            remedy="copy the file again, or build the data set again",
-        ) from e
-
-
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
     "Check that a file is a complete data set before data are read; raises VerifyError."
     if not legacy and "schema_version" not in file.attrs:

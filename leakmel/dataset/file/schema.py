@@ -333,10 +333,10 @@ MEMORY_DRIVER = "stdio"  # writes the same bytes as the usual one, which wants a
 def memory_file() -> Iterator[Path]:
     "Make a sparse file in memory for the HDF5 library to write, because a disk that fails crashes it; yield a path to open it by."
     with ExitStack() as stack:
-        if hasattr(os, "memfd_create"):
+        try:
             fd = os.memfd_create("leakmel")
             stack.callback(os.close, fd)
-        else:  # macOS
+        except (AttributeError, OSError):  # macOS, and systems that forbid it
             fd = stack.enter_context(TemporaryFile()).fileno()
         yield Path(f"/dev/fd/{fd}")
 
@@ -602,10 +602,11 @@ def opening_error(
             found=str(error),
             remedy="close that program or wait until it ends, then run again",
         )
-    if error.errno in MACHINE_FAULTS or error.errno in (errno.EACCES, errno.EPERM):
-        is_fault = error.errno in MACHINE_FAULTS
+    number = error.errno or 0
+    if number in MACHINE_FAULTS or number in (errno.EACCES, errno.EPERM):
+        is_fault = number in MACHINE_FAULTS
         return MachineError(
-            f"the file cannot be read now ({errno.errorcode[error.errno]}: {os.strerror(error.errno)})",
+            f"the file cannot be read now ({errno.errorcode[number]}: {os.strerror(number)})",
             code="io-fault" if is_fault else "read-failed",
             path=path,
             remedy="check the disk or the network folder, then run again; the file may be intact"
@@ -672,13 +673,18 @@ def description(
                 yield at, e
 
 
+def _is_memory(error: BaseException) -> bool:
+    "Return whether memory could not be allocated, here or in the HDF5 library."
+    return isinstance(error, MemoryError) or "alloc" in str(error)
+
+
 def _read_all(file: h5py.File) -> tuple[str, str]:
     "Read what readers read of an HDF5 file except rows and plain columns; return the code of an error and the reason."
     if problem := next(unsafe_parts(file), None):
         return "unsafe-file", problem
     for _, value in description(file):
-        if isinstance(value, Exception) and (isinstance(value, MemoryError) or "alloc" in str(value)):
-            raise MemoryError
+        if isinstance(value, Exception) and not isinstance(value, TypeError):  # h5py does not know all types
+            raise value
     for _, item in _all_sets(file):
         if isinstance(item, h5py.Dataset) and item.dtype.hasobject:
             for _ in _pieces(item):
@@ -703,14 +709,16 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
         try:
             file = _open(path, "r")
         except OSError as e:
+            if _is_memory(e):
+                raise
             said = (e.errno or 0, "open", str(e.args[-1]))
         else:
             with file:
                 said = (0, *_read_all(file))
-    except MemoryError:
-        said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
     except BaseException as e:
         said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
+        if _is_memory(e):
+            said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
     finally:
         os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
         os._exit(0)
@@ -727,9 +735,8 @@ def _start_child(path: str, pipe: int, seconds: float) -> int:  # raises OSError
         os.set_inheritable(pipe, True)
         argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds)]
         return os.posix_spawn(sys.executable, argv, os.environ)
-    with (
-        warnings.catch_warnings()
-    ):  # threads are no danger: h5py forks between its calls, and the child starts none
+    # Threads are no danger: h5py lets a fork wait until its calls have ended, and the child starts none.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -775,8 +782,9 @@ def _examined(
 
 
 def _identity(
+    # or a descriptor
     path: str | os.PathLike | int,
-) -> tuple[int, ...]:  # of a descriptor too; raises OSError, DataError
+) -> tuple[int, ...]:  # raises OSError
     "Return device, inode, size and times of a regular file, which change when it changes."
     if not isinstance(path, int):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -430,7 +430,7 @@ class RowFile:
             with memory_file() as memory:
                 try:
                     written = self._compress_parts(meta, memory, fd, packed, stopped)
-                except Exception as e:
+                except (KeyError, RuntimeError, ValueError) as e:  # of the HDF5 library
                     raise machine_fault(e, self.partial) from e.__cause__
                 _copy_around(memory, fd, packed, sorted(written))
             os.replace(packed, self.partial)

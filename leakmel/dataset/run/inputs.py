@@ -467,20 +467,12 @@ def check_listing(
 ) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
+        seen = (note.message for note in manifest.notes if note.kind in ("other_format", "passed_over"))
         raise DataError(
             "the folder contains no recordings",
             code="no-recordings",
             path=listing.folder,
-            found="; ".join(
-                [
-                    "no file whose name ends in .wav or .wave",
-                    *(
-                        note.message
-                        for note in manifest.notes
-                        if note.kind in ("other_format", "passed_over")
-                    ),
-                ]
-            ),
+            found="; ".join(["no file whose name ends in .wav or .wave", *seen]),
             remedy="check the path of the folder",
         )
     by_folder = manifest.naming.labels_by_folder

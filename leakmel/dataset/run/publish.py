@@ -583,6 +583,7 @@ def earlier_result(
     if not report.ok or report.n_rows != n_rows:
         raise VerifyError(
             "the data set is damaged or not that of its report, and it has no parts",
+            code="damaged-data-set",
             path=target,
             found=next(iter(report.problems), f"{report.n_rows:,} rows, reported {n_rows:,}"),
             remedy="build it again with --fresh",

@@ -24,7 +24,7 @@ __all__ = [
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
 import csv, json, os, time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -328,7 +328,7 @@ def _entry(
 def _read_new(
     files: _Files,
     detector: Detector,
-    known: Mapping[str, str],  # sensors of the history, by `text_key`
+    sensors: Sequence[str],  # of the history
     last: str,  # last night of the history; empty: none
     device: str,
     progress: str,
@@ -338,6 +338,7 @@ def _read_new(
     if not len(files.to_read):
         return _New([], [], [], 0, 0, {})
     place = {x.paths[k]: int(k) for k in files.to_read}
+    known = {text_key(sensor): sensor for sensor in sensors}
     done: Predictions = predict(
         x.folder, detector, manifest=_manifest_of(found, files.to_read), device=device, progress=progress
     )
@@ -667,18 +668,12 @@ def nightly(
     digest = model_digest(detector)
     found, missing = _find(folder, manifest, progress)
     _check_times(found, manifest)
-    notes: tuple[str, ...] = ()
-    if missing:
-        n = f"{len(missing):,} of {len(found.listing):,}"
-        notes = (f"{n} recordings are not in the table, first {show_path(missing[0])}",)
     with History(target) as history:
         _check_model(history, digest, named)
         files = _sort_files(history, found)
-        sensors = (found.names[k].sensor for k in files.to_read)
-        notes += tuple(f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors"))
+        notes = _notes(files, missing)
         ((last,),) = history.query("SELECT max(night) FROM nights")
-        known = {text_key(sensor): sensor for sensor in all_sensors(history)}
-        new = _read_new(files, detector, known, last or "", device, progress)
+        new = _read_new(files, detector, all_sensors(history), last or "", device, progress)
         history.begin()
         history.set_meta("model", digest)
         done_visits = _known_visits(history, new.entries, visits)
@@ -706,10 +701,24 @@ def nightly(
             notes=notes,
         )
         clips = _clips(rows, files.digests | new.digests, done.folder, detector)
-        places = manifest_places(manifest)
-        own = {r.sensor: places[key] for r in rows if (key := text_key(r.sensor)) in places}
-        write_tables(done, visits_page(done, clips, own))
+        write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
+
+
+def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, Place]:
+    "Return the places of the sensors of the table."
+    places = manifest_places(manifest)
+    return {r.sensor: places[key] for r in rows if (key := text_key(r.sensor)) in places}
+
+
+def _notes(files: _Files, missing: Sequence[bytes]) -> tuple[str, ...]:
+    "Report recordings that the table lacks, and sensors with names that look the same."
+    found, notes = files.found, []
+    if missing:
+        n = f"{len(missing):,} of {len(found.listing):,}"
+        notes.append(f"{n} recordings are not in the table, first {show_path(missing[0])}")
+    sensors = (found.names[k].sensor for k in files.to_read)
+    return (*notes, *(f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors")))
 
 
 _AHEAD_DAYS = 7  # recordings may arrive after a visit

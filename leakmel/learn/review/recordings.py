@@ -75,9 +75,8 @@ def _table_score(
         return TableScore(path, score, is_leak=_TRUTH[row["leak"].casefold()])
     if row.keys() >= _SUGGESTIONS:
         return TableScore(path, score, suggestion=show_path(f"{row['kind']}: {row['reason']}"[:200]))
-    scored_s = row.get("scored_s")
-    every_s = table_number(scored_s, delimiter) / len(segments) if segments and scored_s else math.nan
-    return TableScore(path, score, segments, every_s)
+    seconds = table_number(row.get("scored_s") or "0", delimiter)
+    return TableScore(path, score, segments, seconds / len(segments) if segments and seconds else math.nan)
 
 
 def read_score_table(

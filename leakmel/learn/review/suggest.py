@@ -30,7 +30,7 @@ import torch
 
 from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
-from ...audio.tables import csv_table, read_table, read_text
+from ...audio.tables import csv_table, read_text
 from ...audio.wav import read_wav
 from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
@@ -274,9 +274,8 @@ def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
     "Return the digests that earlier tables of suggestions name."
     found: set[str] = set()
     for file in tables:
-        path = read_table(file).file  # refuses what is no table of recordings
-        rows = csv_table(path, read_text(path)).records("digest", "kind", "reason")
-        found.update(row["digest"] for _, row in rows)
+        table = csv_table(Path(file), read_text(file))
+        found.update(row["digest"] for _, row in table.records("path", "digest", "kind", "reason"))
     return found - {""}
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "DeferredSignals",
     "train_epochs",
     "TrainResult",
+    "steps_after",
     "finish_training",
     "step_seconds",
     "train",
@@ -340,13 +341,6 @@ class TrainResult(RowTable):
     seconds: float  # duration of the training, with interrupted runs
 
     @property
-    def next_steps(self) -> list[str]:
-        "Return what to do next, with the paths of this training."
-        if not self.detector.evaluations:
-            return list(self.summary["next_steps"])
-        return steps_of(self.detector, model=quote(show_path(self.model_path)))
-
-    @property
     def history(self) -> "pd.DataFrame":
         "Return the epochs as a table."
         return history_table(self.epochs)
@@ -383,7 +377,7 @@ class TrainResult(RowTable):
             yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
         yield "evaluation", evaluation_text(self.detector.evaluations)
-        for k, step in enumerate(self.next_steps):
+        for k, step in enumerate(steps_after(self)):
             yield ("" if k else "next"), step
         if n := s["n_ran_out"]:
             pieces = f"a step takes its batch in pieces of {s['micro_batch']:,} items at most"
@@ -410,6 +404,13 @@ class TrainResult(RowTable):
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
+def steps_after(result: TrainResult) -> list[str]:
+    "Return what to do after a training, with its paths."
+    if not result.detector.evaluations:
+        return list(result.summary["next_steps"])
+    return steps_of(result.detector, model=quote(show_path(result.model_path)))
+
+
 def finish_training(
     run: TrainingRun,
     start_text: str,  # of `begin_training`
