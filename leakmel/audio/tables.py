@@ -552,7 +552,7 @@ def paths_below_root(
     for first in sorted({path.split(b"/", 1)[0] for path in known if b"/" in path}):
         folders.setdefault(split_name(os.fsdecode(first)), []).append(first + b"/")
     forms = []
-    for path, split in zip(table.paths, table.splits or [None] * len(table)):
+    for path, split in zip(table.paths, table.splits or [""] * len(table)):
         below = [folder + path for folder in folders.get(split, ())] if split and path not in known else []
         forms.append([os.fsdecode(p) for p in (path, *below)])
     means = match_texts({p for each in forms for p in each}, map(os.fsdecode, known))

@@ -75,6 +75,7 @@ def outside_of_values(path: Path) -> np.ndarray:
     mask = np.ones(path.stat().st_size, bool)
     with h5py.File(path) as f:
         for _, item in schema._all_sets(f):
+            assert isinstance(item, h5py.Dataset)
             if item.chunks:
                 item.id.chunk_iter(
                     lambda c: mask.__setitem__(slice(c.byte_offset, c.byte_offset + c.size), False)
@@ -89,6 +90,7 @@ def everything(path: Path) -> dict[str, Any]:
     with h5py.File(path) as f:
         read: dict[str, Any] = dict(schema.description(f))
         for name, item in schema._all_sets(f):
+            assert isinstance(item, h5py.Dataset)
             read[name] = str(item.dtype), item.shape, item.chunks, np.ascontiguousarray(item[()]).tobytes()
         return read | {"attributes": {name: str(value) for name, value in f.attrs.items()}}
 
@@ -331,7 +333,7 @@ def test_faults_of_the_machine_are_not_damage(copy: Callable, number: int, code:
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(number, os.strerror(number), os.fspath(path))
 
-    place = (schema.h5py, "File") if call == "fork" else (schema.os, "open")
+    place: Any = (schema.h5py, "File") if call == "fork" else (schema.os, "open")
     with mock.patch.object(*place, fail):
         with pytest.raises(MachineError) as caught:
             schema.open_file(path)

@@ -320,7 +320,8 @@ def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what)
     build_parts(demo, target, 2)
     join(target, progress="none")
     stood = target.read_bytes()
-    code, kind = "no-parts", DataError
+    code = "no-parts"
+    kind: type[lm.LeakmelError] = DataError
     match what:
         case "data set":
             target.unlink()

@@ -62,7 +62,15 @@ from numpy.typing import DTypeLike
 from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names
 from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
-from ...core.errors import DataError, LeakmelError, MachineError, VerifyError, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    VerifyError,
+    explain,
+    missing_remedy,
+    show_path,
+)
 from ...core.locks import NO_FLOCK
 from ...core.threads import machine_error
 from ...mel.spec import MelSpec, spec_from_dict
@@ -585,6 +593,7 @@ _BYTES_PER_SECOND = 1 << 28  # of a large one: the index of its chunks is read
 _MOST_SECONDS = 60.0
 _MOST_MEMORY = 256 << 20  # bytes
 _PATIENCE_S = 300.0  # for a child process that waits for the disk
+_OF_CONTENT = (errno.EINVAL, errno.EOVERFLOW)  # calls with places that a damaged file names
 
 
 def opening_error(
@@ -593,7 +602,9 @@ def opening_error(
 ) -> LeakmelError:  # to be raised
     "Turn an OSError of opening an HDF5 file into an error that tells apart a lock, a fault of the machine and another kind of file."
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return DataError("there is no such data set", code="no-such-file", path=path)
+        return DataError(
+            "there is no such data set", code="no-such-file", path=path, remedy=missing_remedy(path)
+        )
     if isinstance(error, BlockingIOError) or "is already open" in str(error):
         return MachineError(
             "another program has the file open for writing",
@@ -602,16 +613,13 @@ def opening_error(
             found=str(error),
             remedy="close that program or wait until it ends, then run again",
         )
-    number = error.errno or 0
-    if number in MACHINE_FAULTS or number in (errno.EACCES, errno.EPERM):
-        is_fault = number in MACHINE_FAULTS
+    if error.errno and error.errno not in _OF_CONTENT:
+        cause, remedy = explain(error, path)
         return MachineError(
-            f"the file cannot be read now ({errno.errorcode[number]}: {os.strerror(number)})",
-            code="io-fault" if is_fault else "read-failed",
+            f"the file cannot be read now ({cause})",
+            code="io-fault" if error.errno in MACHINE_FAULTS else "read-failed",
             path=path,
-            remedy="check the disk or the network folder, then run again; the file may be intact"
-            if is_fault
-            else "get permission to read the file, then run again",
+            remedy=f"{remedy}; the file may be intact",
         )
     is_hdf5 = has_hdf5_signature(path)
     return VerifyError(

@@ -577,6 +577,8 @@ def earlier_result(
         ]
         rejected = tuple(Rejected(path, r["code"], r["message"]) for r, path in files)
         split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
+        if not body["parts"]:
+            return None  # built at once
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # not a report of leakmel
     report = check_data_set(target, root=None, sample=0)
