@@ -333,8 +333,8 @@ def test_faults_of_the_machine_are_not_damage(copy: Callable, number: int, code:
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(number, os.strerror(number), os.fspath(path))
 
-    place: Any = (schema.h5py, "File") if call == "fork" else (schema.os, "open")
-    with mock.patch.object(*place, fail):
+    module, name = (schema.h5py, "File") if call == "fork" else (schema.os, "open")
+    with mock.patch.object(module, name, fail):
         with pytest.raises(MachineError) as caught:
             schema.open_file(path)
         assert caught.value.code == code
