@@ -444,6 +444,37 @@ def test_where_a_process_cannot_be_forked_one_is_started(copy: Callable) -> None
     assert caught.value.code == "damaged-data-set"
 
 
+BESIDE_THREADS = """
+import sys, threading
+import numpy as np
+from leakmel.dataset.file import schema
+
+over = threading.Event()
+square = np.random.default_rng(0).random((300, 300))
+
+def multiply():
+    while not over.is_set():
+        square @ square
+
+threads = [threading.Thread(target=multiply) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(10):
+    schema._examined.cache_clear()
+    schema.open_file(sys.argv[1]).close()
+over.set()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_that_multiply_matrices_do_not_stop_the_examination(copy: Callable) -> None:
+    "OpenBLAS ends its threads before a fork, and waits for ever for one that another thread uses."
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    words = [sys.executable, "-P", "-c", BESIDE_THREADS, os.fspath(copy("plain"))]
+    subprocess.run(words, env=env, check=True, timeout=300)
+
+
 def test_children_that_the_system_removes(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")
     zero_the_heap(bad)

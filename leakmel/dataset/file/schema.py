@@ -734,16 +734,21 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30004
 _IS_FORK_SAFE = sys.platform != "darwin"  # libraries of macOS may not be used in a child without exec
-_SPAWN = "import sys; from leakmel.dataset.file.schema import _examine_and_end as e; e(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
+_SPAWN = """
+import sys
+sys.path[:] = sys.argv[4:]
+from leakmel.dataset.file.schema import _examine_and_end
+_examine_and_end(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+"""
 
 
 def _start_child(path: str, pipe: int, seconds: float) -> int:  # raises OSError
     "Start the child process that examines a file; return its number."
-    if not _IS_FORK_SAFE:
+    # a fork waits for ever where another thread multiplies matrices: OpenBLAS ends its threads before a fork
+    if not _IS_FORK_SAFE or threading.active_count() > 1:
         os.set_inheritable(pipe, True)
-        argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds)]
+        argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds), *filter(None, sys.path)]
         return os.posix_spawn(sys.executable, argv, os.environ)
-    # Threads are no danger: h5py lets a fork wait until its calls have ended, and the child starts none.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
