@@ -46,7 +46,7 @@ from leakmel.cli_learn import (
     refuse_unused,
     warnings_to_stderr,
 )
-from .core.errors import DISK_FAULTS, LeakmelError, UsageError, missing_package, show_path, write_error
+from .core.errors import LeakmelError, UsageError, missing_package, show_path, write_error
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.processes import safe_module_path
 from .core.progress import Progress, front_end, line_width, wrap_text
@@ -1143,9 +1143,9 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
         except OSError as e:
-            if e.errno in DISK_FAULTS:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise write_error(e, e.filename or "a file") from e
-            if e.filename is None:
+            if e.errno is None:
                 raise
             raise machine_error(e) from e
     except (LeakmelError, Signal) as e:

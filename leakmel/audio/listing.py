@@ -271,13 +271,14 @@ class FoundFiles:
         "Count the recordings in and below a folder that is not listed; what cannot be read counts as empty."
         waiting = [folder]
         while waiting and self.left_to_count > 0:
-            with suppress(OSError), os.scandir(path := waiting.pop()) as entries:
+            place = os.path.relpath(path := waiting.pop(), root)
+            with suppress(OSError), os.scandir(path) as entries:
                 for entry in islice(entries, self.left_to_count):
                     self.left_to_count -= 1
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    elif is_recording_name(entry.name) and os.path.relpath(entry.path, root) not in named:
-                        self.passed_over[os.path.relpath(path, root)] += 1
+                    elif is_recording_name(entry.name) and os.path.join(place, entry.name) not in named:
+                        self.passed_over[place] += 1
 
     def sort(self) -> None:
         "Sort by the bytes of the paths."

@@ -179,14 +179,17 @@ def twin_problems(
     "Find names that differ only in case, or in what a reader cannot see."
     seen: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        twin = seen.setdefault(text_key(name).casefold(), name)
+        key = text_key(name)
+        twin = seen.setdefault(key.casefold(), name)
+        if twin == name:
+            continue
         effect = "count as two classes" if what == "labels" else f"count as two {what}"
-        if what != "labels" and text_key(twin) == text_key(name):
+        if what != "labels" and text_key(twin) == key:
             effect = "are grouped as one"
         if twin.casefold() != name.casefold():
             message = f"the {what} differ only in blanks, invisible characters or accents (NFC, NFD) and {effect}: give them one name"
             yield Problem("look_alikes", f"{twin!a}, {name!a}", message)
-        elif twin != name:
+        else:
             message = f"the {what} differ only in case and {effect}"
             yield Problem("case_twins", f"{show_path(twin)}, {show_path(name)}", message)
 

@@ -207,16 +207,24 @@ def read_table_bytes(
 ) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
-            raise DataError("the table is not a regular file", code="table-unreadable", path=file)
-        if os.path.getsize(file) > MAX_TABLE_BYTES:
-            raise DataError("the table is larger than 1 GiB", code="table-unreadable", path=file)
-        return file.read_bytes()
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as f:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DataError("the table is not a regular file", code="table-unreadable", path=file)
+            data = f.read(MAX_TABLE_BYTES + 1)
     except OSError as e:
         cause, remedy = explain(e, file)
         raise DataError(
             f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
         ) from e
+    if len(data) > MAX_TABLE_BYTES:
+        raise DataError(
+            "the table is too large",
+            code="table-unreadable",
+            path=file,
+            expected=f"at most {MAX_TABLE_BYTES >> 20} MiB",
+        )
+    return data
 
 
 def require_same_table(

@@ -41,7 +41,7 @@ from functools import cache
 
 import numpy as np
 
-from ..core.errors import MachineError, RecordingError, explain, missing_remedy
+from ..core.errors import MachineError, RecordingError, explain
 
 # %% ../../nbs/audio/wav.ipynb #0a52b34e
 _FAULTS = (
@@ -477,13 +477,7 @@ def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:  # samples [n, C]: int16 for 16-bit PCM, else float32
     "Read one WAV file; raises RecordingError with path, code and offset if it is invalid."
-    try:
-        fd, n_file = open_regular(path)
-    except RecordingError as e:
-        if isinstance(e.__cause__, FileNotFoundError) and not os.path.lexists(path):
-            remedy = missing_remedy(path)
-            raise RecordingError("unreadable", "no such file", path=path, remedy=remedy) from e.__cause__
-        raise
+    fd, n_file = open_regular(path)
     try:
         return read_open_wav(fd, n_file)
     except RecordingError as e:

@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "REJECT_CODES",
-    "DISK_FAULTS",
     "EXTRAS",
     "show_path",
     "LeakmelError",
@@ -248,7 +247,7 @@ def explain(
     if not isinstance(error, OSError):
         return "the path holds a zero byte", "check the path"
     name = errno.errorcode.get(error.errno or 0, "unknown error")
-    cause = os.strerror(error.errno or 0)
+    cause = os.strerror(error.errno) if error.errno else str(error)
     remedy = _REMEDIES.get(name, _OTHER)[writing]
     if name == "ENAMETOOLONG":
         longest = max(map(len, os.fsencode(path).split(b"/")))
@@ -261,10 +260,6 @@ def explain(
 
 
 # %% ../../nbs/core/errors.ipynb #5c1d7e90
-# of a disk that fails or is full, whatever is done with a file
-DISK_FAULTS = frozenset((errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
-
-
 def write_error(
     error: OSError,  # of writing a file or folder
     path: str | bytes | os.PathLike,  # that was to be written

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
+from leakmel.core import processes
 from leakmel.core.errors import LeakmelError, MachineError, VerifyError
 from leakmel.dataset.export.columns import open_sources as sources_of_export
 from leakmel.dataset.file import schema
@@ -396,7 +397,7 @@ def test_a_crash_of_the_child_is_an_error(copy: Callable) -> None:
 
 def test_a_file_is_examined_once_until_it_changes(copy: Callable) -> None:
     path = copy()
-    with mock.patch.object(schema, "_start_child", wraps=schema._start_child) as start:
+    with mock.patch.object(schema, "start_child", wraps=schema.start_child) as start:
         for _ in range(3):
             open_dataset(path).close()
         assert start.call_count == 1
@@ -426,7 +427,7 @@ def test_a_file_that_is_replaced_while_it_is_examined(copy: Callable) -> None:
 
 
 def test_a_build_does_not_examine_what_it_wrote(place: Path, tmp_path: Path) -> None:
-    with mock.patch.object(schema, "_start_child", wraps=schema._start_child) as start:
+    with mock.patch.object(schema, "start_child", wraps=schema.start_child) as start:
         for kind in ("plain", "gzip"):
             build(place, tmp_path / f"{kind}.h5", kind)
         assert start.call_count == 0
@@ -437,7 +438,7 @@ def test_a_build_does_not_examine_what_it_wrote(place: Path, tmp_path: Path) -> 
 def test_where_a_process_cannot_be_forked_one_is_started(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")
     zero_the_heap(bad)
-    with mock.patch.object(schema, "_IS_FORK_SAFE", False):
+    with mock.patch.object(processes, "_IS_FORK_SAFE", False):
         open_dataset(good).close()
         with pytest.raises(VerifyError) as caught:
             open_dataset(bad)
@@ -496,8 +497,8 @@ import sys
 from leakmel.dataset.file import schema
 from leakmel.cli import main
 schema._SECONDS = schema._MOST_SECONDS = 1e3
-real = schema._start_child
-schema._start_child = lambda *a: (real(*a), print("started", flush=True))[0]
+real = schema.start_child
+schema.start_child = lambda *a: (real(*a), print("started", flush=True))[0]
 sys.exit(main(["verify", sys.argv[1]]))
 """
     argv = [sys.executable, "-c", code, os.fspath(path)]

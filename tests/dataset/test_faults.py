@@ -932,7 +932,7 @@ sys.exit(main(sys.argv[1:]))
     ("number", "delay"),
     [(signal.SIGTERM, 0.0), pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long)],
 )
-def test_signal_from_outside_ends_within_five_seconds(tmp_path, number, delay):
+def test_signal_from_outside_ends_the_build(tmp_path, number, delay):
     write_demo(tmp_path / "data", n_files=600)
     sent, begun = tmp_path / "sent", tmp_path / "sent.begun"
 

@@ -131,9 +131,8 @@ def compress_rows(
     *,
     threads: int | None = None,  # default: one for each usable core
     stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
-    written: Callable[[int, bytes], None] = lambda offset, chunk: (
-        None
-    ),  # called after each chunk, in the file of `target`
+    # called after each chunk, with the place of its first value
+    written: Callable[[tuple[int, ...], bytes], object] = lambda place, chunk: None,
 ) -> None:  # raises OutputError when stopped
     "Copy rows into a compressed data set; the bytes do not depend on the number of threads."
     threads = threads or usable_cores()
@@ -160,4 +159,4 @@ def compress_rows(
                 )
             place = (k * per_chunk, *(0 for _ in target.shape[1:]))
             target.id.write_direct_chunk(place, chunk)
-            written(target.id.get_chunk_info_by_coord(place).byte_offset, chunk)
+            written(place, chunk)

@@ -16,7 +16,6 @@ from typing import Any, Self, TYPE_CHECKING
 import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
-from ...audio.wav import MACHINE_FAULTS
 from ...core.comparison import text_key
 from ...core.errors import DataError, LeakmelError, VerifyError, show_path
 from ...core.text_columns import text_column
@@ -29,7 +28,7 @@ from leakmel.dataset.file.schema import (
     WAVEFORMS,
     file_columns,
     open_file,
-    opening_error,
+    machine_fault,
     stored_spec,
 )
 from ...mel.spec import MelSpec
@@ -54,9 +53,11 @@ def _as_verify_error(path: Path) -> Iterator[None]:
     "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
     try:
         yield
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
-        if isinstance(e, OSError) and e.errno in MACHINE_FAULTS:
-            raise opening_error(e, path) from e
+    except LeakmelError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
+        if (fault := machine_fault(e, path)) is not e:
+            raise fault from e
         raise VerifyError(
             "a part of the data set is missing or damaged",
             code="damaged-data-set",

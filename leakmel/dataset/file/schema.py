@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/file/schema.ipynb #fa4c9a5f
-import errno, faulthandler, gc, json, mmap, os, re, resource, select, signal, stat, sys, threading, warnings
+import errno, faulthandler, gc, json, mmap, os, re, resource, select, signal, stat, threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from ...core.locks import NO_FLOCK
-from ...core.threads import machine_error
+from ...core.processes import start_child
 from ...mel.spec import MelSpec, spec_from_dict
 
 # %% ../../../nbs/dataset/file/schema.ipynb #59f87d6a
@@ -708,11 +708,14 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
         faulthandler.disable()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library may write there when it crashes
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError, ValueError):  # only Linux has this file and keeps this limit
             used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-            resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_MEMORY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (used + _MOST_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1])
+            )
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             file = _open(path, "r")
@@ -728,35 +731,13 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
         if _is_memory(e):
             said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
     finally:
-        os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
-        os._exit(0)
+        try:
+            os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
+        finally:
+            os._exit(0)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30004
-_IS_FORK_SAFE = sys.platform != "darwin"  # libraries of macOS may not be used in a child without exec
-_SPAWN = """
-import sys
-sys.path[:] = sys.argv[4:]
-from leakmel.dataset.file.schema import _examine_and_end
-_examine_and_end(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
-"""
-
-
-def _start_child(path: str, pipe: int, seconds: float) -> int:  # raises OSError
-    "Start the child process that examines a file; return its number."
-    # a fork waits for ever where another thread multiplies matrices: OpenBLAS ends its threads before a fork
-    if not _IS_FORK_SAFE or threading.active_count() > 1:
-        os.set_inheritable(pipe, True)
-        argv = [sys.executable, "-P", "-c", _SPAWN, path, str(pipe), str(seconds), *filter(None, sys.path)]
-        return os.posix_spawn(sys.executable, argv, os.environ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        _examine_and_end(path, pipe, seconds)
-    return pid
-
-
 @lru_cache(maxsize=256)
 def _examined(
     path: str,
@@ -764,16 +745,21 @@ def _examined(
 ) -> tuple[str, str]:  # code of an error, and the reason; empty: the file can be read; raises OSError
     "Examine an HDF5 file in a child process."
     seconds = min(_MOST_SECONDS, _SECONDS + identity[2] / _BYTES_PER_SECOND)
+    said, status = b"", 0
+    pid = 0
+    pipe, end = os.pipe()
     try:
-        pipe, end = os.pipe()
         try:
-            pid = _start_child(path, end, seconds)
+            pid = start_child(_examine_and_end, (path, end, seconds), end)
+        except OSError as e:
+            raise MachineError(
+                f"a process that examines the file cannot be started ({explain(e, path)[0]})",
+                code="machine",
+                path=path,
+                remedy="raise the limit of processes (ulimit -u) or free some memory, then run again",
+            ) from e
         finally:
             os.close(end)
-    except OSError as e:
-        raise machine_error(e) from e
-    said, status = b"", 0
-    try:
         ready = select.poll()
         ready.register(pipe, select.POLLIN)
         if not ready.poll(1000 * _PATIENCE_S):
@@ -781,10 +767,12 @@ def _examined(
         said = os.read(pipe, select.PIPE_BUF)
     finally:
         os.close(pipe)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # the system removes children where SIGCHLD is ignored
-            status = os.waitpid(pid, 0)[1]
+        if pid and not said:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if pid:
+            with suppress(ChildProcessError):  # the system removes children where SIGCHLD is ignored
+                status = os.waitpid(pid, 0)[1]
     if not said:
         how = f"takes more than {seconds:.1f} s" if os.WTERMSIG(status) == signal.SIGPROF else "crashes"
         return "damaged-data-set", f"the HDF5 library {how} when it reads the structure of the file"

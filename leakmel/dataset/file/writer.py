@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import h5py
 import numpy as np
 
 from ...audio.conform import digests_of, native
@@ -290,8 +291,42 @@ def _copy_around(
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
+_MOST_IN_MEMORY = 256 << 20  # bytes of compressed chunks, before they are written to the disk
 _PUNCH_HOLE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
+
+
+class _ChunkMover:
+    "Chunks that the HDF5 library has put into a file in memory, written to the same places of a file on the disk."
+
+    def __init__(self, data_set: h5py.h5d.DatasetID, memory: int, fd: int, path: Path):
+        self.data_set = data_set
+        self.memory = memory
+        self.fd = fd
+        self.path = path  # of fd
+        self.waiting: dict[tuple[int, ...], bytes] = {}
+        self.n_bytes = 0
+        self.written: list[tuple[int, int]] = []  # begin and end of each chunk
+
+    def add(self, place: tuple[int, ...], chunk: bytes) -> None:  # raises OutputError
+        "Take a chunk, and move those that wait where they are many: the library finds the chunks of all places at once."
+        self.waiting[place] = chunk
+        self.n_bytes += len(chunk)
+        if self.n_bytes >= _MOST_IN_MEMORY:
+            self.move()
+
+    def move(self) -> None:  # raises OutputError
+        "Write the chunks that wait, and free their memory."
+        offsets: dict[tuple[int, ...], int] = {}
+        self.data_set.chunk_iter(lambda c: offsets.update({c.chunk_offset: c.byte_offset}))
+        for place, chunk in self.waiting.items():
+            with write_errors(self.path):
+                write_at(self.fd, chunk, offsets[place])
+            with suppress(OSError):
+                fallocate(self.memory, len(chunk), mode=_PUNCH_HOLE, offset=offsets[place])
+            self.written.append((offsets[place], offsets[place] + len(chunk)))
+        self.waiting.clear()
+        self.n_bytes = 0
 
 
 class RowFile:
@@ -435,8 +470,9 @@ class RowFile:
                 _copy_around(memory, fd, packed, sorted(written))
             os.replace(packed, self.partial)
         except BaseException:
-            os.close(fd)
             packed.unlink(missing_ok=True)
+            with suppress(OSError):
+                os.close(fd)
             raise
         self.is_packed = True
         old, self.fd = self.fd, fd
@@ -452,22 +488,16 @@ class RowFile:
             open(memory, "r+b") as held,
             new_file(memory) as f,
         ):
-
-            def move(offset: int, chunk: bytes) -> None:
-                with write_errors(packed):
-                    write_at(fd, chunk, offset)
-                for begin, end in written[-1:]:  # its memory is freed; the library may still buffer this one
-                    with suppress(OSError):
-                        fallocate(held.fileno(), end - begin, mode=_PUNCH_HOLE, offset=begin)
-                written.append((offset, offset + len(chunk)))
-
             parts = [whole[name] for name in PARTS if name in whole]
             room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
             require_space(packed.parent, room)
             reserve(fd, room, packed)
             for part in parts:
                 target = create_compressed(f, part.name, part.shape, part.dtype)
-                compress_rows(part, target, stopped=stopped, written=move)
+                mover = _ChunkMover(target.id, held.fileno(), fd, packed)
+                compress_rows(part, target, stopped=stopped, written=mover.add)
+                mover.move()
+                written += mover.written
             write_metadata(f, meta)
             f.flush()
             n_bytes = f.id.get_filesize()
@@ -495,6 +525,8 @@ class RowFile:
 
     def abort(self, *, keep: bool = False) -> None:
         "Remove the partial file, or with `keep`, keep it for a later build. The file with the final name stays."
-        self._close()
-        if not keep:
-            self.partial.unlink(missing_ok=True)
+        try:
+            self._close()
+        finally:
+            if not keep:
+                self.partial.unlink(missing_ok=True)

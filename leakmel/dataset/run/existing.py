@@ -41,6 +41,7 @@ from leakmel.dataset.file.schema import (
     SCHEMA_VERSION,
     WAVEFORMS,
     Rejected,
+    machine_fault,
     metadata_digest,
     open_file,
     read_column,
@@ -321,6 +322,8 @@ def open_existing(
     except MachineError:
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
+        if (fault := machine_fault(e, target)) is not e:
+            raise fault from e
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
     n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}

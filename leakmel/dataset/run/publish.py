@@ -570,7 +570,7 @@ def earlier_result(
     timeline = Timeline()
     try:
         target.stat()
-        body = json.loads(report_path.read_bytes())
+        body = read_own_json(report_path)
         noted = tuple(Problem(**p) for p in body.pop("problems"))
         files = [
             (r, b64decode(r.get("path_base64", "")) or r["path"].encode()) for r in body.pop("rejected_files")

@@ -743,7 +743,7 @@ def _ignored_visits(history: History, visits: Mapping[str, str], done: Mapping[s
     if not ignored:
         return ()
     note = f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}"
-    known = [sensor for (sensor,) in history.query("SELECT DISTINCT sensor FROM nights ORDER BY sensor")]
+    known = sorted(all_sensors(history))
     if known and not visits.keys() & set(map(text_key, known)):
         note += (
             f"; no visit names a sensor of the history, which are named like {', '.join(map(show_path, known[:3]))} "
