@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -397,7 +398,7 @@ def test_a_crash_of_the_child_is_an_error(copy: Callable) -> None:
 
 def test_a_file_is_examined_once_until_it_changes(copy: Callable) -> None:
     path = copy()
-    with mock.patch.object(schema, "start_child", wraps=schema.start_child) as start:
+    with mock.patch.object(schema, "child_process", wraps=schema.child_process) as start:
         for _ in range(3):
             open_dataset(path).close()
         assert start.call_count == 1
@@ -427,7 +428,7 @@ def test_a_file_that_is_replaced_while_it_is_examined(copy: Callable) -> None:
 
 
 def test_a_build_does_not_examine_what_it_wrote(place: Path, tmp_path: Path) -> None:
-    with mock.patch.object(schema, "start_child", wraps=schema.start_child) as start:
+    with mock.patch.object(schema, "child_process", wraps=schema.child_process) as start:
         for kind in ("plain", "gzip"):
             build(place, tmp_path / f"{kind}.h5", kind)
         assert start.call_count == 0
@@ -497,28 +498,32 @@ import sys
 from leakmel.dataset.file import schema
 from leakmel.cli import main
 schema._SECONDS = schema._MOST_SECONDS = 1e3
-real = schema.start_child
-schema.start_child = lambda *a: (real(*a), print("started", flush=True))[0]
+real = schema.select.poll
+schema.select.poll = lambda: (print("started", flush=True), real())[1]
 sys.exit(main(["verify", sys.argv[1]]))
 """
     argv = [sys.executable, "-c", code, os.fspath(path)]
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout
-    assert process.stdout.readline() == "started\n"
-    process.send_signal(number)
-    assert select.select([process.stdout], [], [], 60)[0]
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    for _ in range(100):
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child lives on")
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        assert select.select([process.stdout], [], [], 60)[0]
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        for _ in range(100):
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("the child lives on")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # Advice that deletes nothing but a line of a table, a column, compiled code, or what leakmel itself fetched.

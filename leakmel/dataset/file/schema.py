@@ -72,7 +72,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from ...core.locks import NO_FLOCK
-from ...core.processes import start_child
+from ...core.processes import child_process
 from ...mel.spec import MelSpec, spec_from_dict
 
 # %% ../../../nbs/dataset/file/schema.ipynb #59f87d6a
@@ -745,36 +745,29 @@ def _examined(
 ) -> tuple[str, str]:  # code of an error, and the reason; empty: the file can be read; raises OSError
     "Examine an HDF5 file in a child process."
     seconds = min(_MOST_SECONDS, _SECONDS + identity[2] / _BYTES_PER_SECOND)
-    said, status = b"", 0
-    pid = 0
-    pipe, end = os.pipe()
-    try:
+    begin, end = os.pipe()
+    with open(begin, "rb", buffering=0) as pipe, open(end, "wb", buffering=0) as other:
         try:
-            pid = start_child(_examine_and_end, (path, end, seconds), end)
-        except OSError as e:
+            with child_process(_examine_and_end, (path, end, seconds), end) as child:
+                other.close()
+                ready = select.poll()
+                ready.register(pipe, select.POLLIN)
+                if not ready.poll(1000 * _PATIENCE_S):
+                    raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                said = pipe.read(select.PIPE_BUF) or b""
+                if not said:  # it has ended, or is ending
+                    with suppress(ChildProcessError):
+                        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        except BlockingIOError as e:
             raise MachineError(
                 f"a process that examines the file cannot be started ({explain(e, path)[0]})",
                 code="machine",
                 path=path,
                 remedy="raise the limit of processes (ulimit -u) or free some memory, then run again",
             ) from e
-        finally:
-            os.close(end)
-        ready = select.poll()
-        ready.register(pipe, select.POLLIN)
-        if not ready.poll(1000 * _PATIENCE_S):
-            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        said = os.read(pipe, select.PIPE_BUF)
-    finally:
-        os.close(pipe)
-        if pid and not said:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if pid:
-            with suppress(ChildProcessError):  # the system removes children where SIGCHLD is ignored
-                status = os.waitpid(pid, 0)[1]
     if not said:
-        how = f"takes more than {seconds:.1f} s" if os.WTERMSIG(status) == signal.SIGPROF else "crashes"
+        is_late = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGPROF
+        how = f"takes more than {seconds:.1f} s" if is_late else "crashes"
         return "damaged-data-set", f"the HDF5 library {how} when it reads the structure of the file"
     number, code, reason = json.loads(said)
     if code == "open":
