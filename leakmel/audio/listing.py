@@ -98,16 +98,35 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 SYSTEM_FOLDERS = frozenset(
     {
         # Windows, Android, Linux, macOS
-        *("$recycle.bin", "recycler", "recycled", "system volume information", "lost.dir", "lost+found"),
+        *(
+            "$recycle.bin",
+            "recycler",
+            "recycled",
+            "system volume information",
+            "$extend",
+            "lost.dir",
+            "lost+found",
+        ),
         *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder"),
         # network storage of Synology, QNAP, NetApp and Buffalo
-        *("@eadir", "#recycle", "#snapshot", "@sharesnap", "@recycle", "@recently-snapshot"),
+        *(
+            "@eadir",
+            "@synoeastream",
+            "@tmp",
+            "#recycle",
+            "#snapshot",
+            "@sharesnap",
+            "@recycle",
+            "@recently-snapshot",
+        ),
         *("~snapshot", "trashbox"),
         # GoodSync, Nextcloud
         *("_gsdata_", "files_trashbin", "files_versions"),
     }
 )
-_FOUND = re.compile(r"found\.\d{3}", re.ASCII)  # files that Windows repaired
+_FOUND = re.compile(
+    r"found\.\d{3}|@gmt-.*|\.?trash-\d+", re.ASCII
+)  # files that Windows repaired, snapshots of Samba, bins
 
 
 def is_system_folder(

@@ -394,21 +394,30 @@ def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> d
 
 
 def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[bytes]) -> None:
-    "Refuse folders that hold nothing but split folders: each set would become a class."
+    "Refuse split folders one level deeper: all folders of that level, in folders without recordings next to them."
     places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
-    if (
-        places
-        and all(split_name(inner) for _, inner in places)
-        and all(path.count(b"/") != 1 for path in paths)
-    ):
-        first = places[0][0]
-        raise DataError(
+    outer = {name for name, _ in places}
+    steps = [os.fsdecode(path).split("/") for path in paths]
+    if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
+        return
+    first = next((p[0] for p in steps if len(p) > 3), None)
+    if first is not None:
+        message, remedy = (
             "the split folders lie one level deeper",
-            code="splits-one-level-down",
-            path=root,
-            found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-            remedy=f"use {show_path(root / first)} as the data folder",
+            f"use {show_path(root / first)} as the data folder",
         )
+    elif steps and all(p[0] in outer for p in steps):
+        first, message = steps[0][0], "the split folders lie inside the label folders"
+        remedy = "give the pattern {label}/{split}/{*}"
+    else:
+        return
+    raise DataError(
+        message,
+        code="splits-one-level-down",
+        path=root,
+        found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
+        remedy=remedy,
+    )
 
 
 def _first_folders(

@@ -251,6 +251,8 @@ def _read_samples(fd, n_file, header, head, pieces):
         begin = _samples_at(fd, n_file, header, head, n_row)
         return _read_at(fd, pieces[2], n_row, begin) if begin > 0 else np.int64(0)
     got = preadv(fd, address(pieces), 3, 0)
+    while got < 0 and int32_at(errno_at()) == _INTERRUPTED:
+        got = preadv(fd, address(pieces), 3, 0)
     if n_head <= got < n_file:  # a network folder may give less than was asked for
         got += max(0, _read_at(fd, pieces[2] + got - n_head, n_file - got, got))
     is_plain = True

@@ -182,7 +182,7 @@ _CAUSES = (  # names of errors, what to do where the path is read, and where it 
     ("ENOSPC EDQUOT", "free some space", "free some space, or choose another folder"),
     ("EFBIG", "choose a folder on a file system that holds larger files", ""),
     ("EMFILE ENFILE", "raise the limit of open files (ulimit -n), then run again", ""),
-    ("ENOMEM", "free some memory, then run again", ""),
+    ("ENOMEM", "free some memory, or raise the limit of threads (ulimit -u), then run again", ""),
     ("EBUSY ETXTBSY EAGAIN", "wait until the other program ends, then run again", ""),
     (
         "ESTALE ENOTCONN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET "

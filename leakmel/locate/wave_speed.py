@@ -106,6 +106,7 @@ def wave_speed(
     The high end of the range includes a stiff soil (Brennan et al. 2018, Journal of Sound and Vibration 427, 120-133;
     Scussel et al. 2024, Acoustics 6, 157-176). `MATERIALS` names the sources of the moduli.
     """
+    material = "-".join(material.casefold().replace("-", " ").split())
     found = MATERIALS.get(material)
     if found is None:
         raise UsageError(

@@ -392,7 +392,7 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
                 with new_file(memory) as f:
                     f["segments_mel"] = values
                 (place / "x.h5").write_bytes(memory.read_bytes())
-            with open_file(place / "x.h5") as f:
+            with open_file(place / "x.h5", examine=False) as f:
                 same = np.array_equal(f["segments_mel"][:], values)
             result = (
                 "a file was written and read"

@@ -717,7 +717,7 @@ def test_listing_that_fails_closes_its_folders(
 
     if fault == "no thread":
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(MachineError, match="Raise the limit"):
+        with pytest.raises(MachineError, match="raise the limit"):
             listing_module.found_below(root, root)
     else:
         with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ import errno
 import importlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,7 +220,7 @@ def test_all_files_rejected(tmp_path):
     assert "4 empty" in str(e)
     assert "first LEAK/0.wav" in str(e)
     e = fails(root, tmp_path, DataError, code="nothing-readable")
-    assert "leakmel scan --content" in str(e)
+    assert re.search(r"`leakmel scan .* --content`", str(e))
 
 
 @ANY_LAYOUT
@@ -907,7 +908,12 @@ def test_ctrl_c_while_files_are_created_or_removed_leaves_none(tmp_path, data, m
     with pytest.raises(KeyboardInterrupt):
         lm.build(data, out=target, engine="reference", **QUIET)
     assert came == [place]
-    assert leftovers(tmp_path / "out") in ([], ["x.h5"], [".x.h5.journal", ".x.h5.partial"])
+    assert leftovers(tmp_path / "out") in (
+        [],
+        ["x.h5"],
+        ["x.h5", "x.h5.report.json", "x.h5.timeline.json"],
+        [".x.h5.journal", ".x.h5.partial"],
+    )
 
 
 # The last split is not begun before the signal was sent, however late that is.

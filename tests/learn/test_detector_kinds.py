@@ -296,7 +296,9 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folds_module, "fit_spectral", fitted)
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
-    assert again.summary == alone.summary
+    assert (
+        again.summary | {"next_steps": alone.summary["next_steps"]} == alone.summary
+    )  # these name the folder
     assert again.detector.record == alone.detector.record
 
 

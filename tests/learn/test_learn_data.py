@@ -547,7 +547,7 @@ def test_quick_loading_shows_no_progress(tmp_path, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])
+@pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK 2", "QUIET"], []])
 def test_a_label_is_never_a_part_of_a_name(names):
     with raises("unknown-label", UsageError, found="'LEAK'"):
         find_label("LEAK", names)
@@ -571,7 +571,7 @@ def test_label_numbers_of_data_set_and_model_differ():
 @pytest.mark.parametrize(
     ("names", "options", "code", "found"),
     [
-        (["LEAK", "leak", "NOLEAK"], {}, "ambiguous-label", "LEAK, leak"),
+        (["LEAK", "leak", "NOLEAK"], {}, "ambiguous-label", "'LEAK', 'leak'"),
         (["LEAK"], {}, "invalid-task", "only LEAK"),
         (["LEAK", "QUIET"], {"kind": "both"}, "usage", "'both'"),
         (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "invalid-task", "LEAK"),

@@ -415,7 +415,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(write(tmp_path / f"{n}.wav", channel(pair, k))) for k, n in enumerate("ab")]
     words = ["correlate", *files, "--distance-m", "120", "--speed-m-s", "1200"]
     assert main(words) == 2
-    assert "clock_error_s" in capsys.readouterr().err
+    assert "--clock-error-s" in capsys.readouterr().err
     page = tmp_path / "leak.html"
     assert main([*words, "--clock-error-s", "0.001", "--json", "--html", str(page)]) == 0
     body = json.loads(capsys.readouterr().out)

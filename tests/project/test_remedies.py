@@ -719,7 +719,7 @@ def _failing(
 
 INJECTED = {
     "existing folder": _failing("stat", existing_folder),
-    "table": _failing("stat", read_table_bytes),
+    "table": _failing("open", read_table_bytes),
     "labels": _failing("open", read_labels),
     "recording": _failing("open", read_wav),
     "spec": _failing("open", lambda p: lm.load_spec(p) if hasattr(lm, "load_spec") else existing_spec(p)),

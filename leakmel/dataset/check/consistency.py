@@ -48,7 +48,6 @@ from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     EXTRA,
     LABELS,
-    LIBVER,
     PARTS,
     ROWS,
     SCHEMA_VERSION,
@@ -59,7 +58,7 @@ from leakmel.dataset.file.schema import (
     read_column,
     write_metadata,
 )
-from ..file.schema import extra_columns, file_columns, name_columns
+from ..file.schema import extra_columns, file_columns, memory_file, name_columns, new_file
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
@@ -307,7 +306,7 @@ def structure_problems(
         (Rejected(lost[0], lost[1].decode(), lost[2].decode()),),
         row.get("digests/waveforms"),
     )
-    with h5py.File(f"{id(file)}", "x", driver="core", backing_store=False, libver=LIBVER) as right:
+    with memory_file() as memory, new_file(memory) as right:
         for name in (part for part in PARTS if part in file):
             create = create_rows if file[name].chunks is None else create_compressed
             shape, dtype = (1, *file[name].shape[1:]), file[name].dtype

@@ -57,8 +57,10 @@ from leakmel.dataset.file.schema import (
 from ...mel.reference import compare_each
 from ...mel.spec import MelSpec
 
-
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
+_NOT_COMPLETED = "the check could not be completed"
+
+
 @dataclass
 class VerifyReport:
     "Result of a verification: what was checked, and the problems found."
@@ -83,6 +85,8 @@ class VerifyReport:
     @property
     def verdict(self) -> str:
         "The result in one line."
+        if self.problems and self.problems[0].startswith(_NOT_COMPLETED):
+            return self.problems[0]
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
         labels = "; labels and names were not compared: give the table (table=, --table)"
@@ -564,5 +568,5 @@ def verify(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
     except (MachineError, MemoryError) as e:
-        problem = f"the check could not be completed: {type(e).__name__}: {e}"
+        problem = f"{_NOT_COMPLETED}: {e}"
         return VerifyReport(os.fspath(path), labels_compared=False, problems=[problem])

@@ -505,8 +505,9 @@ class RowFile:
         return written
 
     def sync(self) -> None:
-        "Flush the file to disk (fsync)."
-        os.fsync(self.fd)
+        "Flush the file to disk (fsync); raises OutputError."
+        with write_errors(self.partial):
+            os.fsync(self.fd)
 
     def publish(self, *, sync: bool = True) -> None:
         "Give the file its final name."

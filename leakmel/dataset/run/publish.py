@@ -51,7 +51,7 @@ from ...core.monitor import mean, peak
 from ...core.own_files import read_own_json, write_sealed
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
-from ..file.schema import Metadata, Rejected
+from ..file.schema import Metadata, Rejected, open_file
 from ..file.writer import replacing, sync_folder
 from .job import BuildContext, Job, job_metadata
 from .existing import stamps_at_build, stamps_of, write_state
@@ -68,8 +68,10 @@ def reused_rows_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
     "Describe the rows that a build reused from earlier builds."
-    if summary.get("nothing_to_do") and summary.get("parts"):
-        return "nothing to do: its parts were joined before, and it passes verification"
+    if summary.get("nothing_to_do") and summary["verified"]["scope"] == "integrity only":  # by `join`
+        return (
+            "nothing to do: the data set is complete, there are no parts to join, and it passes verification"
+        )
     if summary.get("nothing_to_do"):
         return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
@@ -577,10 +579,9 @@ def earlier_result(
         ]
         rejected = tuple(Rejected(path, r["code"], r["message"]) for r, path in files)
         split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
-        if not body["parts"]:
-            return None  # built at once
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # not a report of leakmel
+    open_file(target).close()  # raises MachineError where another program writes it
     report = check_data_set(target, root=None, sample=0)
     if not report.ok or report.n_rows != n_rows:
         raise VerifyError(
