@@ -32,7 +32,7 @@ from ...audio.listing import Listing
 from ...core.errors import SpaceError, write_error
 from ...core.store import StorePath
 from ..source.loader import FACTS, decoders
-from ..file.writer import sync_folder
+from ..file.writer import sync_folder, write_errors
 
 log = logging.getLogger("leakmel")
 
@@ -328,7 +328,8 @@ class Journal:
             numbers = np.concatenate([np.arange(first, first + n) for first, n in noted])
             confirm = self.sync and rows_fd >= 0
             if confirm:
-                _sync_data(rows_fd)
+                with write_errors(self.path.with_suffix(".partial")):
+                    _sync_data(rows_fd)
             try:
                 if confirm and not self.n_entered:
                     sync_folder(self.path.parent)  # the names of both files

@@ -52,7 +52,7 @@ from ...core.own_files import read_own_json, write_sealed
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected, open_file
-from ..file.writer import replacing, sync_folder
+from ..file.writer import replacing, sync_folder, write_errors
 from .job import BuildContext, Job, job_metadata
 from .existing import stamps_at_build, stamps_of, write_state
 from ..source.loader import all_rejected, check_rejected_share, rejected_dict
@@ -272,7 +272,7 @@ def publish(
         if job.journal is not None:
             job.journal.close(remove=True)
     if config.fsync:
-        with span("sync"):
+        with span("sync"), write_errors(target.parent):
             sync_folder(target.parent)  # the name too
     job.report, job.published_s = report, run.timeline.now_s()
 
