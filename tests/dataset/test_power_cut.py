@@ -136,10 +136,10 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
             if (number := log.number_of(fd)) >= 0:
                 log.ops.append(Op("size", number, size))
 
-    def reserved(fd: int, n: int) -> None:
+    def reserved(fd: int, n: int, **hole: int) -> None:
         with log.lock:
             before = os.fstat(fd).st_size
-            allocate(fd, n)
+            allocate(fd, n, **hole)
             if (number := log.number_of(fd)) >= 0 and n > before:
                 log.ops.append(Op("size", number, n))
 
