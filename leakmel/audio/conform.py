@@ -123,7 +123,8 @@ def quality_figures(
 
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed1
-_PARTS = 8  # of the shortest stall; and parts with changes, at the least
+_PARTS = 16  # of the shortest stall; and parts with changes, at the least
+_RESTING_SPAN = 2  # steps from value to value
 _MAX_RESTING = 1 / 16  # of the parts with changes
 
 
@@ -133,7 +134,7 @@ def has_stalled(
 ) -> bool:
     """Return whether a channel has a run of equal samples of at least `shortest_stall`, and moves otherwise.
 
-    It moves if at most a sixteenth of its parts with changes, of which there are eight or more, have just two neighbouring ones of its values.
+    It moves if at most a sixteenth of its parts with changes, of which there are sixteen or more, have just two or three neighbouring ones of its values.
     """
     least = shortest_stall(sample_rate)
     probes = samples[:: least // 2]
@@ -145,8 +146,8 @@ def has_stalled(
         ranks = np.unique(x, return_inverse=True)[1]
         size = least // _PARTS
         spans = np.ptp(ranks[: len(x) // size * size].reshape(-1, size), axis=1)
-        n_changing = np.count_nonzero(spans)
-        if n_changing >= _PARTS and np.count_nonzero(spans == 1) <= _MAX_RESTING * n_changing:
+        changing = spans[spans > 0]
+        if len(changing) >= _PARTS and (changing <= _RESTING_SPAN).mean() <= _MAX_RESTING:
             return True
     return False
 

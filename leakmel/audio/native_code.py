@@ -263,7 +263,7 @@ def _read_samples(fd, n_file, header, head, pieces):
 
 @njit
 def _may_have_stalled(x, least):
-    "Whether there are `least` equal samples, or more, and samples further than one step apart."
+    "Whether there are `least` equal samples, or more, and samples further than two steps apart."
     step = least // 2
     for at in range(0, len(x) - step, step):  # a run contains two of these places
         if x[at] != x[at + step]:
@@ -277,7 +277,7 @@ def _may_have_stalled(x, least):
             low, high = x[at], x[at]
             for k in range(len(x)):
                 low, high = min(low, x[k]), max(high, x[k])
-            return np.int64(high) - np.int64(low) > 1
+            return np.int64(high) - np.int64(low) > 2
     return False
 
 

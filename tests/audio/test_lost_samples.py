@@ -205,7 +205,13 @@ NO_STALL = {
     "12 bits, quiet": 16 * np.round(np.random.default_rng(2).normal(0, 0.2, N)),
     "slow drift": np.round(5 * np.sin(np.arange(N) / 2000) + np.random.default_rng(2).normal(0, 0.1, N)),
     "clicks": np.where(STEPS == 6000, 3000, 0),
-    "knocks": noise(3) * np.exp(-STEPS / 150) + noise(4, level=0.2),
+    **{
+        f"knocks, {fall}, {level}": np.round(
+            9000 * np.exp(-STEPS / fall) * np.sin(STEPS / 3) + level * noise(4, 1000) / 1000
+        )
+        for fall in (60, 150, 600)
+        for level in (0, 0.1, 0.2)
+    },
     "loud, then quiet": np.where(np.arange(N) < N // 2, noise(3), noise(4, level=0.2)),
     "short": with_run(noise(5), 9000, 900),
     "one channel": np.stack([noise(6), np.zeros(N, np.int16)], axis=1),
