@@ -123,37 +123,33 @@ def quality_figures(
 
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed1
-_EDGE = 64  # samples next to a run
+_PARTS = 16  # of the shortest stall; and parts with changes, at the least
+_RESTING_SPAN = 2  # steps from value to value
+_MAX_RESTING = 1 / 16  # of the parts with changes
 
 
 def has_stalled(
     samples: np.ndarray,  # [n, C] int16 or float32
     sample_rate: int,  # Hz
 ) -> bool:
-    "Return whether a signal breaks off into a long run of equal samples, in all channels."
-    least = shortest_stall(len(samples), sample_rate)
+    """Return whether a channel has a run of equal samples of at least `shortest_stall`, and moves otherwise.
+
+    It moves if at most a sixteenth of its parts with changes, of which there are sixteen or more, have just two or three neighbouring ones of its values.
+    """
+    least = shortest_stall(sample_rate)
     probes = samples[:: least // 2]
-    if not (probes[1:] == probes[:-1]).all(axis=1).any():
-        return False
-    bounds = np.flatnonzero((samples[1:] != samples[:-1]).any(axis=1)) + 1
-    starts, stops = np.append(0, bounds), np.append(bounds, len(samples))
-    lengths = stops - starts
-    long = lengths >= least
-    live = samples[np.repeat(~long, lengths)].astype(np.float64)
-    if not long.any() or not live.size or (lengths[~long] >= max(16, least // 16)).any():
-        return False
-    least_level = 4 * np.diff(np.unique(live)).min(initial=np.inf)
-
-    def level(x: np.ndarray, value: np.ndarray) -> float:
-        return float(np.sqrt(np.square(x - value, dtype=np.float64).mean()))
-
-    for start, stop in zip(starts[long].tolist(), stops[long].tolist()):
-        value = samples[start].astype(np.float64)
-        edges = (samples[max(0, start - _EDGE) : start], samples[stop : stop + _EDGE])
-        lowest = min(level(edge, value) for edge in edges if len(edge))
-        if lowest < max(least_level, level(live, value) / 4):
-            return False
-    return True
+    for channel in np.flatnonzero((probes[1:] == probes[:-1]).any(axis=0)).tolist():
+        x = samples[:, channel]
+        changes = np.flatnonzero(x[1:] != x[:-1])
+        if np.diff(changes, prepend=-1, append=len(x) - 1).max() < least:
+            continue
+        ranks = np.unique(x, return_inverse=True)[1]
+        size = least // _PARTS
+        spans = np.ptp(ranks[: len(x) // size * size].reshape(-1, size), axis=1)
+        changing = spans[spans > 0]
+        if len(changing) >= _PARTS and (changing <= _RESTING_SPAN).mean() <= _MAX_RESTING:
+            return True
+    return False
 
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed3
@@ -287,14 +283,20 @@ def fit_length(
 
 # %% ../../nbs/audio/conform.ipynb #757b1dee
 MAX_PEAK = 2.0**20  # times full scale
+_MAX_GAIN = 256  # float samples above it are rather in the scale of integers
 
 
 def integer_scale(
     peak: float,  # largest absolute value of float samples
 ) -> str:
-    "Return a sentence on float samples far above 1: of which integers they have the scale."
+    "Return a sentence on float samples far above 1: what to divide them by."
     bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
-    return f"float samples up to {peak:.5g} are in the scale of {bits}-bit integers, not from -1 to 1; divide them by {2 ** (bits - 1)}"
+    advice = "divide them by their full scale"
+    if peak > _MAX_GAIN:
+        advice = (
+            f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
+        )
+    return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
 def check_range(

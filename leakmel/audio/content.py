@@ -104,8 +104,8 @@ FLOAT_PEAK = 2.0  # of float samples; a recorder or a filter may exceed 1 a litt
 _FAULTS = {
     "unread_samples": "the header declares {n:,} samples, and more bytes that belong to no chunk follow: these samples are not in the row; "
     "repair the header, for example by sox --ignore-length",
-    "stalled": "at least 5 % of the recording is one value without a break, next to a full signal: the write stalled, or a program padded it; "
-    "remove the recording, or cut that part off",
+    "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, a program padded it, "
+    "or a gate is on; remove the recording, or cut that part off",
 }
 SAME_LENGTH = 0.5  # samples
 
@@ -150,7 +150,11 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
             yield Problem(kind, c.show(i), message.format(n=c.n_samples[i]))
     is_integer = np.zeros(len(c), bool)
     if c.peak is not None:
-        is_integer = np.strings.startswith(c.encoding, b"float") & (c.peak > FLOAT_PEAK)
+        is_integer = (
+            np.strings.startswith(c.encoding, b"float")
+            & (c.peak > FLOAT_PEAK)
+            & (c.clipped_share >= CLIPPED_SHARE)
+        )
         for i in np.flatnonzero(is_integer).tolist():
             yield Problem("float_scale", c.show(i), integer_scale(float(c.peak[i])))
     for i in np.flatnonzero((c.clipped_share >= CLIPPED_SHARE) & ~is_integer).tolist():

@@ -210,7 +210,7 @@ def _read(
             *computing,
             sums,
             clock,
-            np.array([shortest_stall(samples.shape[1], int.from_bytes(header[24:28], "little"))]),
+            np.array([shortest_stall(int.from_bytes(header[24:28], "little"))]),
         )
     return outcomes, ctimes_ns, to_hex(words), sums, 1e-9 * float(clock[2])
 

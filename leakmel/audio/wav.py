@@ -382,11 +382,10 @@ class Recording:
 
 # %% ../../nbs/audio/wav.ipynb #5ca11ed7
 def shortest_stall(
-    n_samples: int,  # per channel
     sample_rate: int,  # Hz
 ) -> int:
-    "Return how many equal samples may be a fault: a quarter of a second and 5 % of the recording, at least 64."
-    return max(64, sample_rate // 4, n_samples // 20)
+    "Return how many equal samples may be a fault: a quarter of a second, at least 64."
+    return max(64, sample_rate // 4)
 
 
 # %% ../../nbs/audio/wav.ipynb #0cdbecfd

@@ -129,7 +129,70 @@ def test_a_run_of_equal_samples_in_a_steady_signal_is_found(
     assert has_stalled(with_run(x, start, n, int(x[start]))[:, None], RATE), "the last sample is held"
 
 
-LEVEL = np.abs(np.sin(np.arange(N) / 4000))
+def tone(hz: float, level: float, seconds: float = N / RATE) -> np.ndarray:
+    return np.round(level * np.sin(2 * np.pi * hz * np.arange(int(RATE * seconds)) / RATE)).astype(np.int16)
+
+
+X = noise(5, n=2 * N)
+FADE = np.clip((N - np.arange(2 * N)) / 1474, 0, 1)
+STALLS = {
+    "and a short one": with_run(with_run(X, 20_480, 5520), 5000, 130),
+    "half, and a shorter one": with_run(with_run(X, N, N), 5000, 614),
+    "behind zeros at the start": with_run(with_run(X, 0, 205), 15_000, 9420, 55),
+    "many lengths": np.concatenate([with_run(noise(n, n=1300), 100, n) for n in range(20, 1200, 20)]),
+    "two": with_run(with_run(X, 5000, 1639), 30_000, 1639, 9),
+    "1 of 30 s": with_run(noise(6, n=30 * RATE), 15 * RATE, RATE, 1234),
+    "1 of 60 s": with_run(noise(6, n=60 * RATE), 30 * RATE, RATE, 1234),
+    "last of 60 s": with_run(noise(6, n=60 * RATE), 59 * RATE, RATE),
+    "2 of 60 s": with_run(noise(6, n=60 * RATE), 999, 2 * RATE),
+    "quiet, half": with_run(noise(7, level=1), N // 2, N),
+    "quiet, 2 s": with_run(noise(7, level=2), 3000, 2 * RATE, 1),
+    "fade": np.round(X * FADE).astype(np.int16),
+    "tone": with_run(tone(2, 20_000), N // 2, N),
+    "one channel": np.stack([X, with_run(X, 9000, RATE, 55)], axis=1),
+    "another channel is dead": np.stack([0 * X, with_run(X, 9000, RATE, 55)], axis=1),
+}
+
+
+@pytest.mark.parametrize("kind", STALLS)
+def test_stalls_are_found_whatever_else_is_in_the_recording(kind: str) -> None:
+    samples = STALLS[kind].reshape(len(STALLS[kind]), -1)
+    assert has_stalled(samples, RATE)
+    assert has_stalled((samples / 32_768).astype(np.float32), RATE)
+
+
+@pytest.mark.parametrize("level", [1, 2, 5, 40, 1000, 10_000])
+@pytest.mark.parametrize("seconds", [2, 5, 17, 60])
+@pytest.mark.parametrize("rate", [2000, RATE, 8000])
+def test_a_stall_of_a_quarter_of_a_second_is_found_in_noise_of_any_level(
+    level: int, seconds: int, rate: int
+) -> None:
+    r = np.random.default_rng(100 * level + seconds)
+    x = noise(seconds, level, seconds * rate)
+    assert not has_stalled(x[:, None], rate)
+    for part in (0, r.uniform(), 1):
+        n = int(max(rate / 4, r.uniform(0, 0.8) * part * len(x)))
+        start = int(r.integers(len(x) - n + 1))
+        for value in (0, 55, int(x[start])):
+            assert has_stalled(with_run(x, start, n, value)[:, None], rate), (start, n, value)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.1, 0.13, 0.15, 0.17, 0.2, 0.25, 0.3, 0.5, 0.7, 1, 3, 100, 10_000])
+@pytest.mark.parametrize("step", [1, 16, 256])
+@pytest.mark.parametrize("seconds", [5, 60])
+def test_quiet_recordings_have_not_stalled(sigma: float, step: int, seconds: int) -> None:
+    for seed in range(60 // seconds):
+        r = np.random.default_rng(seed)
+        x = np.round(r.normal(r.uniform(-0.5, 0.5), min(sigma, 10_000 / step), seconds * RATE)) * step
+        assert not has_stalled(x.astype(np.int16)[:, None], RATE)
+
+
+@pytest.mark.parametrize("hz", [0.1, 0.5, 2, 50, 1000])
+@pytest.mark.parametrize("level", [1, 2, 5, 20, 80, 300, 2000, 30_000])
+def test_tones_have_not_stalled(hz: float, level: int) -> None:
+    assert not has_stalled(tone(hz, level, 20)[:, None], RATE)
+
+
 STEPS = np.arange(N) % 7000
 NO_STALL = {
     "silence": np.zeros(N),
@@ -142,10 +205,14 @@ NO_STALL = {
     "12 bits, quiet": 16 * np.round(np.random.default_rng(2).normal(0, 0.2, N)),
     "slow drift": np.round(5 * np.sin(np.arange(N) / 2000) + np.random.default_rng(2).normal(0, 0.1, N)),
     "clicks": np.where(STEPS == 6000, 3000, 0),
-    "knocks behind a gate": np.where(STEPS < 900, noise(3) * np.exp(-STEPS / 150), 0),
-    "gate": noise(4) * LEVEL**3 * (LEVEL > 0.45),
-    "gate, soft": noise(4) * np.clip(20 * (LEVEL - 0.5), 0, 1),
-    "gate, quiet": noise(4, level=3) * LEVEL * (LEVEL > 0.6),
+    **{
+        f"knocks, {fall}, {level}": np.round(
+            9000 * np.exp(-STEPS / fall) * np.sin(STEPS / 3) + level * noise(4, 1000) / 1000
+        )
+        for fall in (60, 150, 600)
+        for level in (0, 0.1, 0.2)
+    },
+    "loud, then quiet": np.where(np.arange(N) < N // 2, noise(3), noise(4, level=0.2)),
     "short": with_run(noise(5), 9000, 900),
     "one channel": np.stack([noise(6), np.zeros(N, np.int16)], axis=1),
     "clipped": np.clip(3 * noise(7, level=20_000).astype(int), -32_768, 32_767),
@@ -153,7 +220,7 @@ NO_STALL = {
 
 
 @pytest.mark.parametrize("kind", NO_STALL)
-def test_silence_gates_and_quiet_recordings_are_no_stalls(kind: str) -> None:
+def test_silence_and_quiet_recordings_are_no_stalls(kind: str) -> None:
     samples = np.asarray(NO_STALL[kind]).round().astype(np.int16).reshape(N, -1)
     assert not has_stalled(samples, RATE)
     assert not has_stalled((samples / 32_768).astype(np.float32), RATE)
@@ -168,9 +235,10 @@ def test_the_compiled_reader_leaves_all_stalled_recordings_and_few_others(tmp_pa
     ]
     cases += [
         with_run(x, s, n, v)
-        for x in STEADY.values()
+        for x in (*STEADY.values(), noise(9, level=1))
         for s, n, v in ((0, 1030, 0), (N - 1024, 1024, 5), (300, 9000, -1))
     ]
+    cases += [np.round(x[-N:]) for x in STALLS.values() if x.ndim == 1 and len(x) >= N]
     paths = []
     for k, x in enumerate(cases):
         paths.append(bytes(tmp_path / f"{k}.wav"))
@@ -179,7 +247,7 @@ def test_the_compiled_reader_leaves_all_stalled_recordings_and_few_others(tmp_pa
     out = np.zeros((len(paths), N), np.int16)
     outcomes = module.read_rows(paths, np.ones(len(paths), bool), mtimes, canonical_header(RATE, N), out)[0]
     stalled = np.array([has_stalled(x.astype(np.int16)[:, None], RATE) for x in cases])
-    assert stalled.sum() == 3 * len(STEADY)
+    assert stalled.sum() > 3 * len(STEADY) + 9
     assert (outcomes[stalled] == module.USE_FALLBACK).all()
     assert (outcomes[: len(STEADY)] == module.READ).all(), "good recordings stay on the fast path"
 
@@ -284,16 +352,36 @@ def test_a_data_set_of_an_earlier_version_is_still_right(data: Path, tmp_path: P
     assert not lm.verify(path, root=data, sample=None).ok
 
 
+def float_problems(root: Path, x: np.ndarray) -> list[dict[str, Any]]:
+    (root / "LEAK").mkdir()
+    (root / "LEAK" / "x.wav").write_bytes(riff(fmt(3, bits=32), chunk(b"data", x.astype("<f4").tobytes())))
+    return lm.scan(root, content=True, progress="none").problems.to_dict("records")
+
+
 @pytest.mark.parametrize(
-    ("peak", "bits"), [(3.0, 16), (30_000.0, 16), (70_000.0, 24), (2.0**23, 24), (2.0**31, 32)]
+    ("peak", "bits"), [(3000.0, 16), (30_000.0, 16), (70_000.0, 24), (2.0**23, 24), (2.0**31, 32)]
 )
 def test_the_scale_of_floats_is_named(tmp_path: Path, peak: float, bits: int) -> None:
     "Also where the samples are so large that the recording is rejected."
-    (tmp_path / "LEAK").mkdir()
-    x = np.random.default_rng(0).uniform(-peak, peak, N).astype("<f4")
+    x = np.random.default_rng(0).uniform(-peak, peak, N)
     x[0] = peak
-    (tmp_path / "LEAK" / "x.wav").write_bytes(riff(fmt(3, bits=32), chunk(b"data", x.tobytes())))
-    (p,) = lm.scan(tmp_path, content=True, progress="none").problems.to_dict("records")
+    (p,) = float_problems(tmp_path, x)
     assert p["kind"] == ("float_scale" if peak <= conform.MAX_PEAK else "unsupported")
     assert f"{bits}-bit integers" in p["message"]
     assert str(2 ** (bits - 1)) in p["message"]
+
+
+@pytest.mark.parametrize("gain", [3, 10, 100, 128])
+def test_floats_above_1_have_not_always_the_scale_of_integers(tmp_path: Path, gain: int) -> None:
+    (p,) = float_problems(tmp_path, gain * np.sin(np.arange(N) / 7))
+    assert p["kind"] == "float_scale"
+    assert f"reach {gain}" in p["message"]
+    assert "-1 to 1" in p["message"]
+    assert "bit" not in p["message"]
+
+
+@pytest.mark.parametrize("glitch", [5.0, -30_000.0, 500_000.0])
+def test_a_glitch_is_no_scale(tmp_path: Path, glitch: float) -> None:
+    x = 0.3 * np.sin(np.arange(N) / 7)
+    x[4000] = glitch
+    assert "float_scale" not in {p["kind"] for p in float_problems(tmp_path, x)}
