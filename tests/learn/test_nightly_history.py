@@ -176,42 +176,166 @@ def test_hostile_files_are_refused(tmp_path, name, has_digest):
 
 VALUES = {  # a change that no constraint of the schema and no check of SQLite notices
     "sensor": "UPDATE nights SET sensor = 'P3' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "sensor of a recording": "UPDATE recordings SET sensor = 'P3' WHERE path = 'P1~3.wav'",
+    "night": "UPDATE nights SET night = '2026-11-14' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "night of a recording": "UPDATE recordings SET night = '2026-11-14' WHERE path = 'P1~3.wav'",
+    "time": "UPDATE recordings SET time = '2026-11-04T22:00:00' WHERE path = 'P1~3.wav'",
     "score": "UPDATE recordings SET score = 0.5 WHERE path = 'P1~3.wav'",
+    "no score": "UPDATE nights SET score = NULL WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "level": "UPDATE recordings SET rms_db = -41 WHERE path = 'P1~3.wav'",
+    "flags": "UPDATE nights SET flags = 'dry' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "bands": "UPDATE recordings SET bands = '1 2' WHERE path = 'P1~3.wav'",
+    "digest of a recording": "UPDATE recordings SET digest = 'f' || substr(digest, 2) WHERE path = 'P1~3.wav'",
+    "count": "UPDATE nights SET n = n + 1 WHERE night = '2026-11-04'",
+    "mean": "UPDATE nights SET mean = -mean WHERE night = '2026-11-04'",
+    "squares": "UPDATE nights SET m2 = m2 + 1e-9 WHERE night = '2026-11-04'",
     "evidence": "UPDATE nights SET r0 = r0 + 1 WHERE night = '2026-11-04'",
+    "two values": "UPDATE nights SET r0 = r1, r1 = r0 WHERE night = '2026-11-09'",
+    "first above": "UPDATE nights SET first_above = night WHERE night = '2026-11-04'",
     "a lost row": "DELETE FROM recordings WHERE path = 'P1~3.wav'",
-    "a visit": "INSERT INTO visits VALUES ('P1', '2026-11-02')",
+    "a lost night": "DELETE FROM nights WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "a visit": "INSERT INTO visits VALUES ('P9', '2026-11-02')",
+    "a lost visit": "DELETE FROM visits",
+    "night of a visit": "UPDATE visits SET night = '2026-11-03'",
+    "a file": "UPDATE files SET mtime_ns = mtime_ns + 1",
     "meta": "INSERT OR REPLACE INTO meta VALUES ('budget', '9.0')",
+    "digest": "UPDATE digests SET digest = substr(digest, 2) || substr(digest, 1, 1) WHERE name = 'nights'",
+    "table of a digest": "UPDATE digests SET name = 'nighus' WHERE name = 'nights'",
+    "a lost digest": "DELETE FROM digests WHERE name = 'visits'",
+    "no digests": "DROP TABLE digests",
+    "earlier version": "PRAGMA user_version = 0",
+    "later version": "PRAGMA user_version = 3",
 }
 
 
+def history_with_all_tables(folder: Path) -> None:
+    "Write rows of each table."
+    with History(folder) as history:
+        history.begin()
+        record_run(history, scored_nights(10), Budget(), {"P2": "2026-11-02"})
+        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", [(b"P1~0.wav", 9, 1, "", "dry")])
+        history.commit()
+
+
+@pytest.mark.parametrize("has_marker", [True, False])
 @pytest.mark.parametrize("what", VALUES)
-def test_each_damaged_history_is_refused(tmp_path, tried, what):
-    run(tmp_path, scored_nights(10))
+def test_each_damaged_history_is_refused(tmp_path, tried, what, has_marker):
+    history_with_all_tables(tmp_path)
     whole = (tmp_path / HISTORY_FILE).read_bytes()
     _sql(VALUES[what])(tmp_path / HISTORY_FILE)
     changed = (tmp_path / HISTORY_FILE).read_bytes()
+    assert changed[100:] != whole[100:] or "version" in what
     for _ in range(2):  # a refusal does not bless it
+        if not has_marker:
+            (tmp_path / CHECKED_FILE).unlink(missing_ok=True)
         with pytest.raises(LeakmelError) as e:
             run(tmp_path, scored_nights(20))
         assert e.value.code == "invalid-history"
+        assert CHECKED_FILE not in str(e.value)
         assert (tmp_path / HISTORY_FILE).read_bytes() == changed
     tried("S20")
     (tmp_path / HISTORY_FILE).write_bytes(whole)
     assert run(tmp_path, scored_nights(20)) == 20
-    _sql(VALUES[what])(tmp_path / HISTORY_FILE)
-    (tmp_path / CHECKED_FILE).unlink()  # the person who changed it
-    run(tmp_path, [])
+
+
+def as_earlier(folder: Path) -> None:
+    "Make the history one of an earlier version, without digests."
+    _sql("DROP TABLE digests")(folder / HISTORY_FILE)
+    _sql("PRAGMA user_version = 0")(folder / HISTORY_FILE)
+    (folder / CHECKED_FILE).write_text("1 2 3 4")
+
+
+def test_nights_with_digests_are_those_without(tmp_path):
+    "Nights in turn, late recordings, visits, other budgets, and a history that was begun by an earlier version."
+    entries = scored_nights(12)
+    runs = [entries[k : k + 3] for k in range(0, 24, 3)]
+    runs = [*runs[:4], runs[5], runs[4], *runs[6:], entries]
+    for k, some in enumerate(runs):
+        visits = {"P1": f"2026-11-{k:02d}"} if k % 3 == 1 else {}
+        for name in ("digests", "earlier", "once earlier"):
+            folder = tmp_path / name
+            with History(folder) as history:
+                history.begin()
+                record_run(history, some, Budget(0.5 if k == 6 else 0.2), visits)
+                history.write(
+                    "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)",
+                    [(b"a", k, -k, "", ""), (b"b", k, 0, "", "")],
+                )
+                history.write("UPDATE files SET size = ? WHERE path = ?", [(2 * k, b"b")])
+                history.write("DELETE FROM files WHERE path = ?", [(b"b",)] * (k % 2))
+                history.set_meta("reference", "-0.0 é\u2028\U0001fae0"[: k + 3])
+                history.write(
+                    "INSERT OR IGNORE INTO recordings VALUES (?, 'S', '', '', '2020-01-01', 0.0, -0.0, 5, -0.0, '', ?)",
+                    [(f"{k:f>32}", "é")],
+                )
+                history.commit()
+                assert dict(history.query("SELECT name, digest FROM digests")) == history._digests()
+            if name == "earlier" or name == "once earlier" and k == 3:
+                as_earlier(folder)
+        tables = [
+            [
+                line
+                for line in content(tmp_path / name)
+                if '"digests"' not in line and "TABLE digests" not in line
+            ]
+            for name in ("digests", "earlier", "once earlier")
+        ]
+        assert tables[0] == tables[1] == tables[2]
+    _sql(VALUES["evidence"])(tmp_path / "once earlier" / HISTORY_FILE)
+    with pytest.raises(DataError):
+        run(tmp_path / "once earlier", [])
+
+
+def test_rows_are_written_in_a_transaction_only(tmp_path):
+    with History(tmp_path) as history, pytest.raises(DataError):
+        history.set_meta("budget", "9.0")
+    assert run(tmp_path, scored_nights(2)) == 4
+
+
+_KILLED_AFTER_COMMIT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from test_nightly_history import scored_nights
+from leakmel.learn.nightly.evidence import Budget
+from leakmel.learn.nightly.history import History
+from leakmel.learn.nightly.nights import record_run
+with History(sys.argv[1]) as history:
+    history.begin()
+    record_run(history, scored_nights(12), Budget(), {"P1": "2026-11-03"})
+    history.commit()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
+def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
+    history_with_all_tables(tmp_path)
+    subprocess.run([sys.executable, "-c", script, tmp_path, Path(__file__).parent], timeout=60)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
+        (killed / path.name).write_bytes(path.read_bytes())
+    with History(killed) as history:
+        assert not history._is_checked
+        n = len(history.query("SELECT * FROM nights"))
+    assert n == (20 if script == _KILLED else 24)
+    for what in VALUES:
+        for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
+            (killed / path.name).write_bytes(path.read_bytes())
+        _sql(VALUES[what])(killed / HISTORY_FILE)  # plays the journal back
+        with pytest.raises(DataError) as e:
+            run(killed, [])
+        assert e.value.code == "invalid-history"
 
 
 def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
-    "The digest is never that of an earlier state: also after an error before or behind the commit, and after a kill."
+    "Also after an error before or behind the commit, and after a kill; then all digests are compared."
     entries = scored_nights(10)
     run(tmp_path, entries[:4])
 
     def failing(some: list[HistoryEntry], *, commits: bool) -> None:
         with History(tmp_path) as history:
             history.begin()
-            assert not (tmp_path / CHECKED_FILE).exists()
             record_run(history, some, Budget())
             if commits:
                 history.commit()
@@ -220,15 +344,15 @@ def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
     for k, commits in ((4, False), (6, True)):
         with pytest.raises(ZeroDivisionError):
             failing(entries[k : k + 2], commits=commits)
-        assert (tmp_path / CHECKED_FILE).exists()
         with History(tmp_path) as history:
-            assert history._digest
+            assert not history._is_checked
+        with History(tmp_path) as history:
+            assert history._is_checked
     subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
-    assert not (tmp_path / CHECKED_FILE).exists()
     with History(tmp_path) as history:
-        assert not history._digest
+        assert not history._is_checked
     with History(tmp_path) as history:
-        assert history._digest
+        assert history._is_checked
     assert run(tmp_path, entries) == 14  # 4 and 2 of 20 were committed
 
 

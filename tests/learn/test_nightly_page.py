@@ -197,7 +197,7 @@ def test_the_whole_file_is_checked_only_where_it_is_another_one(tmp_path):
         with History(folder) as history:
             history.db.set_trace_callback(checks.append)
             history._prepare(True)
-        return sum("quick_check" in sql for sql in checks)
+        return sum("integrity_check" in sql for sql in checks)
 
     opened()
     assert opened() == 0

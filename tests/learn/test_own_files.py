@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from test_learn_predict import SPEC, made_detector, noise, put
 from test_nightly import write_nights
+from test_nightly_history import as_earlier
 
 import leakmel as lm
 from leakmel.audio.manifest import Manifest
@@ -80,6 +81,18 @@ def nights(tmp: Path) -> Case:
         return (state / "sensors.csv").read_text()
 
     case = Case(path=state / HISTORY_FILE, use=use)
+    return case
+
+
+def nights_without_marker(tmp: Path) -> Case:
+    case = nights(tmp)
+    use = case.use
+
+    def copied() -> str:
+        (tmp / CHECKED_FILE).write_bytes(b"")
+        return use()
+
+    case.use = copied
     return case
 
 
@@ -263,6 +276,7 @@ CASES = {
         model,
         model_without_digest,
         nights,
+        nights_without_marker,
         marker,
         listing,
         listing_without_digest,
@@ -332,7 +346,8 @@ def test_damage_is_refused_or_changes_nothing(
 def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     right = case.use()
-    if name == "nights":  # an identity of the file in place of a digest
+    if name == "nights":  # an identity of the file in place of a digest, and none in the file
+        as_earlier(case.path.parent)
         (tmp_path / CHECKED_FILE).write_text("1 2 3 4")
     else:
         without_seal(case.path)

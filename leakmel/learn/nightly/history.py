@@ -14,9 +14,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+import xxhash
+
 from ...core.errors import DataError, OutputError, SpaceError, write_error
 from ...core.own_files import digest_of_file, read_own, sealed
-from ...dataset.file.writer import OutputLock, replacing, sync_folder
+from ...dataset.file.writer import OutputLock, replacing
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
@@ -81,6 +83,9 @@ _SCHEMA = {
         "CREATE TABLE visits (sensor TEXT PRIMARY KEY CHECK (length(sensor) < 1000), night TEXT NOT NULL CHECK (date(night) IS night)) STRICT"
     ),
 }
+_DIGESTS = "CREATE TABLE digests (name TEXT PRIMARY KEY, digest TEXT NOT NULL CHECK (length(digest) = 32)) STRICT, WITHOUT ROWID"
+_TABLES = ("meta", "recordings", "files", "nights", "visits")  # each has a digest
+_VERSION = 1  # of the schema; 0: an earlier version of leakmel, which stored no digests
 
 
 # %% ../../../nbs/learn/nightly/history.ipynb #5d36ec0b
@@ -124,22 +129,24 @@ def _identity(path: Path) -> str:
     return f"{st.st_ino} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns}"
 
 
-def _as_left(path: Path) -> tuple[str, bool]:  # digest, and whether the last run closed this very file
-    "Compare the file with the digest that the last run left; an empty digest: it left none."
+def _is_as_left(path: Path) -> bool:
+    "Whether the last run closed this very file with these bytes."
     try:
         known, _, identity = read_own(path.with_name(CHECKED_FILE)).decode("ascii").partition(" ")
-        if len(known) != 32 or os.path.lexists(f"{path}-journal"):
-            return "", False
-        found = digest_of_file(path)
+        if identity != _identity(path) or os.path.lexists(f"{path}-journal"):
+            return False
+        return digest_of_file(path) == known
     except (OSError, ValueError):
-        return "", False
-    if found == known:
-        return known, identity == _identity(path)
-    raise _refused(
-        path,
-        f"its digest does not match: damaged, or changed by another program (if you did that, delete {CHECKED_FILE} next to it)",
-        found,
-    )
+        return False
+
+
+def _text(n: int) -> str:
+    return f"{n % (1 << 128):032x}"
+
+
+def _row_digest(row: tuple) -> int:  # 128 bits
+    "Compute the digest of the values of a row and their types; their text is the same in each version of Python."
+    return xxhash.xxh3_128_intdigest(ascii(row).encode())
 
 
 _AT_ONCE = 500  # digests of a query
@@ -155,6 +162,7 @@ class History:
         self.folder = Path(os.path.abspath(folder))
         self.path = self.folder / HISTORY_FILE
         self._open = ExitStack()
+        self._sums: dict[str, int] = {}  # table -> sum of the digests of its rows, in a transaction
 
     def __enter__(self) -> Self:
         try:
@@ -164,11 +172,12 @@ class History:
         with ExitStack() as stack:
             stack.enter_context(OutputLock(self.path))
             exists = _check_file(self.path)
-            self._digest, self._is_checked = _as_left(self.path) if exists else ("", False)
+            self._is_checked = exists and _is_as_left(self.path)
             try:
                 self.db = sqlite3.connect(self.path, isolation_level=None)
                 stack.callback(self.db.close)
                 self._prepare(exists)
+                self._watch()
             except (sqlite3.Error, UnicodeDecodeError) as e:
                 raise self._error(e) from e
             self._open = stack.pop_all()
@@ -180,14 +189,14 @@ class History:
                 self.db.execute("ROLLBACK")
         n_changes = self.db.total_changes
         self.db.close()
-        marker = self.path.with_name(CHECKED_FILE)
-        with suppress(OSError, OutputError):
-            marker.unlink(missing_ok=True)
-            if exc[0] is None or self._digest:
-                digest = digest_of_file(self.path) if n_changes or not self._digest else self._digest
-                text = f"{digest} {_identity(self.path) if exc[0] is None else ''}"
-                with replacing(marker) as new:
-                    new.write_bytes(sealed(text.encode()))
+        if exc[0] is not None or n_changes or not self._is_checked:
+            marker = self.path.with_name(CHECKED_FILE)
+            with suppress(OSError, OutputError):
+                marker.unlink(missing_ok=True)
+                if exc[0] is None:
+                    text = f"{digest_of_file(self.path)} {_identity(self.path)}"
+                    with replacing(marker) as new:
+                        new.write_bytes(sealed(text.encode()))
         self._open.close()
 
     def _error(self, e: Exception) -> Exception:
@@ -215,6 +224,7 @@ class History:
             "cell_size_check = ON",
             "synchronous = FULL",
             "temp_store = MEMORY",
+            "recursive_triggers = ON",  # a row that is replaced counts as deleted
         ):
             self.db.execute(f"PRAGMA {pragma}")
         (found,) = self.db.execute("PRAGMA application_id").fetchone()
@@ -224,34 +234,75 @@ class History:
             for sql in _SCHEMA.values():
                 self.db.execute(sql)
             self.db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            self._add_digests()
             self.db.execute("COMMIT")
             return
-        if found != _APPLICATION_ID or stored != _SCHEMA:
+        (version,) = self.db.execute("PRAGMA user_version").fetchone()
+        schema = {0: _SCHEMA, _VERSION: _SCHEMA | {"digests": _DIGESTS}}.get(version)
+        if found != _APPLICATION_ID or stored != schema:
             raise _refused(
                 self.path, "this SQLite file is not a history of this version", sorted(map(str, stored))[:8]
             )
         if self._is_checked:
             return
-        (verdict,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
+        (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise _refused(self.path, "the file is damaged", verdict)
+        if version:
+            known, computed = dict(self.db.execute("SELECT name, digest FROM digests")), self._digests()
+            if known != computed:
+                names = sorted(name for name, _ in known.items() ^ computed.items())
+                message = "damaged, or changed by another program: tables do not match their digests"
+                raise _refused(self.path, message, ", ".join(map(ascii, dict.fromkeys(names)))[:200])
+
+    def _digests(self) -> dict[str, str]:  # table -> 32 hexadecimal digits
+        "Compute the digests of the tables from all rows."
+        return {
+            table: _text(sum(map(_row_digest, self.db.execute(f"SELECT * FROM {table} NOT INDEXED"))))
+            for table in _TABLES
+        }
+
+    def _add_digests(self) -> None:
+        "Add digests to a history that has none."
+        self.db.execute(_DIGESTS)
+        self.db.execute(f"PRAGMA user_version = {_VERSION}")
+        self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
+
+    def _count(self, table: str, sign: int, *row: Any) -> None:
+        "Keep the sum of a table up to date; a change outside of a transaction fails."
+        self._sums[table] += sign * _row_digest(row)
+
+    def _watch(self) -> None:
+        "Count each row that this connection adds, changes or removes."
+        self.db.create_function("count_row", -1, self._count)
+        for table in _TABLES:
+            names = [name for _, name, *_ in self.db.execute(f"PRAGMA table_info({table})")]
+            old, new = (
+                f"SELECT count_row('{table}', {sign}, {', '.join(f'{row}.{name}' for name in names)});"
+                for sign, row in ((-1, "OLD"), (1, "NEW"))
+            )
+            for event, body in {"INSERT": new, "DELETE": old, "UPDATE": old + new}.items():
+                sql = f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} BEGIN {body} END"
+                self.db.execute(sql)
 
     def begin(self) -> None:
-        "Begin the transaction of a run; what a killed run leaves has no digest."
-        try:
-            self.path.with_name(CHECKED_FILE).unlink(missing_ok=True)
-            sync_folder(self.folder)
-        except OSError as e:
-            raise write_error(e, self.folder) from e
+        "Begin the transaction of a run."
         try:
             self.db.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as e:
+            if self.db.execute("PRAGMA user_version").fetchone() == (0,):
+                self._add_digests()
+            stored = self.db.execute("SELECT name, digest FROM digests")
+            self._sums = {table: int(digest, 16) for table, digest in stored}
+        except (sqlite3.Error, UnicodeDecodeError) as e:
             raise self._error(e) from e
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."
+        changed = [(_text(n), table, _text(n)) for table, n in self._sums.items()]
         try:
+            self.db.executemany("UPDATE digests SET digest = ? WHERE name = ? AND digest IS NOT ?", changed)
             self.db.execute("COMMIT")
+            self._sums = {}
         except sqlite3.Error as e:
             raise self._error(e) from e
 
