@@ -263,26 +263,23 @@ def _read_samples(fd, n_file, header, head, pieces):
     return got - n_head if is_plain or got < 0 else np.int64(0)
 
 
-_EDGE = 64  # samples
-
-
 @njit
 def _may_have_stalled(x, least):
-    "Whether `least` equal samples, or more, lie next to others that are not within one step of them."
-    step, end = least // 2, 0
+    "Whether there are `least` equal samples, or more, and samples further than two steps apart."
+    step = least // 2
     for at in range(0, len(x) - step, step):  # a run contains two of these places
-        if at < end or x[at] != x[at + step]:
+        if x[at] != x[at + step]:
             continue
-        value, begin, end = np.int64(x[at]), at, at + 1
-        while begin > 0 and x[begin - 1] == value:
+        begin, end = at, at + 1
+        while begin > 0 and x[begin - 1] == x[at]:
             begin -= 1
-        while end < len(x) and x[end] == value:
+        while end < len(x) and x[end] == x[at]:
             end += 1
-        if end - begin < least:
-            continue
-        for k in range(max(0, begin - _EDGE), min(len(x), end + _EDGE)):
-            if not begin <= k < end and abs(x[k] - value) > 1:
-                return True
+        if end - begin >= least:
+            low, high = x[at], x[at]
+            for k in range(len(x)):
+                low, high = min(low, x[k]), max(high, x[k])
+            return np.int64(high) - np.int64(low) > 2
     return False
 
 
