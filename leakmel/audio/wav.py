@@ -476,7 +476,12 @@ def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:  # samples [n, C]: int16 for 16-bit PCM, else float32
     "Read one WAV file; raises RecordingError with path, code and offset if it is invalid."
-    fd, n_file = open_regular(path)
+    try:
+        fd, n_file = open_regular(path)
+    except RecordingError as e:
+        if isinstance(e.__cause__, FileNotFoundError) and not os.path.lexists(path):
+            raise RecordingError("unreadable", "no such file", path=path) from e.__cause__
+        raise
     try:
         return read_open_wav(fd, n_file)
     except RecordingError as e:

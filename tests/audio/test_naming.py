@@ -1341,11 +1341,11 @@ def test_a_path_that_differs_only_in_how_accents_are_stored(tmp_path):
 
 
 def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, flags: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     file = table(tmp_path, "path,label\na.wav,LEAK\n")
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(os, "open", fail)
     with raises("table-unreadable", DataError, path=file):
         read_table(file)
 
