@@ -18,7 +18,7 @@ from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
-from leakmel.learn.nightly.page_parts import place_of
+from leakmel.learn.nightly.visits_page import place_of
 from leakmel.learn.review.recordings import read_score_table
 
 

@@ -25,8 +25,8 @@ from leakmel.learn.nightly.drift import (
     reference_of_data_set,
 )
 from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, History
-from leakmel.learn.nightly.levels import recording_levels
-from leakmel.learn.nightly.page_parts import MAX_CLIP_BYTES, place_of
+from leakmel.learn.nightly.nights import recording_levels
+from leakmel.learn.nightly.visits_page import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")

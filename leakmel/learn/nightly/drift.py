@@ -33,7 +33,7 @@ from ...core.errors import DataError, show_path
 from ..data.segments import Segments
 from ..model.detector import Detector, required_spec, spec_differences
 from .history import N_BANDS, History
-from .levels import levels_of
+from .nights import levels_of
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #8fbe2ef3
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)

@@ -61,11 +61,24 @@ from leakmel.learn.nightly.drift import (
 )
 from .evidence import Budget
 from .history import HistoryEntry, History, night_of
-from .levels import Levels, recording_features, recording_levels
-from .nights import flags_of, read_visits, record_run
-from .page_parts import Clip, Place, clip_of, place_of
+from leakmel.learn.nightly.nights import (
+    Levels,
+    flags_of,
+    read_visits,
+    recording_features,
+    recording_levels,
+    record_run,
+)
 from .sensors import SENSOR_COLUMNS, SensorRow, all_sensors, normal_medians, sensor_table
-from .visits_page import MAX_CLIPS, PAGE_BEGINS, visits_page
+from leakmel.learn.nightly.visits_page import (
+    MAX_CLIPS,
+    PAGE_BEGINS,
+    Clip,
+    Place,
+    clip_of,
+    place_of,
+    visits_page,
+)
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
 from ..predict.scored import ScoredRecording, to_categories
