@@ -396,7 +396,7 @@ def bench_year(
             began = time.perf_counter()
             with (
                 mock.patch.object(nightly_run, "find_recordings", return_value=found),
-                mock.patch.object(nightly_run, "_read_new", return_value=new),
+                mock.patch.object(nightly_run, "read_new", return_value=new),
                 mock.patch.object(nightly_run, "_clips", return_value={}),
             ):
                 last = nightly_run.nightly("/nowhere", detector, state, device="cpu", progress="none")

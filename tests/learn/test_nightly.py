@@ -284,7 +284,7 @@ def killing(*args, **given):
 def arm(*args, **given):
     setattr(owner, name, killing)
     return armed(*args, **given)
-armed, run._read_new = run._read_new, arm  # the model is loaded
+armed, run.read_new = run.read_new, arm  # the model is loaded
 run.nightly(folder, model, state, device="cpu", progress="none")
 """
 KILLS = [

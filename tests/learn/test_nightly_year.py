@@ -67,7 +67,7 @@ def run(folder: Path, k: int) -> list[int]:
     found: list[int] = []
     with History(folder) as history, counted(history, found):
         rows = [(f"{k} {s}.wav".encode(), 8236, k, f"{s:032x}", "") for s in range(N_SENSORS)]
-        module._stored_files(history, [row[0] for row in rows])
+        module.stored_files(history, [row[0] for row in rows])
         history.begin()
         record_run(history, night_of_network(k), Budget())
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)

@@ -149,7 +149,7 @@ def _row_digest(row: tuple) -> int:  # 128 bits
     return xxhash.xxh3_128_intdigest(ascii(row).encode())
 
 
-_AT_ONCE = 500  # digests of a query
+_AT_ONCE = 500  # values of a query
 
 
 class History:
@@ -313,6 +313,14 @@ class History:
         except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
             raise self._error(e) from e
 
+    def query_in(self, sql: str, values: Sequence[Any]) -> list[tuple]:
+        "Return the rows of a query that ends in IN, for any number of values."
+        found: list[tuple] = []
+        for start in range(0, len(values), _AT_ONCE):
+            some = values[start : start + _AT_ONCE]
+            found += self.query(f"{sql} ({', '.join('?' * len(some))})", some)
+        return found
+
     def pages(self, sql: str, n: int) -> Iterator[list[tuple]]:
         "Yield the rows of a query in lists of at most n rows."
         try:
@@ -346,12 +354,8 @@ class History:
     ) -> list[HistoryEntry]:  # those that were not in the history
         "Add recordings; one whose content is known changes nothing."
         first = {h.digest: h for h in reversed(entries)}  # of equal ones
-        digests = list(first)
-        for start in range(0, len(digests), _AT_ONCE):
-            some = digests[start : start + _AT_ONCE]
-            marks = ", ".join("?" * len(some))
-            for (known,) in self.query(f"SELECT digest FROM recordings WHERE digest IN ({marks})", some):
-                del first[known]
+        for (known,) in self.query_in("SELECT digest FROM recordings WHERE digest IN", list(first)):
+            del first[known]
         new = list(reversed(first.values()))
         marks = ", ".join("?" * len(fields(HistoryEntry)))
         self.write(f"INSERT OR IGNORE INTO recordings VALUES ({marks})", map(astuple, new))

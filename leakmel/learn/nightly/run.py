@@ -11,30 +11,30 @@ __all__ = [
     "MAX_NAMED",
     "LISTED",
     "model_digest",
-    "RecordingTime",
+    "stored_files",
     "recording_time",
+    "read_new",
     "RunCounts",
     "NightlyRun",
-    "check_tables",
     "write_tables",
-    "manifest_places",
     "nightly",
 ]
 
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
-import csv, json, os, time
+import csv, io, json, os, time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.file_names import TIME_FORMS
+from ...audio.file_names import TIME_FORMS, NameParts
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.naming import pattern_tokens
@@ -135,25 +135,28 @@ def _find(
     if manifest is None or manifest.table_path is None:
         return listed, []
     every = find_recordings(folder, progress=progress)
-    own = dict(zip(every.listing.paths, every.names))
+    x, y = listed.listing, every.listing
+    own, known = dict(zip(y.paths, every.names)), set(x.paths)
     names = [
         own.get(path, row)._replace(**{k: v for k, v in row._asdict().items() if v != "" and v == v})
-        for path, row in zip(listed.listing.paths, listed.names)
+        for path, row in zip(x.paths, listed.names)
     ]
-    known = set(listed.listing.paths)
-    missing = [k for k, path in enumerate(every.listing.paths) if path not in known]
-    if not missing:
-        return replace(listed, names=names), []
-    x, y = listed.listing, every.listing
-    paths = [*x.paths, *(y.paths[k] for k in missing)]
-    names += [every.names[k] for k in missing]
+    missing = [k for k, path in enumerate(y.paths) if path not in known]
     sizes, mtimes_ns = (
         np.concatenate([getattr(x, n), getattr(y, n)[missing]]) for n in ("sizes", "mtimes_ns")
     )
-    both = Listing(
-        "", x.folder, paths, sizes, mtimes_ns, np.full(len(paths), -1, np.int16), parts=tuple(names)
-    )
-    return RecordingList(both, to_categories([""] * len(paths)), names), [y.paths[k] for k in missing]
+    unlisted = [y.paths[k] for k in missing]
+    names += [every.names[k] for k in missing]
+    both = _listing(x.folder, [*x.paths, *unlisted], sizes, mtimes_ns, names)
+    return RecordingList(both, to_categories([""] * len(both)), names), unlisted
+
+
+def _listing(
+    folder: Path, paths: list[bytes], sizes: np.ndarray, mtimes_ns: np.ndarray, names: Sequence[NameParts]
+) -> Listing:
+    "Return recordings without labels as a listing."
+    no_label = np.full(len(paths), -1, np.int16)
+    return Listing("", folder, paths, sizes, mtimes_ns, no_label, parts=tuple(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,14 +165,13 @@ class _Files:
 
     found: RecordingList
     to_read: np.ndarray  # [n] int64, numbers of files with a sensor that are not known
-    unnamed: np.ndarray  # [m] int64, numbers of files without a sensor
-    rejected: list[Rejected]  # known to be unusable
+    rejected: list[Rejected]  # known to be unusable, or without a sensor
     digests: dict[str, bytes]  # of known recordings -> path
     touched: dict[bytes, str]  # paths that are known with another size or time -> digest
 
     @property
     def n_known(self) -> int:
-        return len(self.found.listing) - len(self.to_read) - len(self.unnamed) - len(self.rejected)
+        return len(self.found.listing) - len(self.to_read) - len(self.rejected)
 
 
 _MAX_SENSOR = 200  # characters
@@ -181,17 +183,10 @@ def _sensor_name(name: str) -> str:
     return shown if len(shown) <= _MAX_SENSOR else ""
 
 
-_AT_ONCE = 500  # paths of a query
-
-
-def _stored_files(history: History, paths: list[bytes]) -> dict[bytes, tuple]:
+def stored_files(history: History, paths: list[bytes]) -> dict[bytes, tuple]:
     "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    found: dict[bytes, tuple] = {}
-    for start in range(0, len(paths), _AT_ONCE):
-        some = paths[start : start + _AT_ONCE]
-        sql = f"SELECT path, size, mtime_ns, digest, problem FROM files WHERE path IN ({', '.join('?' * len(some))})"
-        found |= {row[0]: row[1:] for row in history.query(sql, some)}
-    return found
+    sql = "SELECT path, size, mtime_ns, digest, problem FROM files WHERE path IN"
+    return {row[0]: row[1:] for row in history.query_in(sql, paths)}
 
 
 def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
@@ -223,9 +218,9 @@ def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
 def _sort_files(history: History, found: RecordingList) -> _Files:
     "Find the files that are not known."
     x = found.listing
-    stored = _stored_files(history, x.paths)
+    stored = stored_files(history, x.paths)
     to_read: list[int] = []
-    unnamed: list[int] = []
+    n_unnamed = 0
     rejected: list[Rejected] = []
     digests: dict[str, bytes] = {}
     for k, path in enumerate(x.paths):
@@ -238,8 +233,9 @@ def _sort_files(history: History, found: RecordingList) -> _Files:
         elif _sensor_name(found.names[k].sensor):
             to_read.append(k)
         else:
-            unnamed.append(k)
-    if len(unnamed) == len(x):
+            n_unnamed += 1
+            rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
+    if n_unnamed == len(x):
         raise DataError(
             "no recording of the folder has the name of its sensor",
             code="no-sensor",
@@ -249,21 +245,14 @@ def _sort_files(history: History, found: RecordingList) -> _Files:
             remedy="give a pattern of the paths (--pattern '{sensor}/{start_time}'), or a table with a column sensor (--table, --columns)",
         )
     touched = {path: stored[path][2] for path in (x.paths[k] for k in to_read) if path in stored}
-    return _Files(found, np.array(to_read, int), np.array(unnamed, int), rejected, digests, touched)
+    return _Files(found, np.array(to_read, int), rejected, digests, touched)
 
 
 def _manifest_of(found: RecordingList, chosen: np.ndarray) -> Manifest:
     "Return the manifest of some of the recordings."
     x = found.listing
-    part = Listing(
-        "",
-        x.folder,
-        [x.paths[k] for k in chosen],
-        x.sizes[chosen],
-        x.mtimes_ns[chosen],
-        np.full(len(chosen), -1, np.int16),
-        parts=tuple(found.names[k] for k in chosen),
-    )
+    paths, names = [x.paths[k] for k in chosen], [found.names[k] for k in chosen]
+    part = _listing(x.folder, paths, x.sizes[chosen], x.mtimes_ns[chosen], names)
     return Manifest(x.folder, (), (part,))
 
 
@@ -272,18 +261,10 @@ _CLOCK_DAYS = 2  # time zones and small errors of a clock
 _FIRST_YEAR = "1990"
 
 
-@dataclass(frozen=True)
-class RecordingTime:
-    "Time of a recording."
-
-    text: str  # ISO 8601
-    from_file: bool  # it is the modification time of the file
-
-
 def recording_time(
     start_time: str,  # ISO 8601, of name or table; empty: not known
     mtime_ns: int,  # of the file
-) -> RecordingTime:
+) -> tuple[str, bool]:  # ISO 8601; whether it is the modification time of the file
     "Choose the time of a recording."
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
     now = datetime.now()
@@ -291,17 +272,17 @@ def recording_time(
         changed = now
     latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
     if start_time and _FIRST_YEAR <= start_time <= latest:
-        return RecordingTime(start_time, False)
-    return RecordingTime(changed.isoformat(), True)
+        return start_time, False
+    return changed.isoformat(), True
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0ffb97eb
-def _key(s: ScoredRecording, time: RecordingTime) -> str:
+def _key(s: ScoredRecording, time: str, from_file: bool) -> str:
     "Identity of a recording: the digest of its samples; silent ones have equal samples, so sensor and time, or path, belong to theirs."
     digest = s.facts["digest"].decode()
     if not s.facts["silent"]:
         return digest
-    which = show_path(s.path) if time.from_file else time.text
+    which = show_path(s.path) if from_file else time
     return blake2b(f"{digest} {show_path(s.sensor)} {which}".encode(), digest_size=16).hexdigest()
 
 
@@ -318,17 +299,17 @@ class _New:
 
 
 def _entry(
-    s: ScoredRecording, sensor: str, score: float, levels: Levels, time: RecordingTime
+    s: ScoredRecording, sensor: str, score: float, levels: Levels, time: str, from_file: bool
 ) -> HistoryEntry:
     "Return what the history stores of a recording."
     f = s.facts
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
-        digest=_key(s, time),
+        digest=_key(s, time, from_file),
         sensor=sensor,
         path=show_path(s.path),
-        time=time.text,
-        night=night_of(time.text),
+        time=time,
+        night=night_of(time),
         score=min(1.0, max(0.0, score)),
         rms_db=float(np.clip(f["rms_db"], -999, 999)),
         floor_db=levels.floor_db,
@@ -338,7 +319,7 @@ def _entry(
     )
 
 
-def _read_new(
+def read_new(
     files: _Files,
     detector: Detector,
     sensors: Sequence[str],  # of the history
@@ -366,19 +347,20 @@ def _read_new(
         for s in done.scored
         for k in (place[s.path],)
     }
-    latest = max((when.text for when in times.values() if not when.from_file), default="")
+    latest = max((time for time, from_file in times.values() if not from_file), default="")
     for s, levels in zip(done.scored, measured):
         k = place[s.path]
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
-        when = times[s.path]
-        if when.from_file:  # a wrong clock must not move the last night of the network
+        time, from_file = times[s.path]
+        if from_file:  # a wrong clock must not move the last night of the network
             wrong = latest or (f"{last}T23:59:59" if last and found.names[k].start_time else "")
-            when = replace(when, text=min(when.text, wrong or when.text))
-        n_from_file += when.from_file
+            time = min(time, wrong or time)
+        n_from_file += from_file
         name = _sensor_name(s.sensor)
-        entries.append(_entry(s, known.get(name, name), done.rule.score(s.segment_scores), levels, when))
+        score = done.rule.score(s.segment_scores)
+        entries.append(_entry(s, known.get(name, name), score, levels, time, from_file))
         rows.append((s.path, int(x.sizes[k]), int(x.mtimes_ns[k]), entries[-1].digest, ""))
     for r in rejected:
         if r.code not in _TRIED_AGAIN:
@@ -532,25 +514,21 @@ def _cell(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def check_tables(state: Path) -> None:
-    "Refuse files of other kinds in the place of the tables; raises OutputError."
-    begins = {SENSORS_JSON: f'{{"format": "{FORMAT}"'.encode(), VISITS_HTML: PAGE_BEGINS.encode()}
-    kind = "table of a nightly run"
-    require_kind(state / SENSORS_CSV, kind, lambda file: has_columns(file, SENSOR_COLUMNS))
-    for name, start in begins.items():
-
-        def is_ours(file: BinaryIO, start: bytes = start) -> bool:
-            return file.read(len(start)) == start
-
-        require_kind(state / name, kind, is_ours)
-
-
-def _write_new(path: Path, text: str) -> None:
-    "Write a text file and wait for the disk."
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
+def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
+    "Refuse a state folder among the recordings, and other files in the place of the tables."
+    target = Path(os.path.abspath(state))
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
+        raise OutputError(
+            "the state folder lies inside the folder of the recordings",
+            code="output-in-source",
+            path=target,
+            remedy="choose a path outside that folder",
+        )
+    kind, begins = "table of a nightly run", f'{{"format": "{FORMAT}"'.encode()
+    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, SENSOR_COLUMNS))
+    require_kind(target / SENSORS_JSON, kind, lambda file: file.read(len(begins)) == begins)
+    require_kind(target / VISITS_HTML, kind, lambda file: file.read(len(PAGE_BEGINS)) == PAGE_BEGINS.encode())
+    return target
 
 
 def write_tables(
@@ -558,19 +536,19 @@ def write_tables(
     page: str,  # HTML
 ) -> None:  # raises OutputError, SpaceError
     "Write sensors.csv, sensors.json and visits.html."
-    with (
-        replacing(done.state / SENSORS_CSV) as table,
-        replacing(done.state / SENSORS_JSON) as body,
-        replacing(done.state / VISITS_HTML) as html,
-    ):
-        with table.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(SENSOR_COLUMNS)
-            writer.writerows([_cell(value) for value in r.to_dict().values()] for r in done.sensors)
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(SENSOR_COLUMNS)
+    writer.writerows([_cell(value) for value in r.to_dict().values()] for r in done.sensors)
+    body = json.dumps(done.body, ensure_ascii=True) + "\n"
+    texts = {SENSORS_CSV: table.getvalue(), SENSORS_JSON: body, VISITS_HTML: page}
+    with ExitStack() as stack:
+        for name, text in texts.items():
+            new = stack.enter_context(replacing(done.state / name))
+            f = stack.enter_context(new.open("w", encoding="utf-8", errors="backslashreplace", newline=""))
+            f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        _write_new(body, json.dumps(done.body, ensure_ascii=True) + "\n")
-        _write_new(html, page)
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #2e361cc6
@@ -606,32 +584,18 @@ def _curves(history: History, rows: list[SensorRow]) -> dict[str, list[float]]:
     return {sensor: [value for (value,) in reversed(values)] for sensor, values in found.items()}
 
 
-def manifest_places(manifest: Manifest | None) -> dict[str, Place]:  # sensor -> place
-    "Return the coordinates in further columns of the table of a manifest."
+def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, Place]:
+    "Return the coordinates of the sensors, from further columns of the table of a manifest."
     found: dict[str, Place] = {}
     for x in () if manifest is None else manifest.listings:
         for k, parts in enumerate(x.names if x.extra else ()):
             place = place_of({name: texts[k] for name, texts in x.extra.items()})
             if place is not None:
                 found[_sensor_name(parts.sensor)] = place
-    return found
+    return {r.sensor: found[key] for r in rows if (key := text_key(r.sensor)) in found}
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
-def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
-    "Refuse a state folder among the recordings, and other files in the place of the tables."
-    target = Path(os.path.abspath(state))
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        raise OutputError(
-            "the state folder lies inside the folder of the recordings",
-            code="output-in-source",
-            path=target,
-            remedy="choose a path outside that folder",
-        )
-    check_tables(target)
-    return target
-
-
 def _keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
     "Store the reference of the drift: the data set that was given, or the first nights."
     if given is not None:
@@ -686,7 +650,7 @@ def nightly(
         files = _sort_files(history, found)
         notes = _notes(files, missing)
         ((last,),) = history.query("SELECT max(night) FROM nights")
-        new = _read_new(files, detector, all_sensors(history), last or "", device, progress)
+        new = read_new(files, detector, all_sensors(history), last or "", device, progress)
         history.begin()
         history.set_meta("model", digest)
         done_visits = _known_visits(history, new.entries, visits)
@@ -699,6 +663,7 @@ def nightly(
         normal = None if held is None else normal_medians(*held.normal)
         rows = sensor_table(history, rule, normal=normal, audits=audits)
         stored = history.meta("reference")
+        rejected = [*files.rejected, *new.rejected]
         done = NightlyRun(
             folder=found.listing.folder,
             state=target,
@@ -706,8 +671,16 @@ def nightly(
             evaluation=evaluation_text(detector.evaluations),
             evaluation_result=evaluation_result(detector.evaluations),
             budget=rule,
-            counts=replace(_counts(files, new, len(added)), not_in_table=len(missing)),
-            rejected=_all_rejected(files, new),
+            counts=RunCounts(
+                found=len(found.listing),
+                known=files.n_known + new.n_touched,
+                new=len(added),
+                copies=len(new.entries) - len(added) - new.n_touched,
+                rejected=len(rejected),
+                times_from_file=new.n_from_file,
+                not_in_table=len(missing),
+            ),
+            rejected=tuple(sorted(rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             curves=_curves(history, rows),
@@ -716,12 +689,6 @@ def nightly(
         clips = _clips(rows, files.digests | new.digests, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
-
-
-def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, Place]:
-    "Return the places of the sensors of the table."
-    places = manifest_places(manifest)
-    return {r.sensor: places[key] for r in rows if (key := text_key(r.sensor)) in places}
 
 
 def _notes(files: _Files, missing: Sequence[bytes]) -> tuple[str, ...]:
@@ -763,22 +730,3 @@ def _ignored_visits(history: History, visits: Mapping[str, str], done: Mapping[s
             "(a spreadsheet turns 000123 into 123, and a long number into 1,23E+05: format the column as text)"
         )
     return (note,)
-
-
-def _all_rejected(files: _Files, new: _New) -> tuple[Rejected, ...]:
-    "Files that are not scored, of this run and earlier ones, in the order of their paths."
-    paths = files.found.listing.paths
-    unnamed = [Rejected(paths[k], "no_sensor", "the sensor is not known") for k in files.unnamed]
-    return tuple(sorted([*files.rejected, *new.rejected, *unnamed], key=lambda r: r.path))
-
-
-def _counts(files: _Files, new: _New, n_added: int) -> RunCounts:
-    "Count the files of the folder."
-    return RunCounts(
-        found=len(files.found.listing),
-        known=files.n_known + new.n_touched,
-        new=n_added,
-        copies=len(new.entries) - n_added - new.n_touched,
-        rejected=len(files.rejected) + len(new.rejected) + len(files.unnamed),
-        times_from_file=new.n_from_file,
-    )

@@ -40,9 +40,9 @@ from ...audio.synth import wav_bytes
 from ...audio.tables import table_number
 from ...insight.page_figures import png_bytes
 from ...insight.plots import Trace, _colour, _f32, _figure
-from .drift import RECENT_DAYS, Drift
+from .drift import RECENT_DAYS
 from .nights import RecordingFeatures
-from .sensors import SensorRow, plural
+from .sensors import plural
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -222,32 +222,42 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 @media (max-width: 60rem) { .visits thead { display: none; } .visits tr { display: block; padding: .6rem 0; border-bottom: 1px solid var(--rule); }
   .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
 _TEMPLATE = """
-<html lang='en'><head><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:">
+<html lang='en'><head><meta charset='utf-8'>
+<meta http-equiv='Content-Security-Policy' content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:">
 <meta name='viewport' content='width=device-width'><title>Sensors to visit</title><style>{{ style|safe }}</style></head><body>
 {%- macro badge(visit) %}{% if visit %}<span class='badge {{ visit.split()[0] }}'>{{ visit }}</span>{% endif %}{% endmacro %}
 {%- macro health(text) %}{% if text == 'ok' %}ok{% else %}<span class='bad'>{{ text }}</span>{% endif %}{% endmacro %}
 {%- macro evidence(x) %}{{ ('{:,.1f}' if x < 1e5 else '{:.1e}').format(x) }}{% endmacro %}
 {%- macro curve(sensor, values) %}{% set points, limit_y = evidence_points(values, limit) %}
-<svg class='curve' viewBox='0 0 168 48' role='img'><title>evidence of {{ sensor }} over nights, limit {{ '{:,.0f}'.format(limit) }}</title>
+<svg class='curve' viewBox='0 0 168 48' role='img'><title>evidence of {{ sensor }} over nights, limit {{ limit|whole }}</title>
 <line x1='4' x2='164' y1='{{ limit_y }}' y2='{{ limit_y }}' class='limit'/>
 <polyline points='{% for x, y in points %}{{ x }},{{ y }} {% endfor %}' class='line'/>
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
 {%- for text in done.warnings %}
-<p class='warning'>{{ text }}{% if drift and text == drift.warning %} See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
+<p class='warning'>{{ text }}{% if drift and text == drift.warning %}
+See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
-<p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of {{ '{:,.0f}'.format(limit) }} for the evidence. Audit visits are chosen at random ({{ '{:,}'.format(n_audits) }}): they show what the list misses.</p>
+<p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
+{{ limit|whole }} for the evidence. Audit visits are chosen at random ({{ n_audits|whole }}): they show what the list misses.</p>
 <p class='facts'>Detector: {{ done.evaluation }}</p>
-<p class='facts'>Loggers to check: {{ '{:,}'.format(n_ill) }}</p>
+<p class='facts'>Loggers to check: {{ n_ill|whole }}</p>
 {%- if listed %}
-<div class='scroll'><table class='visits'><thead><tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr></thead><tbody>
+<div class='scroll'><table class='visits'><thead>
+<tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
+</thead><tbody>
 {%- for r in listed %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
-<td class='why'>{{ r.reason }}<div class='facts'>trend {{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }}; {{ plural(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
-<td>{% if done.curves.get(r.sensor) %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}{% endif %}<div class='name'>{{ evidence(r.evidence) }} of {{ '{:,.0f}'.format(limit) }}</div></td>
+<td class='why'>{{ r.reason }}<div class='facts'>trend
+{{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
+{{ plural(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
+<td>{% if done.curves.get(r.sensor) %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}{% endif %}
+<div class='name'>{{ evidence(r.evidence) }} of {{ limit|whole }}</div></td>
 {%- set clip = clips.get(r.digest) %}
-<td>{% if clip %}<img class='mel' alt='spectrogram' src='{{ clip.png }}'><audio controls preload='none' src='{{ clip.wav }}'></audio>{% endif %}<div class='name'>{{ r.recording }}</div><div class='name'>
+<td>{% if clip %}<img class='mel' alt='spectrogram' src='{{ clip.png }}'>
+<audio controls preload='none' src='{{ clip.wav }}'></audio>{% endif %}
+<div class='name'>{{ r.recording }}</div><div class='name'>
 {%- if clip %}{{ '{:.3g} s, amplified by {:+.0f} dB'.format(clip.seconds, clip.gain_db) }}
 {%- else %}{{ 'no player: not among the first, or not in the folder any more' if r.recording else 'no recording in the last week' }}
 {%- endif %}</div></td></tr>
@@ -259,33 +269,54 @@ _TEMPLATE = """
 {%- if map %}{% set width, height, points = map %}
 <h2>Map</h2>
 <svg class='map' style='max-width:{{ [160, width]|max|int }}px' viewBox='0 0 {{ width }} {{ height }}' role='img'>
-{%- for sensor, reason, x, y in points %}<circle cx='{{ x }}' cy='{{ y }}' r='{{ 7 if reason else 4 }}' class='p-{{ reason.split()[0] if reason else 'none' }}'><title>{{ sensor }}{{ ': ' ~ reason if reason }}</title></circle>
-{%- if reason %}<text x='{{ x + 10 if x < width / 2 else x - 10 }}' y='{{ y + 4 }}' text-anchor='{{ 'start' if x < width / 2 else 'end' }}'>{{ sensor }}</text>{% endif %}
+{%- for sensor, reason, x, y in points %}
+{%- set kind = reason.split()[0] if reason else 'none' -%}
+<circle cx='{{ x }}' cy='{{ y }}' r='{{ 7 if reason else 4 }}' class='p-{{ kind }}'>
+{#- -#}<title>{{ sensor }}{{ ': ' ~ reason if reason }}</title></circle>
+{%- if reason %}{% set left = x < width / 2 -%}
+<text x='{{ x + 10 if left else x - 10 }}' y='{{ y + 4 }}' text-anchor='{{ 'start' if left else 'end' }}'>{{ sensor }}</text>
+{%- endif %}
 {%- endfor %}</svg>
-<p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{% if n_lost %} {{ plural(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
+<p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{% if n_lost %}
+{{ plural(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr></thead><tbody>
+<div class='scroll'><table><thead>
+<tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
+<th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
+</thead><tbody>
 {%- for r in done.sensors[:most] %}
-<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td><td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td><td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
+<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
+<td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td>
+<td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
+<td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}
 </tbody></table></div>
 {%- if done.sensors|length > most %}
-<p class='facts'>The first {{ '{:,}'.format(most) }} of {{ '{:,}'.format(done.sensors|length) }} sensors; sensors.csv has all.</p>
+<p class='facts'>The first {{ most|whole }} of {{ done.sensors|length|whole }} sensors; sensors.csv has all.</p>
 {%- endif %}
 <h2>Drift</h2>
 {%- if not drift %}
 <p class='facts'>There is nothing to compare with yet: give a data set (--reference), or wait for the first 28 nights.</p>
 {%- else %}
-<p class='facts'>{{ '{:,}'.format(drift.n) }} recordings of the last {{ days }} nights against {{ '{:,}'.format(drift.reference.n) }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
-<div class='scroll'><table><thead><tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th><th>reference (grey) and last nights (blue)</th></tr></thead><tbody>
+<p class='facts'>{{ drift.n|whole }} recordings of the last {{ days }} nights against
+{{ drift.reference.n|whole }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
+<div class='scroll'><table><thead>
+<tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th>
+<th>reference (grey) and last nights (blue)</th></tr>
+</thead><tbody>
 {%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
-<tr><td>{{ name }}</td>{% for q in both %}<td>{{ '{:.3g} to {:.3g}'.format(q[0], q[4]) }}{{ '' if name == 'score' else ' dB' }}</td>{% endfor %}<td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td>
-<td><svg class='bar' viewBox='0 0 240 30' role='img'>{% for kind, x, y, w, h in drift_bars(*both) %}<rect x='{{ x }}' y='{{ y }}' width='{{ w }}' height='{{ h }}' class='{{ kind }}'/>{% endfor %}</svg></td></tr>
+<tr><td>{{ name }}</td>
+{%- for q in both %}<td>{{ '{:.3g} to {:.3g}'.format(q[0], q[4]) }}{{ '' if name == 'score' else ' dB' }}</td>{% endfor %}
+<td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td>
+<td><svg class='bar' viewBox='0 0 240 30' role='img'>{% for kind, x, y, w, h in drift_bars(*both) %}
+<rect x='{{ x }}' y='{{ y }}' width='{{ w }}' height='{{ h }}' class='{{ kind }}'/>{% endfor %}</svg></td></tr>
 {%- endfor %}
 </tbody></table></div>
 {%- if outside %}
-<p class='facts'>Sensors whose median lies outside: {% for sensor, what in outside %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}{% if n_more > 0 %} and {{ '{:,}'.format(n_more) }} more{% endif %}</p>
+<p class='facts'>Sensors whose median lies outside:
+{% for sensor, what in outside %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
+{%- if n_more > 0 %} and {{ n_more|whole }} more{% endif %}</p>
 {%- endif %}
 {%- endif %}
 <footer>leakmel {{ version }}</footer>
@@ -299,6 +330,7 @@ def _template() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined)
+    page.filters["whole"] = "{:,.0f}".format
     page.globals |= {"evidence_points": evidence_points, "drift_bars": drift_bars, "plural": plural}
     return page.from_string(PAGE_BEGINS + _TEMPLATE, {"style": _STYLE, "version": leakmel.__version__})
 
