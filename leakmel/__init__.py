@@ -32,7 +32,7 @@ _PUBLIC = {
     "MelDataset": "dataset.file.reader",
     "export_dataset": "dataset.export.formats",
     "ExportResult": "dataset.export.formats",
-    "export_history": "learn.nightly.history_tables",
+    "export_history": "learn.nightly.history",
     "card": "learn.model.cards",
     "Card": "learn.model.cards",
     "train": "learn.train.loop",

@@ -77,7 +77,7 @@ def run_export(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             code="invalid-arguments",
             expected="--out DIR, or --onnx for a detector",
         )
-    from leakmel.learn.nightly.history_tables import export_history, is_state_folder
+    from leakmel.learn.nightly.history import export_history, is_state_folder
 
     how: dict[str, Any] = {
         "out": user_path(args.out),
@@ -102,7 +102,7 @@ _CARD: Options = {
 
 def run_card(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
-    from leakmel.learn.nightly.history_tables import is_state_folder
+    from leakmel.learn.nightly.history import is_state_folder
 
     given = Path(args.file)
     if is_state_folder(given):

@@ -23,9 +23,10 @@ __all__ = [
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #29c1ce65
 import json, math, os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from ..model.detector import Detector, required_spec, spec_differences
 from .history import N_BANDS, History
 from .nights import levels_of
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 # %% ../../../nbs/learn/nightly/drift.ipynb #8fbe2ef3
 QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
 RECENT_DAYS = 7  # that are compared
@@ -42,6 +46,7 @@ REFERENCE_DAYS = 28  # of the network's own history, where no data set is given
 MIN_RECORDINGS = 30  # of the reference, and of the last nights
 WARN_SHARE = 0.25  # of recordings outside the central 95 % of the reference; 0.05 is expected
 _MAX_ROWS = 2000  # of a data set
+_SENSOR = "sensor"  # column of a table of recordings, beside the quantities
 
 Ranges = dict[str, tuple[float, ...]]  # quantity -> its QUANTILES
 
@@ -71,7 +76,7 @@ class Reference:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-def ranges_of(values: dict[str, np.ndarray]) -> Ranges:
+def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
     "Compute the quantiles of each quantity."
     return {name: tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
@@ -128,16 +133,10 @@ def reference_of_data_set(
     return Reference(f"data set {show_path(os.path.basename(os.fspath(path)))}", len(chosen), found)
 
 
-@dataclass(frozen=True, eq=False)
-class _Nights:
-    "Usable recordings of some nights."
+def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
+    "Read sensor and quantities of the usable recordings of some nights, both ends included."
+    import pandas as pd
 
-    sensor: list[str]
-    values: dict[str, np.ndarray]  # [n] each
-
-
-def _nights(history: History, since: date, until: date) -> _Nights:
-    "Read the recordings of some nights, both ends included."
     rows = history.query(
         "SELECT sensor, rms_db, score, bands FROM recordings WHERE night BETWEEN ? AND ? AND flags = '' AND bands != ''",
         (since.isoformat(), until.isoformat()),
@@ -146,15 +145,14 @@ def _nights(history: History, since: date, until: date) -> _Nights:
     common = max(set(lengths), key=lengths.count, default=0)
     rows = [row for row, n in zip(rows, lengths) if n == common]
     try:
-        bands = np.array(" ".join(row[3] for row in rows).split(), float).reshape(
-            len(rows), -1 if rows else 1
-        )
+        bands = np.array([row[3].split() for row in rows], float).reshape(len(rows), -1 if rows else 1)
     except ValueError as e:
         raise DataError(
             "the band levels are damaged", code="invalid-history", path=history.path, found=str(e)[:80]
         ) from e
     level, score = (np.array([row[k] for row in rows], float) for k in (1, 2))
-    return _Nights([row[0] for row in rows], quantities(level, score, bands))
+    sensor = np.array([row[0] for row in rows], object)
+    return pd.DataFrame({_SENSOR: sensor} | quantities(level, score, bands))
 
 
 _FIRST_NIGHTS = 100  # in which the reference is looked for
@@ -178,10 +176,10 @@ def reference_of_history(
     if date.fromisoformat(last) < end + timedelta(days=RECENT_DAYS):
         return None
     found = _nights(history, first, end)
-    if len(found.sensor) < MIN_RECORDINGS:
+    if len(found) < MIN_RECORDINGS:
         return None
     source = f"the first {REFERENCE_DAYS} nights of this network"
-    return Reference(source, len(found.sensor), ranges_of(found.values))
+    return Reference(source, len(found), ranges_of(found.drop(columns=_SENSOR)))
 
 
 def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
@@ -234,22 +232,6 @@ class Drift:
         }
 
 
-def _sensors_outside(recent: _Nights, reference: Reference) -> dict[str, tuple[str, ...]]:
-    "Return the sensors whose median lies outside the reference, with the quantities."
-    names, code = np.unique(recent.sensor, return_inverse=True)
-    found: dict[str, list[str]] = {}
-    starts = np.searchsorted(np.sort(code), np.arange(len(names)))
-    counts = np.bincount(code)
-    middle = starts + (counts - 1) // 2
-    for name, x in recent.values.items():
-        if name in reference.ranges:
-            low, *_, high = reference.ranges[name]
-            median = x[np.lexsort((x, code))][middle]  # lower median
-            for k in np.flatnonzero((median < low) | (median > high)).tolist():
-                found.setdefault(str(names[k]), []).append(name)
-    return {name: tuple(x) for name, x in sorted(found.items())}
-
-
 def drift_of(
     history: History,
     reference: Reference | None,  # None: there is none yet
@@ -260,12 +242,14 @@ def drift_of(
         return None
     until = date.fromisoformat(last)
     recent = _nights(history, until - timedelta(days=RECENT_DAYS - 1), until)
-    if len(recent.sensor) < MIN_RECORDINGS:
+    if len(recent) < MIN_RECORDINGS:
         return None
-    outside = {}
-    for name, x in recent.values.items():
-        if name in reference.ranges:
-            low, *_, high = reference.ranges[name]
-            outside[name] = float(((x < low) | (x > high)).mean())
-    sensors = _sensors_outside(recent, reference)
-    return Drift(reference, len(recent.sensor), ranges_of(recent.values), outside, sensors)
+    names = [name for name in recent if name in reference.ranges]
+    low, high = (np.array([reference.ranges[name][k] for name in names]) for k in (0, -1))
+    values, medians = recent[names], recent.groupby(_SENSOR)[names].quantile(0.5, interpolation="lower")
+    outside = ((values < low) | (values > high)).mean().to_dict()
+    is_far = (medians < low) | (medians > high)
+    sensors = {
+        str(s): tuple(is_far.columns[row]) for s, row in zip(is_far.index, is_far.to_numpy()) if row.any()
+    }
+    return Drift(reference, len(recent), ranges_of(recent.drop(columns=_SENSOR)), outside, sensors)

@@ -170,32 +170,16 @@ _NIGHT_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class _Night:
-    "Recordings of a sensor in a night, together."
-
-    recordings: int
-    usable: int
-    score: float | None  # median over the usable ones
-    rms_db: float  # medians over all
-    floor_db: float
-    flags: str  # of most recordings
+_Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags
 
 
 def _together(rows: Sequence[tuple]) -> _Night:
-    "Aggregate recordings: score, rms_db, floor_db, flags."
+    "Aggregate recordings (score, rms_db, floor_db, flags): the median score of the usable ones, the levels of all, the flags of most."
     usable = [r[0] for r in rows if not r[3]]
     words = [word for r in rows for word in r[3].split()]
     flags = " ".join(name for name in UNUSABLE if 2 * words.count(name) >= len(rows))
-    levels = np.median([r[1:3] for r in rows], axis=0)
-    return _Night(
-        len(rows),
-        len(usable),
-        float(np.median(usable)) if usable else None,
-        float(levels[0]),
-        float(levels[1]),
-        flags,
-    )
+    rms_db, floor_db = np.median([r[1:3] for r in rows], axis=0).tolist()
+    return len(rows), len(usable), float(np.median(usable)) if usable else None, rms_db, floor_db, flags
 
 
 def _changed_visits(history: History, visits: Mapping[str, str]) -> dict[str, str]:
@@ -264,24 +248,15 @@ def _write_nights(
     for night in sorted(by_date):
         x = np.full(len(sensors), np.nan)
         for k, own in by_date[night].items():
-            if own.score is not None and night > visited.get(sensors[k], ""):
-                x[k] = night_logit(own.score)
+            score = own[2]
+            if score is not None and night > visited.get(sensors[k], ""):
+                x[k] = night_logit(score)
         evidence.add(x)
         value = evidence.value
         rows = []
         for k, own in by_date[night].items():
             if first_above[k] is None and value[k] >= budget.limit:
                 first_above[k] = night
-            head = (
-                sensors[k],
-                night,
-                own.recordings,
-                own.usable,
-                own.score,
-                own.rms_db,
-                own.floor_db,
-                own.flags,
-            )
-            state = (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k], first_above[k])
-            rows.append((*head, *(float(v) if isinstance(v, np.floating) else v for v in state)))
+            state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
+            rows.append((sensors[k], night, *own, *state, first_above[k]))
         history.write(f"INSERT OR REPLACE INTO nights VALUES ({marks})", rows)
