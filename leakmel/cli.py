@@ -239,7 +239,7 @@ def _add_join(p: argparse.ArgumentParser) -> Options:
 
 def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, str]:
     "Write the report of a build, and return its path for `--json`."
-    from leakmel.insight.report import build_report
+    from leakmel.insight.dashboard import build_report
 
     one = results[0].path
     path = one.parent / "report.html" if args.split == "all" else one.with_name(f"{one.name}.report.html")

@@ -1087,7 +1087,7 @@ def _features(args: argparse.Namespace) -> dict[str, float] | None:
 def check_report(path: str) -> None:
     "Check the name of a report before the work; raises OutputError where it would replace another file, MissingPackageError."
     import plotly  # noqa: F401
-    from leakmel.insight.report import is_report
+    from leakmel.insight.page_figures import is_report
     from leakmel.learn.model.files import require_kind
 
     target = user_path(path)
@@ -1109,7 +1109,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     found = lm.similar(args.file, args.among, k=args.n, progress=progress_mode(args), **given)
     text, body = found.text(), found.summary | {"html": None}
     if args.html:
-        from leakmel.insight.report import Section, write_report
+        from leakmel.insight.page_figures import Section, write_report
 
         sections = [Section("Recordings", [found.table]), Section("Spectrograms", [found.figure()])]
         title = f"Recordings similar to {show_path(found.query.name)}"

@@ -6,6 +6,15 @@
 __all__ = [
     "NOT_AVAILABLE",
     "NO_TIMELINE",
+    "find_runs",
+    "joined_timelines",
+    "RunRecord",
+    "reused_rows",
+    "modified_data_sets",
+    "read_run",
+    "read_runs",
+    "runs_table",
+    "differing_settings",
     "dashboard_kinds",
     "cache_sentence",
     "Card",
@@ -17,12 +26,15 @@ __all__ = [
     "data_table",
     "spectra_figure",
     "mel_pictures",
+    "build_report",
 ]
 
 # %% ../../nbs/insight/dashboard.ipynb #b81d7a84
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from textwrap import fill
@@ -30,21 +42,267 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..audio.problems import how_many, format_counts, show_place
-from ..core.errors import LeakmelError, show_path
+from ..audio.problems import ProblemReport, how_many, format_counts, show_place
+from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak, size_text
+from ..core.own_files import read_own_json
 from ..core.parameters import Kinds
+from ..core.run_plan import runs_folder
+from ..core.timeline import Gauge, Timeline, read_timeline
 from ..dataset.file.reader import MelDataset, open_dataset
 from ..dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
-from .diagnose import amdahl_bounds, limit_text, report_text
-from .plots import _figure, _plain, mels_by_label, recording_spectra, spectrum_by_label
-from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows
+from .diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
+from .page_figures import Section, write_report
+from leakmel.insight.plots import (
+    _figure,
+    _plain,
+    batch_timeline,
+    exclusive_bar,
+    level_by_label,
+    mels_by_label,
+    recording_spectra,
+    spectrum_by_label,
+    utilization,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+
+# %% ../../nbs/insight/dashboard.ipynb #b53b7e4b
+_REPORT, _TIMELINE = ".report.json", ".timeline.json"
+_DATA_SETS = (".h5", ".hdf5")
+
+
+def _run_files(folder: Path) -> list[Path]:
+    "Return the reports and data sets in a folder, by name; empty if it cannot be read."
+    try:
+        names = sorted(e.name for e in os.scandir(folder) if e.is_file() and e.name[:1] != ".")
+    except OSError:
+        return []
+    return [folder / name for name in names if name.lower().endswith((_REPORT, *_DATA_SETS))]
+
+
+def find_runs(
+    path: str | os.PathLike | None = None,  # folder of a run, or of runs; None: the project's runs/
+    *,
+    most: int = 8,  # largest number of runs read from a folder of runs
+) -> list[Path]:  # the folder itself, or the newest runs in it
+    "Find the folders of runs; raises DataError for a folder without a run."
+    if most < 1:
+        raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
+    folder = runs_folder() if path is None else Path(os.path.abspath(os.path.expanduser(path)))
+    if _run_files(folder):
+        return [folder]
+    inside = [p for p in folder.iterdir() if p.name[:1] != "."] if folder.is_dir() else []
+    times = {p: max(f.stat().st_mtime_ns for f in files) for p in inside if (files := _run_files(p))}
+    if times:
+        return sorted(times, key=lambda p: (times[p], p.name), reverse=True)[:most]
+    raise DataError(
+        "the folder contains no run" if folder.is_dir() else "the folder does not exist",
+        code="no-run-found",
+        path=folder,
+        expected="*.report.json or *.H5 in the folder or its subfolders",
+        remedy="build a data set (`make build`, `papermill build.ipynb out.ipynb` in nbs/ or `leakmel build`), or set run to another folder",
+    )
+
+
+# %% ../../nbs/insight/dashboard.ipynb #53ba5dab
+def joined_timelines(
+    timelines: Mapping[str, Timeline],  # by data set, as stored
+) -> dict[str, Timeline]:  # by data set; splits that were built together share one object
+    "Join the timelines of splits that share a clock, and start them after the imports."
+    groups: dict[tuple, list[str]] = {}
+    for name, t in timelines.items():
+        clock = [s["time_s"] for s in t.samples[:1]] + [s.end_s for s in t.spans if not s.split][:1]
+        groups.setdefault(tuple(clock) or (name,), []).append(name)
+    joined: dict[str, Timeline] = {}
+    for names in groups.values():
+        joined |= dict.fromkeys(names, _joined([timelines[n] for n in names]))
+    return joined
+
+
+def _joined(timelines: list[Timeline]) -> Timeline:
+    "Return the distinct spans, gauges and samples from the end of the imports on."
+    whole = Timeline()
+    spans = dict.fromkeys(s for t in timelines for s in t.spans)
+    zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
+    whole.spans = [
+        replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
+        for s in spans
+        if s.lane != "imports"
+    ]
+    gauges = dict.fromkeys(g for t in timelines for g in t.gauges)
+    whole.gauges = [Gauge(g.name, max(0.0, g.time_s - zero), g.value) for g in gauges]
+    whole.gauges.sort(key=lambda g: g.time_s)
+    samples = {s["time_s"]: s for t in timelines for s in t.samples}
+    whole.samples = [samples[t] | {"time_s": t - zero} for t in sorted(samples) if t >= zero]
+    whole.meta = timelines[0].meta
+    return whole
+
+
+# %% ../../nbs/insight/dashboard.ipynb #a05f0139
+@dataclass(frozen=True, eq=False, repr=False)
+class RunRecord:
+    "Reports, timelines and data sets in the folder of a run."
+
+    folder: Path
+    # as `dataset.report` writes them, by file name of the data set, the largest first
+    reports: dict[str, dict[str, Any]]
+    timelines: dict[str, Timeline]  # by file name of the data set, as `joined_timelines` returns them
+    data_sets: tuple[Path, ...]  # in the order of the reports, then those without a report
+
+    @property
+    def distinct_timelines(self) -> list[Timeline]:
+        "Distinct timelines: splits that were built together share one."
+        return list({id(t): t for t in self.timelines.values()}.values())
+
+    @property
+    def found(self) -> int:
+        "Files found, in all splits."
+        return sum(r["found"] for r in self.reports.values())
+
+    @cached_property
+    def seconds(self) -> float | None:
+        "Seconds from the first listing to the last published file, summed over separate builds; None: unknown."
+        ends = [within[1] for t in self.distinct_timelines if (within := interval_s(t)) is not None]
+        return sum(ends) if ends else sum(r["seconds"] for r in self.reports.values()) or None
+
+    @property
+    def files_per_s(self) -> float | None:
+        "Files found per second, end to end."
+        return self.found / self.seconds if self.seconds and self.reports else None
+
+    def __repr__(self) -> str:
+        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.found:,} files found)"
+
+
+# %% ../../nbs/insight/dashboard.ipynb #6f0891f0
+def reused_rows(run: RunRecord) -> int:
+    "Return the number of rows that were reused from an interrupted build or an earlier data set."
+    return sum(r.get("kept_rows", 0) for r in run.reports.values())
+
+
+def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
+    "Return the data sets whose size differs from their report: they were changed after verification."
+    sizes = {p.name: p.stat().st_size for p in run.data_sets}
+    return tuple(
+        n for n, r in run.reports.items() if n in sizes and r.get("file_bytes", sizes[n]) != sizes[n]
+    )
+
+
+# %% ../../nbs/insight/dashboard.ipynb #fcdf3c5b
+_NEEDED: dict[str, Any] = {  # type of each value in JSON
+    "found": int,
+    "rows": int,
+    "rejected": int,
+    "seconds": (int, float),
+    "files_per_s": (int, float),
+    "verified": dict,
+    "span_name": str,
+    "machine": dict,
+    "pipeline": dict,
+}
+
+
+def _report(path: Path) -> dict[str, Any]:
+    "Read the report of a data set; raises DataError."
+    try:
+        body = read_own_json(path)
+        if not isinstance(body, dict):
+            raise TypeError(f"a {type(body).__name__}, not an object")
+        if not (wrong := [key for key, kind in _NEEDED.items() if not isinstance(body.get(key), kind)]):
+            return body
+        found = f"no valid field {', '.join(wrong)}"
+    except (OSError, ValueError, RecursionError, TypeError) as e:
+        found = str(e)[:200]
+    raise DataError(
+        "the file is not a valid record of leakmel",
+        code="damaged-record",
+        path=path,
+        found=found,
+        remedy="build again, or move the file elsewhere",
+    )
+
+
+# %% ../../nbs/insight/dashboard.ipynb #77d85614
+def read_run(
+    folder: str | os.PathLike,  # as find_runs returns it
+) -> RunRecord:
+    "Read the record of a run; raises DataError for an invalid file."
+    folder = Path(folder)
+    files = _run_files(folder)
+    found = {p.name.removesuffix(_REPORT): _report(p) for p in files if p.name.endswith(_REPORT)}
+    reports = {n: found[n] for n in sorted(found, key=lambda n: (-found[n]["found"], n))}
+    stored = {n: read_timeline(p) for n in reports if (p := folder / f"{n}{_TIMELINE}").is_file()}
+    here = {p.name: p for p in files if p.name.lower().endswith(_DATA_SETS)}
+    data_sets = [here[n] for n in reports if n in here] + [p for n, p in here.items() if n not in reports]
+    return RunRecord(folder, reports, joined_timelines(stored), tuple(data_sets))
+
+
+def read_runs(
+    folders: Sequence[str | os.PathLike],  # as find_runs returns them
+) -> tuple[
+    list[RunRecord], list[str]
+]:  # runs, and one sentence per skipped run; raises DataError if the first cannot be read
+    "Read several runs; damaged runs after the first are skipped."
+    found, skipped = [read_run(folder) for folder in folders[:1]], list[str]()
+    for folder in folders[1:]:
+        try:
+            found.append(read_run(folder))
+        except DataError as e:
+            skipped.append(f"Skipped run: {e}")
+    return found, skipped
+
+
+# %% ../../nbs/insight/dashboard.ipynb #62af9b10
+def runs_table(
+    runs: Sequence[RunRecord],
+) -> str:
+    "Format runs as a table, with the settings that differ."
+    head = ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
+    table: list[tuple[str, ...]] = [head]
+    for i, run in enumerate(runs, 1):
+        reports = list(run.reports.values())
+        words = [
+            ", ".join(dict.fromkeys(str(r[key]) for r in reports if r.get(key)))
+            for key in ("engine", "mode", "cache")
+        ]
+        made = max((str(r.get("created_at_utc", "")) for r in reports), default="")[:19].replace("T", " ")
+        is_verified = all(r["verified"].get("ok") for r in reports)
+        table.append(
+            (
+                f"{i} {run.folder.name}",
+                made,
+                f"{run.found:,}" if reports else "",
+                f"{run.seconds:.2f}" if run.seconds else "",
+                f"{run.files_per_s:,.0f}" if run.files_per_s and not reused_rows(run) else "",
+                "" if not reports else "yes" if is_verified else "NO",
+                *words,
+            )
+        )
+    lines = [aligned(table)]
+    if len(runs) > 1:
+        differing = differing_settings(runs)
+        differ = f"Settings that differ, in the order of the runs ({len(differing)}):"
+        lines += ["", differ if differing else "All settings are the same."]
+        lines += [f"{name}: {', '.join(map(str, values))}" for name, values in differing.items()]
+    return "\n".join(lines)
+
+
+def differing_settings(
+    runs: Sequence[RunRecord],
+) -> dict[str, list[Any]]:  # name -> value in each run, None if a run has none
+    "Return the settings of the first data set of each run that differ between runs."
+    firsts: list[dict[str, Any]] = [next(iter(r.reports.values()), {}) for r in runs]
+    settings = [
+        {**(f.get("spec") or {}), **f.get("pipeline", {}), "machine": (f.get("machine") or {}).get("cpu")}
+        for f in firsts
+    ]
+    columns = {n: [s.get(n) for s in settings] for own in settings for n in own}
+    return {n: values for n, values in columns.items() if any(v != values[0] for v in values)}
 
 
 # %% ../../nbs/insight/dashboard.ipynb #187edc2d
@@ -344,3 +602,30 @@ def mel_pictures(
 ) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
     return _figure_of_file(path, _typical_mels)
+
+
+# %% ../../nbs/insight/dashboard.ipynb #9604c8d5
+def build_report(
+    results: Sequence[BuildResult],  # of one build
+    path: Path,  # HTML file
+) -> Path:  # raises OutputError, SpaceError
+    "Write the report of a build."
+    card = build_card(results)
+    timeline = results[0].timeline
+    notes = [
+        ProblemReport(r.noted, most=12) if r.noted else f"{r.path.name}: no problems were found"
+        for r in results
+    ]
+    with open_dataset(results[0].path) as ds:
+        levels = level_by_label(ds.files["rms_db"], [ds.class_names[i] for i in ds.labels])
+        typical = [f"{name}: {show_path(ds.files['path'][row])}" for name, row in ds.typical_rows().items()]
+    sections = [
+        Section("Summary", [card]),
+        Section("Rejected recordings", [rejected_card(results)]),
+        Section("Problems of the recordings", [*notes, levels]),
+        Section("Run time", [analysis_text(timeline, [r.summary for r in results])]),
+        Section("Stages", [exclusive_bar(timeline), batch_timeline(timeline), utilization(timeline)]),
+        Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
+    ]
+    where = show_path(results[0].path.parent)
+    return write_report(path, f"Build of {where}", card.title, sections, ok=card.ok)

@@ -6,6 +6,13 @@
 __all__ = [
     "MAX_BORDERS",
     "MAX_COLUMNS",
+    "RecordingFilter",
+    "Recordings",
+    "recordings_of_scan",
+    "FittedRecording",
+    "read_row",
+    "SplitSpectra",
+    "split_spectra",
     "explore_kinds",
     "SegmentSelection",
     "Explorer",
@@ -20,21 +27,25 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/explore.ipynb #f6feb4ca
-import os
-from dataclasses import dataclass, replace
+import os, shlex, time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..audio.manifest import Manifest
 from ..audio.problems import how_many
+from ..audio.synth import wav_bytes
 from ..audio.wav import read_wav
-from ..core.errors import LeakmelError, UsageError
+from ..core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
 from ..dataset.run.inputs import decide_spec
-from .explore_data import RecordingFilter, FittedRecording, Recordings, read_row
+from ..dataset.source.loader import BatchReader, Slot
 from leakmel.insight.plots import (
     _TEXT,
     MAX_POINTS,
@@ -52,7 +63,191 @@ from ..mel.reference import hann_periodic
 from ..mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
+    import pandas as pd
     import plotly.graph_objects as go
+
+
+# %% ../../nbs/insight/explore.ipynb #c1f5eb41
+@dataclass(frozen=True)
+class RecordingFilter:
+    "Filter by split, label, sensor and flag; an empty value matches any."
+
+    split: str = ""
+    label: str = ""
+    sensor: str = ""
+    flag: str = ""
+
+    def __repr__(self) -> str:
+        words = [f"{name} {show_path(value)}" for name, value in asdict(self).items() if value]
+        return ", ".join(words) or "any recording"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Recordings:
+    "Usable recordings in the order of the listings; raises DataError if there are none."
+
+    manifest: Manifest
+    table: "pd.DataFrame"  # of the scan, with listing, k (index in the listing), shown (path), flags (tuple)
+    n_left_out: int = 0  # recordings of the manifest that cannot be read or have no label
+
+    def __post_init__(self) -> None:
+        if not len(self):
+            raise DataError(
+                "the folder contains no usable recording",
+                code="no-usable-recording",
+                path=self.manifest.root,
+                remedy=f"run `leakmel scan {shlex.quote(show_path(self.manifest.root))} --content` to list the problems",
+            )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __repr__(self) -> str:
+        left = f"; {how_many(self.n_left_out, 'other')} cannot be used" if self.n_left_out else ""
+        return f"{how_many(len(self), 'recording')} of {show_path(self.manifest.root)}{left}"
+
+    @cached_property
+    def value_counts(self) -> dict[str, dict[str, int]]:
+        "Number of recordings per value, for each field of a RecordingFilter."
+        columns = {name: self.table[name] for name in ("split", "label", "sensor")}
+        columns["flag"] = self.table["flags"].explode().dropna()
+        counts = {name: column.value_counts() for name, column in columns.items()}
+        counts |= {name: counts[name].sort_index() for name in ("split", "label", "sensor")}
+        return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
+
+    def matching(
+        self, wanted: RecordingFilter
+    ) -> np.ndarray:  # [n] row numbers, at least one; raises UsageError if no recording matches
+        "Return the rows that match a filter."
+        fits = np.ones(len(self), bool)
+        for name, word in asdict(wanted).items():
+            if not word:
+                continue
+            if word not in self.value_counts[name]:
+                raise UsageError(
+                    f"no recording has this {name}",
+                    code="no-matching-recording",
+                    found=repr(word),
+                    expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
+                )
+            if name == "flag":
+                fits &= [word in flags for flags in self.table["flags"]]
+            else:
+                fits &= (self.table[name] == word).to_numpy()
+        if not fits.any():
+            raise UsageError(
+                "no recording matches the filter", code="no-matching-recording", found=repr(wanted)
+            )
+        return np.flatnonzero(fits)
+
+
+# %% ../../nbs/insight/explore.ipynb #95c7ed86
+def recordings_of_scan(
+    manifest: Manifest,  # of scan(root, content=True)
+) -> Recordings:  # raises DataError if no recording is usable
+    "Return the usable recordings of a scan."
+    sizes = [len(x) for x in manifest.listings]
+    label_ids = np.concatenate([x.label_ids for x in manifest.listings])
+    whole = manifest.table.reset_index(drop=True).assign(
+        listing=np.repeat(np.arange(len(sizes)), sizes), k=np.concatenate([np.arange(n) for n in sizes])
+    )
+    table = whole[(whole["code"] == "") & (label_ids >= 0)]
+    shown = [manifest.listings[i].show(k) for i, k in zip(table["listing"], table["k"])]
+    kinds: dict[str, list[str]] = {}
+    for path, kind in zip(manifest.problems["path"], manifest.problems["kind"]):
+        kinds.setdefault(path, []).append(kind)
+    flags: list[Any] = []
+    for path, status in zip(shown, table["status"]):
+        words = [word for word in status.split("+") if word not in ("", "ok")]
+        flags.append(tuple(dict.fromkeys([*words, *kinds.get(path, ())])))
+    return Recordings(manifest, table.assign(shown=shown, flags=flags), len(whole) - len(table))
+
+
+# %% ../../nbs/insight/explore.ipynb #1905df65
+@dataclass(frozen=True, eq=False)
+class FittedRecording:
+    "A recording at the sample rate and length of a spec."
+
+    shown: str  # path below the root
+    label: str
+    sensor: str
+    rms_db: float  # dB re full scale, of the file
+    flags: tuple[str, ...]
+    status: str  # conversions such as "resampled+padded"; "ok": none
+    samples: np.ndarray  # [N] int16 or float32
+
+
+def read_row(
+    recordings: Recordings,
+    row: int,  # number in the table
+    spec: MelSpec,  # its sample rate, length and conversion rules apply
+) -> FittedRecording:  # raises RecordingError
+    "Read a recording and convert it to the rate and length of a spec."
+    facts = recordings.table.iloc[row]
+    slot = Slot(1, spec)
+    slot.begin(None, 0, int(facts["k"]), 1)
+    BatchReader(recordings.manifest.listings[int(facts["listing"])], spec).fill(slot)
+    if slot.rejected:
+        raise RecordingError(slot.rejected[0].code, slot.rejected[0].message, path=facts["shown"])
+    named = {name: facts[name] for name in ("shown", "label", "sensor", "flags")}
+    status = slot.unusual.get(0, ("", "ok"))[1]
+    return FittedRecording(rms_db=float(facts["rms_db"]), status=status, samples=slot.input[0], **named)
+
+
+# %% ../../nbs/insight/explore.ipynb #aba5bd13
+@dataclass(frozen=True, eq=False, repr=False)
+class SplitSpectra:
+    "Mean spectra of the recordings of a split."
+
+    split: str
+    spectra_db: np.ndarray  # [n, M] float32, each the mean over a row's segments and frames, dB
+    labels: list[str]  # [n]
+    spec: MelSpec
+    n_found: int  # recordings of the split that are not silent
+    seconds: float  # of reading and computing
+
+    def __repr__(self) -> str:
+        n = len(self.labels)
+        some = (
+            f"an even sample of {n:,} of {self.n_found:,} recordings"
+            if n < self.n_found
+            else f"all {n:,} recordings"
+        )
+        return (
+            f"{show_path(self.split) or 'one folder'}: {some} that are not silent, read and computed in {self.seconds:.2f} s "
+            f"({n / self.seconds:,.0f} recordings/s)"
+        )
+
+
+def split_spectra(
+    recordings: Recordings,  # silent recordings are excluded
+    split: str,  # "TRAINING", ...; "" for a folder of label folders
+    spec: MelSpec,
+    *,
+    most: int = 1000,  # recordings; from more, an even sample
+) -> SplitSpectra:  # raises RecordingError for a recording that was changed or removed after the scan
+    "Read the recordings of a split and compute their mean spectra."
+    table = recordings.table
+    rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
+    even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
+    began = time.perf_counter()
+    with open_engine("auto", spec, device="cpu") as engine:
+
+        def mean_spectrum(row: int) -> np.ndarray:
+            mels = np.empty((1, *spec.row_shape), np.float16)
+            engine.run(read_row(recordings, row, spec).samples[None], mels)
+            return mels.mean(axis=(0, 1, 2, 4), dtype=np.float32)
+
+        with ThreadPoolExecutor(engine.workers) as pool:
+            found = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
+        return SplitSpectra(
+            split=split,
+            spectra_db=found.reshape(-1, spec.n_mels),
+            labels=[show_path(label) for label in table["label"].iloc[even]],
+            spec=spec,
+            n_found=len(rows),
+            seconds=time.perf_counter() - began,
+        )
 
 
 # %% ../../nbs/insight/explore.ipynb #17bdd14e
@@ -440,8 +635,6 @@ def playback_wav(
     louder: bool = False,  # amplify to a peak near full scale
 ) -> tuple[bytes, str]:  # 16-bit WAV file and a description; raises LeakmelError
     "Return the selected segments as a WAV file for playback, at the rate of the recording."
-    from leakmel.audio.synth import wav_bytes
-
     facts, spec = state.recordings.table.iloc[state.row], state.spec
     listing = state.recordings.manifest.listings[int(facts["listing"])]
     original = read_wav(listing.full_path(int(facts["k"])))

@@ -23,8 +23,16 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.progress import _ATTENDED
-from .explore import Explorer, default_spec_path, recording_figure, playback_wav
-from .explore_data import Recordings, SplitSpectra, recordings_of_scan, split_spectra
+from leakmel.insight.explore import (
+    Explorer,
+    Recordings,
+    SplitSpectra,
+    default_spec_path,
+    playback_wav,
+    recording_figure,
+    recordings_of_scan,
+    split_spectra,
+)
 from .plots import spectrum_by_label
 from ..mel.spec import MelSpec
 

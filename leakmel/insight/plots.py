@@ -18,12 +18,17 @@ __all__ = [
     "classes_by_split",
     "recording_spectra",
     "spectrum_by_label",
+    "stage_bars",
+    "exclusive_bar",
+    "batch_timeline",
+    "utilization",
 ]
 
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +36,9 @@ from numpy.typing import ArrayLike
 
 from ..audio.content import label_auc
 from ..core.errors import DataError, show_path
+from ..core.monitor import mean, peak
+from ..core.timeline import STAGES, Span, Timeline, lane_pieces
+from .diagnose import attribute, interval_s, spans_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -458,3 +466,234 @@ def _spectrum_title(names: list[str], means: np.ndarray, hz: np.ndarray) -> str:
     high, low = int(means[:, band].argmax()), int(means[:, band].argmin())
     gap = means[high, band] - means[low, band]
     return f"{names[high]} is up to {gap:.0f} dB louder than {names[low]}, most at {hz[band]:,.0f} Hz"
+
+
+# %% ../../nbs/insight/plots.ipynb #312a033b
+def stage_bars(
+    names: Sequence[str],  # of the bars
+    shares: Sequence[Mapping[str, float]],  # of each bar, exclusive seconds by stage
+    least_percent: float = 6,  # smallest share of a bar that is labelled
+) -> list[Trace]:  # of a figure with barmode "stack", one for each stage
+    "Return stacked bars of exclusive seconds."
+    traces: list[Trace] = []
+    for stage in [s for s in STAGES if any(a.get(s, 0) > 0 for a in shares)]:
+        seconds = [a.get(stage, 0.0) for a in shares]
+        parts = [100 * s / (sum(a.values()) or 1) for s, a in zip(seconds, shares)]
+        traces.append(
+            dict(
+                type="bar",
+                name=_stage_name(stage),
+                orientation="h",
+                y=list(names),
+                x=_f32(seconds),
+                marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
+                text=[f"{p:.0f} %" if p >= least_percent else "" for p in parts],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                customdata=_f32(np.stack([seconds, parts], axis=1)),
+                hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>",
+            )
+        )
+    return traces
+
+
+def exclusive_bar(
+    timeline: Timeline,
+) -> "go.Figure":
+    "Draw the exclusive time of each stage, for a run and its splits."
+    splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
+    shares = {name: attribute(timeline, name) for name in splits}
+    if len(splits) != 1:
+        shares = {"all splits": attribute(timeline), **shares}
+    own = next(iter(shares.values()))
+    title = "No span was recorded"
+    if own:
+        largest, wall_s = max(own, key=lambda stage: own[stage]), sum(own.values())
+        title = f"{_stage_name(largest)} takes {100 * own[largest] / (wall_s or 1):.0f} % of {_seconds_text(wall_s)}"
+    return _figure(
+        stage_bars([_plain(n) for n in shares], list(shares.values())),
+        title,
+        "Each instant is divided between the busy lanes, so the parts of a bar add up to the wall time",
+        height=170 + 44 * len(shares),
+        barmode="stack",
+        bargap=0.3,
+        uniformtext=dict(minsize=10, mode="hide"),
+        yaxis=dict(autorange="reversed", showgrid=False, type="category"),
+        xaxis=dict(title=dict(text="wall time (s)"), rangemode="tozero"),
+    )
+
+
+# %% ../../nbs/insight/plots.ipynb #00d8382e
+@dataclass(frozen=True)
+class _Bar:
+    "One bar of the batch timeline."
+
+    lane: str
+    stage: str
+    start_s: float
+    seconds: float
+    about: str  # further lines of the hover text
+
+
+def _span_bar(s: Span) -> _Bar:
+    parts = [
+        f"{_plain(s.split)} batch {s.batch}" if s.batch >= 0 else _plain(s.split),
+        f"{s.n_files:,} files" if s.n_files else "",
+        f"{s.n_bytes / 1e6:.2f} MB" if s.n_bytes else "",
+    ]
+    return _Bar(s.lane, s.stage, s.start_s, s.seconds, "".join(f"<br>{p}" for p in parts if p))
+
+
+def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[_Bar]:
+    "Return one bar per stage of a lane in each slice of time."
+    pieces = lane_pieces(spans)
+    width = float(edges[1] - edges[0])
+    at = edges[:-1].astype(np.float64)  # where the next bar of each slice begins
+    bars = []
+    for stage in [s for s in STAGES if any(p[2] == s for p in pieces)]:
+        own = np.array([p[:2] for p in pieces if p[2] == stage])  # [n, 2] start and end, s
+        seconds = own[:, 1] - own[:, 0]
+        until = np.cumsum(seconds)
+        spent = np.diff(np.interp(edges, own.ravel(), np.stack([until - seconds, until], axis=1).ravel()))
+        for i in np.flatnonzero(spent > 1e-6):
+            about = f"<br>{100 * spent[i] / width:.0f} % of this slice of {1000 * width:.0f} ms"
+            bars.append(_Bar(spans[0].lane, stage, float(at[i]), float(spent[i]), about))
+        at += spent
+    return bars
+
+
+# %% ../../nbs/insight/plots.ipynb #f4f3f172
+def batch_timeline(
+    timeline: Timeline,
+    split: str | None = None,  # one split, None for the whole run
+) -> "go.Figure":
+    "Draw the stage of each lane over time."
+    spans, within = spans_of(timeline, split), interval_s(timeline, split)
+    if within is None:
+        return _figure([], "No span was recorded", height=200)
+    rank = {stage: i for i, stage in enumerate(STAGES)}  # lanes are sorted by stage, then by name
+    lanes = [lane for _, lane in sorted((rank.get(s.stage, 99), s.lane) for s in spans)]
+    lanes, seconds = list(dict.fromkeys(lanes)), within[1] - within[0]
+    by_lane = {lane: [s for s in spans if s.lane == lane] for lane in lanes}
+    subtitle = f"{len({(s.split, s.batch) for s in spans if s.batch >= 0}):,} batches, one bar per span"
+    bars = [_span_bar(s) for s in spans]
+    if len(spans) > MAX_POINTS:
+        edges = np.linspace(*within, 1 + max(10, min(400, MAX_POINTS // len(lanes))))
+        bars = [b for own in by_lane.values() for b in _slice_bars(own, edges)]
+        subtitle = f"{subtitle.split(',')[0]}; each slice of {1000 * (edges[1] - edges[0]):.0f} ms shows how much of it a lane spent in each stage"
+    busy = sum(b - a for own in by_lane.values() for a, b, _ in lane_pieces(own)) / (seconds or 1)
+    traces: list[Trace] = []
+    for stage in [x for x in STAGES if any(b.stage == x for b in bars)]:
+        own = [b for b in bars if b.stage == stage]
+        traces.append(
+            dict(
+                type="bar",
+                name=_stage_name(stage),
+                orientation="h",
+                y=np.array([lanes.index(b.lane) for b in own], dtype=np.int16),
+                x=_f32([b.seconds for b in own]),
+                base=_f32([b.start_s for b in own]),
+                customdata=_f32([[b.start_s, 1000 * b.seconds] for b in own]),
+                marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
+                hovertext=[b.about for b in own],
+                hovertemplate="%{fullData.name}: %{customdata[1]:.2f} ms from %{customdata[0]:.3f} s%{hovertext}<extra></extra>",
+            )
+        )
+    room_s = 0.01 * seconds
+    return _figure(
+        traces,
+        f"{busy:.1f} of {len(lanes)} lanes busy on average over {_seconds_text(seconds)}",
+        subtitle,
+        height=170 + 30 * len(lanes),
+        barmode="overlay",
+        bargap=0.25,
+        xaxis=dict(
+            title=dict(text="time since the run began (s)"), range=[within[0] - room_s, within[1] + room_s]
+        ),
+        yaxis=dict(
+            tickvals=list(range(len(lanes))),
+            ticktext=[_plain(lane) for lane in lanes],
+            range=[len(lanes) - 0.5, -0.5],
+            showgrid=False,
+        ),
+    )
+
+
+# %% ../../nbs/insight/plots.ipynb #4898d638
+@dataclass(frozen=True)
+class _Curve:
+    "One measured quantity."
+
+    row: str  # title of its axis
+    key: str  # in the samples
+    name: str
+    factor: float
+    colour: str
+
+
+_CURVES = (
+    _Curve("CPU (%)", "cpu_percent", "CPU, this process", 1, "#56B4E9"),
+    _Curve("RAM (MB)", "rss_bytes", "RAM, this process", 1e-6, "#CC79A7"),
+    _Curve("disk (MB/s)", "disk_read_bytes", "read from disk", 1e-6, "#1F82C6"),
+    _Curve("disk (MB/s)", "disk_written_bytes", "written to disk", 1e-6, "#8C6BB1"),
+    _Curve("GPU (%)", "gpu_percent", "GPU busy", 1, "#D55E00"),
+    _Curve("VRAM (MB)", "vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),
+)
+
+
+def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarray]:
+    "Return times and values of one quantity; counters become rates."
+    pairs = [(s["time_s"], s[curve.key]) for s in samples if s.get(curve.key) is not None]
+    t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    if curve.key.startswith("disk_"):
+        v, t = np.diff(v) / np.diff(t), t[1:]
+    step = max(1, -(-len(t) // MAX_POINTS))
+    return t[::step], curve.factor * v[::step]
+
+
+def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str) -> Trace:
+    return dict(
+        type="scatter",
+        name=name,
+        x=_f32(t),
+        y=_f32(v),
+        mode="lines" if np.size(t) > 2 else "lines+markers",
+        line=dict(color=colour, width=1.6),
+        hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
+    )
+
+
+def utilization(
+    timeline: Timeline,
+) -> "go.Figure":
+    "Draw the measured load of CPU, memory, disk and GPU over time."
+    last_s = max([(interval_s(timeline) or (0, 0))[1], *(sample["time_s"] for sample in timeline.samples)])
+    rows: dict[str, list[Trace]] = {curve.row: [] for curve in _CURVES}
+    for curve in _CURVES:
+        t, v = _measured(timeline.samples, curve)
+        if len(t):
+            rows[curve.row].append(_line(curve.name, t, v, curve.colour))
+    missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
+    subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
+    rows = {row: lines for row, lines in rows.items() if lines}
+    if not rows:
+        return _figure([], "Nothing was measured", subtitle, height=200)
+    fig = _subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 if len(rows) > 1 else 0)
+    n_cores = timeline.meta.get("monitor", {}).get("n_cores")
+    for i, (row, lines) in enumerate(rows.items(), start=1):
+        fig.add_traces(lines, rows=i, cols=1)
+        fig.update_yaxes(title=dict(text=row), rangemode="tozero", row=i, col=1)
+        if row == "CPU (%)":  # the axis ends at the load of all cores
+            top = max(float(np.max(lines[0]["y"])), 100 * (n_cores or 1))
+            fig.update_yaxes(range=[0, 1.05 * top], row=i, col=1)
+    fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
+    fig.update_xaxes(range=[0, 1.01 * last_s])  # the clock of the batch timeline
+    cpu, ram = mean(timeline.samples, "cpu_percent"), peak(timeline.samples, "rss_bytes")
+    findings = []
+    if cpu is not None:
+        of = f" of {n_cores}" if n_cores else ""
+        findings.append(f"{cpu / 100:.1f}{of} cores busy on average")
+    if ram is not None:
+        findings.append(f"{ram / 1e6:,.0f} MB of RAM at most")
+    return _apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import show_path
-from ..insight.report import Section, write_report
+from ..insight.page_figures import Section, write_report
 from .evaluate.cross_validation import CrossValidation
 from .evaluate.report import Evaluation
 from .predict.plots import score_by_level, score_histogram, suspicious_mels

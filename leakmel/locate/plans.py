@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import UsageError
 from ..core.parameters import Kinds
 from ..core.run_plan import user_path
-from ..insight.report import Section, write_report
+from ..insight.page_figures import Section, write_report
 from .correlate import Correlation, correlate
 from .pair import synthetic_pair
 from .wave_speed import WaveSpeed, wave_speed

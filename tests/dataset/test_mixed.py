@@ -22,7 +22,7 @@ from leakmel.core.errors import DataError, LeakmelError
 from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec
 from leakmel.dataset.run.proposal import propose_build
 from leakmel.insight.explore import Explorer
-from leakmel.insight.explore_data import recordings_of_scan
+from leakmel.insight.explore import recordings_of_scan
 
 # rate in Hz, seconds, channels, number: the first is the majority
 MIXED = ((8000, 2.0, 1, 7), (16_000, 2.0, 1, 2), (8000, 1.0, 2, 1), (8000, 3.5, 1, 2))

@@ -55,7 +55,7 @@ from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_fo
 from leakmel.dataset.source.loader import BadFilesError
 from leakmel.insight.advice import analysis_text
 from leakmel.insight.diagnose import attribute, interval_s
-from leakmel.insight.timeline_plots import batch_timeline
+from leakmel.insight.plots import batch_timeline
 
 QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
 ROOT = Path(__file__).resolve().parents[2]

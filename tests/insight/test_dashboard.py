@@ -27,8 +27,8 @@ from leakmel.insight.dashboard import (
     spectra_figure,
     stage_reports,
 )
-from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
-from leakmel.insight.runs import (
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
+from leakmel.insight.dashboard import (
     runs_table,
     differing_settings,
     RunRecord,

@@ -35,7 +35,7 @@ from leakmel.insight.explore import (
     recording_figure,
     playback_wav,
 )
-from leakmel.insight.explore_data import RecordingFilter, recordings_of_scan, split_spectra
+from leakmel.insight.explore import RecordingFilter, recordings_of_scan, split_spectra
 from leakmel.insight.explore_view import (
     Controls,
     ExploreView,

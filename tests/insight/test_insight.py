@@ -18,7 +18,7 @@ from leakmel.insight.diagnose import (
     stage_table,
 )
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
-from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
 
 def timeline_of(*spans: Span) -> Timeline:

@@ -16,7 +16,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError
 from leakmel.insight.page_figures import PLOTLY, figure_html, html_figures, notebook_page, plotly_script
-from leakmel.insight.report import Section, write_report
+from leakmel.insight.page_figures import Section, write_report
 
 v4 = nbformat.v4
 BARS = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "two bars"}}}

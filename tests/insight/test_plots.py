@@ -16,8 +16,8 @@ from leakmel.insight.plots import (
     mels_by_label,
     spectrum_by_label,
 )
-from leakmel.insight.runs import runs_table
-from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
+from leakmel.insight.dashboard import runs_table
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
 LAYOUT_COLOURS = ("white", "black", "#fff", "#000")

@@ -10,8 +10,8 @@ from test_learn_predict import SPEC, made_detector, noise, put
 
 import leakmel as lm
 from leakmel.insight.dashboard import build_card, data_table, rejected_card
-from leakmel.insight.explore_data import RecordingFilter, recordings_of_scan
-from leakmel.insight.runs import read_run, runs_table
+from leakmel.insight.explore import RecordingFilter, recordings_of_scan
+from leakmel.insight.dashboard import read_run, runs_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu"}

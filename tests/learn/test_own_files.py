@@ -30,7 +30,7 @@ from leakmel.dataset.run.config import PipelineConfig, this_machine, tuned_path,
 from leakmel.dataset.run.existing import read_rejected, read_state, state_path, write_rejected
 from leakmel.dataset.file.schema import Rejected
 from leakmel.dataset.source.sample_cache import list_cache
-from leakmel.insight.runs import read_run
+from leakmel.insight.dashboard import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
 from leakmel.learn.model.locate import model_file
 from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE

@@ -56,7 +56,7 @@ from leakmel.learn.train.history import (
     epochs_from,
     should_stop,
 )
-from ...insight.report import Section, write_report
+from ...insight.page_figures import Section, write_report
 from ..train.inputs import Sources, TooShortWarning, open_training, training_identity
 from ..train.loop import folder_lock, train
 
