@@ -175,11 +175,12 @@ class Controls:
                 )
         still = {"continuous_update": False}  # an event when a slider is released, not while it moves
         self.position = w.IntSlider(min=1, max=2, **still, **common("recording"))
-        narrow = w.Layout(width="110px")
-        self.previous_button = w.Button(
-            description="\u25c0 previous", tooltip="the previous recording", layout=narrow
+        self.previous_button = _button(
+            "\u25c0 previous", "110px", partial(self._step, -1), tooltip="the previous recording"
         )
-        self.next_button = w.Button(description="next \u25b6", tooltip="the next recording", layout=narrow)
+        self.next_button = _button(
+            "next \u25b6", "110px", partial(self._step, 1), tooltip="the next recording"
+        )
         self.preset = w.Dropdown(
             options=sorted({*MelSpec.preset_names(), self.state.spec.preset_name}), **common("preset")
         )
@@ -239,6 +240,12 @@ class Controls:
         finally:
             self.is_updating = False
 
+    def _step(self, by: int) -> None:
+        "Show the next or the previous recording."
+        self.state.go_to(self.state.position + by)
+        self.update_widgets()
+        self.view.draw()
+
     def _connect(self) -> None:
         "Connect the events of the widgets to the state."
 
@@ -271,11 +278,6 @@ class Controls:
             first, last = self.long.value
             self.state.select(first, last + 1)
 
-        def step(by: int, _: Any) -> None:
-            self.state.go_to(self.state.position + by)
-            self.update_widgets()
-            self.view.draw()
-
         for name, box in self.filters.items():
             on([box], partial(set_filter, name), follows=True)
         on([self.position], lambda n: self.state.go_to(n - 1))
@@ -284,8 +286,6 @@ class Controls:
         on([*self.settings.values(), self.range_hz], set_all)
         on([self.long], select)
         on([self.louder], lambda value: setattr(self.view, "louder", value))
-        self.previous_button.on_click(partial(step, -1))
-        self.next_button.on_click(partial(step, 1))
 
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
@@ -304,6 +304,14 @@ class _Picture:
         if "leakmel" in pio.renderers:  # after embed_plotly: HTML for pages
             bundle |= pio.renderers["leakmel"].to_mimebundle(figure)
         return bundle
+
+
+def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> Any:  # of ipywidgets
+    import ipywidgets as w
+
+    button = w.Button(description=text, layout=w.Layout(width=width), **look)
+    button.on_click(lambda _: act())
+    return button
 
 
 class _Output:
@@ -359,27 +367,20 @@ class ExploreView:
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        import ipywidgets as w
         from IPython.display import display
 
         self.outputs |= {name: _Output() for name in ("split_line", "split_figure")}
         if self.controls:
-            button = w.Button(description="compute the split", layout=w.Layout(width="190px"))
-            button.on_click(lambda _: self.recompute())
-            display(button)
+            display(_button("compute the split", "190px", self.recompute))
         self.recompute()
 
     def show_spec(self) -> None:
         "Show the settings and a button that writes the spec file."
-        import ipywidgets as w
         from IPython.display import display
 
         self.outputs["written"] = _Output()
         if self.controls:
-            label, wide = "write the spec file", w.Layout(width="230px")
-            button = w.Button(description=label, button_style="primary", layout=wide)
-            button.on_click(lambda _: self.write())
-            display(button)
+            display(_button("write the spec file", "230px", self.write, button_style="primary"))
         where = show_path(default_spec_path(self.state.spec) if self.write_to is None else self.write_to)
         how = "the button" if self.controls else "view.write()"
         self.outputs["written"].show(StatusLine(f"Not written yet; {how} writes the settings to {where}"))

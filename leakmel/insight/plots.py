@@ -18,7 +18,6 @@ __all__ = [
     "classes_by_split",
     "recording_spectra",
     "spectrum_by_label",
-    "stage_bars",
     "exclusive_bar",
     "batch_timeline",
     "utilization",
@@ -28,7 +27,6 @@ __all__ = [
 import html, textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,15 +176,10 @@ def _colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
     return min(max(float(np.floor(np.percentile(finite, 1))), high - range_db), high - 1), high
 
 
-def _smallest(z: np.ndarray) -> np.ndarray:
-    "Convert whole numbers to int8 if they fit."
-    return z.astype(np.int8) if z.min() >= -128 and z.max() <= 127 else z
-
-
 def _whole_db(picture: np.ndarray, low: float, high: float) -> np.ndarray:
     "Round levels to whole dB, at least `low`; levels above `high` stay for the hover text."
-    z = np.nan_to_num(picture, nan=low, posinf=high, neginf=low)
-    return _smallest(np.round(np.maximum(z, low)).astype(np.int16))
+    z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low))
+    return z.astype(np.int8 if z.min() >= -128 and z.max() <= 127 else np.int16)
 
 
 def mels_by_label(
@@ -315,7 +308,6 @@ def level_by_label(
 # %% ../../nbs/insight/plots.ipynb #0881411c
 MOST_LABELS = 8  # lines of a figure; more are not legible
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_NO_SPLIT = "one folder"
 
 
 # %% ../../nbs/insight/plots.ipynb #aebcbb43
@@ -331,7 +323,7 @@ def classes_by_split(
     label_names = sorted(set(labels))
     counts = np.array([[in_cell[split, label] for label in label_names] for split in split_names])
     share = 100 * counts / counts.sum(1, keepdims=True)
-    names = [_plain(name or _NO_SPLIT) for name in split_names]
+    names = [_plain(name or "one folder") for name in split_names]
     traces: list[Trace] = []
     for k, label in enumerate(label_names):
         is_wide = counts[:, k] > 0.12 * counts.sum(1).max()
@@ -469,35 +461,6 @@ def _spectrum_title(names: list[str], means: np.ndarray, hz: np.ndarray) -> str:
 
 
 # %% ../../nbs/insight/plots.ipynb #312a033b
-def stage_bars(
-    names: Sequence[str],  # of the bars
-    shares: Sequence[Mapping[str, float]],  # of each bar, exclusive seconds by stage
-    least_percent: float = 6,  # smallest share of a bar that is labelled
-) -> list[Trace]:  # of a figure with barmode "stack", one for each stage
-    "Return stacked bars of exclusive seconds."
-    traces: list[Trace] = []
-    for stage in [s for s in STAGES if any(a.get(s, 0) > 0 for a in shares)]:
-        seconds = [a.get(stage, 0.0) for a in shares]
-        parts = [100 * s / (sum(a.values()) or 1) for s, a in zip(seconds, shares)]
-        traces.append(
-            dict(
-                type="bar",
-                name=_stage_name(stage),
-                orientation="h",
-                y=list(names),
-                x=_f32(seconds),
-                marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-                text=[f"{p:.0f} %" if p >= least_percent else "" for p in parts],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                customdata=_f32(np.stack([seconds, parts], axis=1)),
-                hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>",
-            )
-        )
-    return traces
-
-
 def exclusive_bar(
     timeline: Timeline,
 ) -> "go.Figure":
@@ -506,13 +469,33 @@ def exclusive_bar(
     shares = {name: attribute(timeline, name) for name in splits}
     if len(splits) != 1:
         shares = {"all splits": attribute(timeline), **shares}
+    traces: list[Trace] = []
+    for stage in [s for s in STAGES if any(a.get(s, 0) > 0 for a in shares.values())]:
+        seconds = [a.get(stage, 0.0) for a in shares.values()]
+        parts = [100 * s / (sum(a.values()) or 1) for s, a in zip(seconds, shares.values())]
+        traces.append(
+            dict(
+                type="bar",
+                name=_stage_name(stage),
+                orientation="h",
+                y=[_plain(n) for n in shares],
+                x=_f32(seconds),
+                marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
+                text=[f"{p:.0f} %" if p >= 6 else "" for p in parts],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                customdata=_f32(np.stack([seconds, parts], axis=1)),
+                hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>",
+            )
+        )
     own = next(iter(shares.values()))
     title = "No span was recorded"
     if own:
         largest, wall_s = max(own, key=lambda stage: own[stage]), sum(own.values())
         title = f"{_stage_name(largest)} takes {100 * own[largest] / (wall_s or 1):.0f} % of {_seconds_text(wall_s)}"
     return _figure(
-        stage_bars([_plain(n) for n in shares], list(shares.values())),
+        traces,
         title,
         "Each instant is divided between the busy lanes, so the parts of a bar add up to the wall time",
         height=170 + 44 * len(shares),
@@ -525,28 +508,18 @@ def exclusive_bar(
 
 
 # %% ../../nbs/insight/plots.ipynb #00d8382e
-@dataclass(frozen=True)
-class _Bar:
-    "One bar of the batch timeline."
-
-    lane: str
-    stage: str
-    start_s: float
-    seconds: float
-    about: str  # further lines of the hover text
-
-
-def _span_bar(s: Span) -> _Bar:
+def _about(s: Span) -> str:
+    "Return further lines of the hover text of a span."
     parts = [
         f"{_plain(s.split)} batch {s.batch}" if s.batch >= 0 else _plain(s.split),
         f"{s.n_files:,} files" if s.n_files else "",
         f"{s.n_bytes / 1e6:.2f} MB" if s.n_bytes else "",
     ]
-    return _Bar(s.lane, s.stage, s.start_s, s.seconds, "".join(f"<br>{p}" for p in parts if p))
+    return "".join(f"<br>{p}" for p in parts if p)
 
 
-def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[_Bar]:
-    "Return one bar per stage of a lane in each slice of time."
+def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[tuple[Span, str]]:
+    "Return one bar per stage of a lane in each slice of time, with lines of hover text."
     pieces = lane_pieces(spans)
     width = float(edges[1] - edges[0])
     at = edges[:-1].astype(np.float64)  # where the next bar of each slice begins
@@ -558,7 +531,7 @@ def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[_Bar]:
         spent = np.diff(np.interp(edges, own.ravel(), np.stack([until - seconds, until], axis=1).ravel()))
         for i in np.flatnonzero(spent > 1e-6):
             about = f"<br>{100 * spent[i] / width:.0f} % of this slice of {1000 * width:.0f} ms"
-            bars.append(_Bar(spans[0].lane, stage, float(at[i]), float(spent[i]), about))
+            bars.append((Span(stage, spans[0].lane, float(at[i]), float(at[i] + spent[i])), about))
         at += spent
     return bars
 
@@ -577,15 +550,15 @@ def batch_timeline(
     lanes, seconds = list(dict.fromkeys(lanes)), within[1] - within[0]
     by_lane = {lane: [s for s in spans if s.lane == lane] for lane in lanes}
     subtitle = f"{len({(s.split, s.batch) for s in spans if s.batch >= 0}):,} batches, one bar per span"
-    bars = [_span_bar(s) for s in spans]
+    bars = [(s, _about(s)) for s in spans]
     if len(spans) > MAX_POINTS:
         edges = np.linspace(*within, 1 + max(10, min(400, MAX_POINTS // len(lanes))))
         bars = [b for own in by_lane.values() for b in _slice_bars(own, edges)]
         subtitle = f"{subtitle.split(',')[0]}; each slice of {1000 * (edges[1] - edges[0]):.0f} ms shows how much of it a lane spent in each stage"
     busy = sum(b - a for own in by_lane.values() for a, b, _ in lane_pieces(own)) / (seconds or 1)
     traces: list[Trace] = []
-    for stage in [x for x in STAGES if any(b.stage == x for b in bars)]:
-        own = [b for b in bars if b.stage == stage]
+    for stage in [x for x in STAGES if any(b.stage == x for b, _ in bars)]:
+        own = [b for b, _ in bars if b.stage == stage]
         traces.append(
             dict(
                 type="bar",
@@ -596,7 +569,7 @@ def batch_timeline(
                 base=_f32([b.start_s for b in own]),
                 customdata=_f32([[b.start_s, 1000 * b.seconds] for b in own]),
                 marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-                hovertext=[b.about for b in own],
+                hovertext=[about for b, about in bars if b.stage == stage],
                 hovertemplate="%{fullData.name}: %{customdata[1]:.2f} ms from %{customdata[0]:.3f} s%{hovertext}<extra></extra>",
             )
         )
@@ -621,35 +594,25 @@ def batch_timeline(
 
 
 # %% ../../nbs/insight/plots.ipynb #4898d638
-@dataclass(frozen=True)
-class _Curve:
-    "One measured quantity."
-
-    row: str  # title of its axis
-    key: str  # in the samples
-    name: str
-    factor: float
-    colour: str
-
-
+# title of the axis, key in the samples, name, factor, colour
 _CURVES = (
-    _Curve("CPU (%)", "cpu_percent", "CPU, this process", 1, "#56B4E9"),
-    _Curve("RAM (MB)", "rss_bytes", "RAM, this process", 1e-6, "#CC79A7"),
-    _Curve("disk (MB/s)", "disk_read_bytes", "read from disk", 1e-6, "#1F82C6"),
-    _Curve("disk (MB/s)", "disk_written_bytes", "written to disk", 1e-6, "#8C6BB1"),
-    _Curve("GPU (%)", "gpu_percent", "GPU busy", 1, "#D55E00"),
-    _Curve("VRAM (MB)", "vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),
+    ("CPU (%)", "cpu_percent", "CPU, this process", 1, "#56B4E9"),
+    ("RAM (MB)", "rss_bytes", "RAM, this process", 1e-6, "#CC79A7"),
+    ("disk (MB/s)", "disk_read_bytes", "read from disk", 1e-6, "#1F82C6"),
+    ("disk (MB/s)", "disk_written_bytes", "written to disk", 1e-6, "#8C6BB1"),
+    ("GPU (%)", "gpu_percent", "GPU busy", 1, "#D55E00"),
+    ("VRAM (MB)", "vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),
 )
 
 
-def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarray]:
+def _measured(samples: list[dict], key: str, factor: float) -> tuple[np.ndarray, np.ndarray]:
     "Return times and values of one quantity; counters become rates."
-    pairs = [(s["time_s"], s[curve.key]) for s in samples if s.get(curve.key) is not None]
+    pairs = [(s["time_s"], s[key]) for s in samples if s.get(key) is not None]
     t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-    if curve.key.startswith("disk_"):
+    if key.startswith("disk_"):
         v, t = np.diff(v) / np.diff(t), t[1:]
     step = max(1, -(-len(t) // MAX_POINTS))
-    return t[::step], curve.factor * v[::step]
+    return t[::step], factor * v[::step]
 
 
 def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str) -> Trace:
@@ -669,11 +632,11 @@ def utilization(
 ) -> "go.Figure":
     "Draw the measured load of CPU, memory, disk and GPU over time."
     last_s = max([(interval_s(timeline) or (0, 0))[1], *(sample["time_s"] for sample in timeline.samples)])
-    rows: dict[str, list[Trace]] = {curve.row: [] for curve in _CURVES}
-    for curve in _CURVES:
-        t, v = _measured(timeline.samples, curve)
+    rows: dict[str, list[Trace]] = {row: [] for row, *_ in _CURVES}
+    for row, key, name, factor, colour in _CURVES:
+        t, v = _measured(timeline.samples, key, factor)
         if len(t):
-            rows[curve.row].append(_line(curve.name, t, v, curve.colour))
+            rows[row].append(_line(name, t, v, colour))
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}
