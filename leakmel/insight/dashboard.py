@@ -56,8 +56,8 @@ from .advice import analysis_text
 from .diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
 from .page_figures import Section, write_report
 from leakmel.insight.plots import (
-    _figure,
-    _plain,
+    styled_figure,
+    plain_text,
     batch_timeline,
     exclusive_bar,
     level_by_label,
@@ -570,13 +570,13 @@ def data_table(
 def _figure_of_file(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
     "Draw a data set, or a sentence where it cannot be read."
     if path is None:
-        return _figure([], "No recording to show", height=120)
+        return styled_figure([], "No recording to show", height=120)
     try:
         with open_dataset(path) as ds:
             return draw(ds)
     except _UNREADABLE as e:
-        note = f"{_plain(path.name)}: {_plain(str(e)[:100])}"
-        return _figure([], "No recording can be shown", note, height=120)
+        note = f"{plain_text(path.name)}: {plain_text(str(e)[:100])}"
+        return styled_figure([], "No recording can be shown", note, height=120)
 
 
 def spectra_figure(

@@ -47,16 +47,16 @@ from ..dataset.file.spec_file import SpecFile, write_spec
 from ..dataset.run.inputs import decide_spec
 from ..dataset.source.loader import BatchReader, Slot
 from leakmel.insight.plots import (
-    _TEXT,
+    TEXT_COLOUR,
     MAX_POINTS,
     SILENT_DB,
     Trace,
-    _colour_range,
-    _apply_style,
-    _f32,
-    _plain,
-    _subplots,
-    _whole_db,
+    colour_range,
+    apply_style,
+    f32,
+    plain_text,
+    styled_subplots,
+    whole_db,
 )
 from ..mel.engines import open_engine
 from ..mel.reference import hann_periodic
@@ -516,7 +516,7 @@ _COLOR_BAR = dict(
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
     "Return a line trace."
-    curve: Trace = dict(type="scatter", name=name, x=_f32(x), y=_f32(y), mode="lines")
+    curve: Trace = dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines")
     shown = dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
     return curve | dict(line=dict(color=colour, width=1)) | shown
 
@@ -560,7 +560,7 @@ def recording_figure(
     times, picture, each = mel_columns(state.mels, spec, chosen)
     levels = bin_levels_db(recording.samples, spec, chosen)
     hz = np.arange(len(levels)) * spec.sample_rate / spec.n_fft
-    fig = _subplots(
+    fig = styled_subplots(
         rows=2,
         cols=2,
         column_widths=[0.76, 0.24],
@@ -572,12 +572,12 @@ def recording_figure(
     )
     for trace in _wave_traces(recording.samples, spec, chosen):
         fig.add_trace(trace, row=1, col=1)
-    low, high = _colour_range(picture, 80)
+    low, high = colour_range(picture, 80)
     mels = dict(
         type="heatmap",
-        z=_whole_db(picture, low, high),
-        x=_f32(times),
-        y=_f32(spec.mel_hz),
+        z=whole_db(picture, low, high),
+        x=f32(times),
+        y=f32(spec.mel_hz),
         zmin=low,
         zmax=high,
         colorscale="Viridis",
@@ -594,15 +594,15 @@ def recording_figure(
     ):
         fig.add_trace(curve, row=2, col=2)
     _set_axes(fig, spec, chosen)
-    title = ", sensor ".join(filter(None, [_plain(recording.label), _plain(recording.sensor)]))
+    title = ", sensor ".join(filter(None, [plain_text(recording.label), plain_text(recording.sensor)]))
     if recording.rms_db > SILENT_DB:
         inside = np.flatnonzero((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz))
         loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""
         title += f": {recording.rms_db:.0f} dB re full scale{loudest}"
     else:
         title += ": the recording is silent"
-    fig = _apply_style(fig, title, _subtitle(recording, spec, chosen, each), 580)
-    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=_TEXT))
+    fig = apply_style(fig, title, _subtitle(recording, spec, chosen, each), 580)
+    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=TEXT_COLOUR))
 
 
 def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelection, each: int) -> str:
@@ -617,11 +617,11 @@ def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelectio
         part = f"all {n_long} long segments"
     noted = dict.fromkeys([*recording.status.split("+"), *recording.flags])
     parts = [
-        _plain(recording.shown),
+        plain_text(recording.shown),
         f"{part}, {n_short} short segments in each",
         how_many(len(chosen.frames(spec)[0]), "frame"),
         f"each column is the maximum of {each} frames" if each > 1 else "",
-        ", ".join(_plain(word) for word in noted if word != "ok"),
+        ", ".join(plain_text(word) for word in noted if word != "ok"),
     ]
     return "; ".join(filter(None, parts))
 

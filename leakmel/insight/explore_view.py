@@ -149,6 +149,14 @@ def rate_options(
     return [(f"{rate:,} Hz ({counts[rate]:,})", rate) for rate in rates]
 
 
+def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> Any:  # of ipywidgets
+    import ipywidgets as w
+
+    button = w.Button(description=text, layout=w.Layout(width=width), **look)
+    button.on_click(lambda _: act())
+    return button
+
+
 class Controls:
     "Widgets for recording, spec and segments."
 
@@ -304,14 +312,6 @@ class _Picture:
         if "leakmel" in pio.renderers:  # after embed_plotly: HTML for pages
             bundle |= pio.renderers["leakmel"].to_mimebundle(figure)
         return bundle
-
-
-def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> Any:  # of ipywidgets
-    import ipywidgets as w
-
-    button = w.Button(description=text, layout=w.Layout(width=width), **look)
-    button.on_click(lambda _: act())
-    return button
 
 
 class _Output:

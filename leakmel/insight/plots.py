@@ -6,13 +6,26 @@
 __all__ = [
     "STAGE_COLORS",
     "MAX_POINTS",
+    "LABEL_COLORS",
+    "TEXT_COLOUR",
+    "LINE_COLOUR",
     "Trace",
     "TITLE_LETTERS",
     "SUBTITLE_LETTERS",
     "LEVEL_STEP_DB",
     "SILENT_DB",
     "MOST_LABELS",
+    "f32",
+    "seconds_text",
+    "stage_name",
+    "plain_text",
+    "label_colour",
+    "apply_style",
+    "styled_figure",
+    "styled_subplots",
     "frame_starts_s",
+    "colour_range",
+    "whole_db",
     "mels_by_label",
     "level_by_label",
     "classes_by_split",
@@ -26,7 +39,7 @@ __all__ = [
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,32 +72,44 @@ STAGE_COLORS = {
     "wait": "#A8A8A8",
 }
 MAX_POINTS = 1900  # of a trace; a screen shows no more
-_LABEL_COLORS = ("#1F82C6", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999933")
-_TEXT, _LINE = "#7a7a7a", "rgba(128,128,128,0.25)"
+LABEL_COLORS = ("#1F82C6", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999933")
+TEXT_COLOUR, LINE_COLOUR = "#7a7a7a", "rgba(128,128,128,0.25)"
 Trace = dict[str, Any]  # of a figure, as plotly takes it: `type` and its properties
 
 
-def _f32(values) -> np.ndarray:
+def f32(
+    values: ArrayLike,
+) -> np.ndarray:
     "Convert to float32, which plotly stores as bytes."
     return np.asarray(values, dtype=np.float32)
 
 
-def _seconds_text(s: float) -> str:
+def seconds_text(
+    s: float,  # seconds
+) -> str:
+    "Format a time for a title."
     return f"{s:,.1f} s" if s >= 10 else f"{s:.2f} s" if s >= 0.1 else f"{1000 * s:.0f} ms"
 
 
-def _stage_name(stage: str) -> str:
+def stage_name(
+    stage: str,  # one of STAGES
+) -> str:
+    "Return the name of a stage for a legend."
     return stage.replace("_", " ").capitalize()
 
 
-def _plain(text: str) -> str:
+def plain_text(
+    text: str,  # from a file system, so it may look like HTML
+) -> str:
     "Escape a file or label name for a figure."
     return html.escape(show_path(text), quote=False)
 
 
-def _colour(k: int) -> str:
+def label_colour(
+    k: int,  # number of the label, sorted by name
+) -> str:
     "Return the colour of label k."
-    return _LABEL_COLORS[k % len(_LABEL_COLORS)]
+    return LABEL_COLORS[k % len(LABEL_COLORS)]
 
 
 # %% ../../nbs/insight/plots.ipynb #d06c4efc
@@ -98,7 +123,12 @@ def _wrapped(text: str, letters: int) -> tuple[str, int]:
     return "<br>".join(lines), max(0, len(lines) - 1)
 
 
-def _apply_style(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figure":
+def apply_style(
+    fig: "go.Figure",
+    title: str,  # states the finding
+    subtitle: str,
+    height: int,  # pixels; the width follows the page
+) -> "go.Figure":
     "Apply the common style to a figure."
     title, more_title = _wrapped(title, TITLE_LETTERS)
     subtitle, more_subtitle = _wrapped(subtitle, SUBTITLE_LETTERS)
@@ -114,11 +144,11 @@ def _apply_style(fig: "go.Figure", title: str, subtitle: str, height: int) -> "g
             yref="container",
             pad=dict(t=14, l=10),
             font=dict(size=16),
-            subtitle=dict(text=subtitle, font=dict(size=12, color=_TEXT)),
+            subtitle=dict(text=subtitle, font=dict(size=12, color=TEXT_COLOUR)),
         ),
         height=height + more,
         margin=dict(l=10, r=16, t=(76 if subtitle else 52) + more, b=10),
-        font=dict(color=_TEXT, size=12),
+        font=dict(color=TEXT_COLOUR, size=12),
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         hoverlabel=dict(font=dict(size=12)),
@@ -126,25 +156,34 @@ def _apply_style(fig: "go.Figure", title: str, subtitle: str, height: int) -> "g
             orientation="h", x=0, xanchor="left", y=0, yref="container", yanchor="bottom", traceorder="normal"
         ),
     )
-    fig.update_xaxes(gridcolor=_LINE, linecolor=_LINE, zeroline=False, automargin=True)
-    fig.update_yaxes(gridcolor=_LINE, linecolor=_LINE, zeroline=False, automargin=True)
+    fig.update_xaxes(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
+    fig.update_yaxes(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
     return fig
 
 
-def _figure(traces: Sequence, title: str, subtitle: str = "", *, height: int, **layout) -> "go.Figure":
-    "Return a figure in the common style; `height` is in pixels, the width follows the page."
+def styled_figure(
+    traces: Sequence[Any],
+    title: str,  # states the finding
+    subtitle: str = "",
+    *,
+    height: int,  # pixels; the width follows the page
+    **layout: Any,  # as plotly takes it
+) -> "go.Figure":
+    "Return a figure in the common style."
     import plotly.graph_objects as go
 
     fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
     fig.add_traces(list(traces))
-    fig = _apply_style(fig, title, subtitle, height).update_layout(**layout)
+    fig = apply_style(fig, title, subtitle, height).update_layout(**layout)
     if not fig.data:  # only a title
         fig.update_xaxes(visible=False).update_yaxes(visible=False)
     return fig
 
 
-def _subplots(**arrangement) -> "go.Figure":
-    "Return an empty figure with subplots; style it with `_apply_style` after adding traces."
+def styled_subplots(
+    **arrangement: Any,  # of `plotly.subplots.make_subplots`
+) -> "go.Figure":
+    "Return an empty figure with subplots; style it with `apply_style` after adding traces."
     from plotly.subplots import make_subplots
 
     fig = make_subplots(**arrangement)
@@ -167,7 +206,7 @@ def frame_starts_s(
 
 
 # %% ../../nbs/insight/plots.ipynb #6a79bbc7
-def _colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
+def colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
     "Return the colour range from the 1st to the 99th percentile in whole dB, at most `range_db` wide."
     finite = flat[np.isfinite(flat)]
     if not len(finite):
@@ -176,7 +215,7 @@ def _colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
     return min(max(float(np.floor(np.percentile(finite, 1))), high - range_db), high - 1), high
 
 
-def _whole_db(picture: np.ndarray, low: float, high: float) -> np.ndarray:
+def whole_db(picture: np.ndarray, low: float, high: float) -> np.ndarray:
     "Round levels to whole dB, at least `low`; levels above `high` stay for the hover text."
     z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low))
     return z.astype(np.int8 if z.min() >= -128 and z.max() <= 127 else np.int16)
@@ -203,30 +242,30 @@ def mels_by_label(
         )
     k, n_mels = shape[0], shape[3]
     if k == 0:
-        return _figure([], "No recording to show", height=200)
+        return styled_figure([], "No recording to show", height=200)
     times, index = frame_starts_s(long_start_s, short_start_s, shape[4], hop_s)
     flat = mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index]  # [K, M, frames]
     flat = flat.astype(np.float32)
-    low, high = _colour_range(flat, range_db)
+    low, high = colour_range(flat, range_db)
     n_cols = min(k, 2)
     n_rows = -(-k // n_cols)
-    fig = _subplots(
+    fig = styled_subplots(
         rows=n_rows,
         cols=n_cols,
         shared_xaxes=True,
         shared_yaxes=True,
-        subplot_titles=[_plain(n) for n in labels],
+        subplot_titles=[plain_text(n) for n in labels],
         horizontal_spacing=0.04,
         vertical_spacing=0.3 / (n_rows + 1),
     )
     for i, picture in enumerate(flat):
         trace = dict(
             type="heatmap",
-            z=_whole_db(picture, low, high),
-            x=_f32(times),
-            y=_f32(mel_hz),
+            z=whole_db(picture, low, high),
+            x=f32(times),
+            y=f32(mel_hz),
             coloraxis="coloraxis",
-            name=_plain(labels[i]),
+            name=plain_text(labels[i]),
             hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>",
         )
         place = {"row": 1 + i // n_cols, "col": 1 + i % n_cols}
@@ -234,11 +273,11 @@ def mels_by_label(
         if i >= k - n_cols:
             fig.update_xaxes(title=dict(text="time (s)"), showticklabels=True, **place)
     fig.update_yaxes(title=dict(text="frequency (Hz)"), col=1)
-    fig.update_annotations(font=dict(size=12, color=_TEXT), yshift=-1)
+    fig.update_annotations(font=dict(size=12, color=TEXT_COLOUR), yshift=-1)
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
-    fig = _apply_style(fig, _mel_title(flat, labels), note, 130 + 190 * n_rows)
+    fig = apply_style(fig, _mel_title(flat, labels), note, 130 + 190 * n_rows)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 20))
 
 
@@ -248,7 +287,7 @@ def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
         for p in flat
     ]  # whole dB
     low, high = int(np.argmin(medians)), int(np.argmax(medians))
-    return f"Median level from {medians[low]:.0f} dB ({_plain(labels[low])}) to {medians[high]:.0f} dB ({_plain(labels[high])})"
+    return f"Median level from {medians[low]:.0f} dB ({plain_text(labels[low])}) to {medians[high]:.0f} dB ({plain_text(labels[high])})"
 
 
 # %% ../../nbs/insight/plots.ipynb #76674ef9
@@ -264,7 +303,7 @@ def level_by_label(
     level, names = np.asarray(rms_db, np.float64), np.asarray(labels, dtype=object)
     has_level = np.isfinite(level) & (level > SILENT_DB)
     if not has_level.any():
-        return _figure([], "No level to show", height=200)
+        return styled_figure([], "No level to show", height=200)
     silent = (
         f"; {np.count_nonzero(~has_level):,} silent recordings are not drawn" if not has_level.all() else ""
     )
@@ -280,22 +319,22 @@ def level_by_label(
         traces.append(
             dict(
                 type="scatter",
-                name=f"{_plain(name)} ({len(mine):,})",
-                x=_f32([edges[0], *edges]),
-                y=_f32([0, *share, 0]),
+                name=f"{plain_text(name)} ({len(mine):,})",
+                x=f32([edges[0], *edges]),
+                y=f32([0, *share, 0]),
                 mode="lines",
-                line=dict(shape="hv", color=_colour(k), width=width),
+                line=dict(shape="hv", color=label_colour(k), width=width),
                 hovertemplate="%{y:.1f} % at %{x:.0f} dB",
             )
         )
-    title = f"{_plain(found[0])}: half of the recordings are louder than {np.median(level):.0f} dB"
+    title = f"{plain_text(found[0])}: half of the recordings are louder than {np.median(level):.0f} dB"
     if len(found) > 1:
         shares = label_auc(level, label_id)
         k = int(np.abs(shares - 0.5).argmax())  # the label that the level separates best
-        others = _plain(found[1 - k]) if len(found) == 2 else "the others"
+        others = plain_text(found[1 - k]) if len(found) == 2 else "the others"
         word = "louder" if shares[k] >= 0.5 else "quieter"
-        title = f"{_plain(found[k])} is {word} than {others} in {100 * max(shares[k], 1 - shares[k]):.3g} % of all pairs"
-    return _figure(
+        title = f"{plain_text(found[k])} is {word} than {others} in {100 * max(shares[k], 1 - shares[k]):.3g} % of all pairs"
+    return styled_figure(
         traces,
         title,
         f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB{silent}",
@@ -317,24 +356,24 @@ def classes_by_split(
 ) -> "go.Figure":
     "Draw how many recordings of each label a split has."
     if not len(labels):
-        return _figure([], "No recording to show", height=120)
+        return styled_figure([], "No recording to show", height=120)
     in_cell = Counter(zip(splits, labels))
     split_names = list(dict.fromkeys(splits))  # in order of appearance
     label_names = sorted(set(labels))
     counts = np.array([[in_cell[split, label] for label in label_names] for split in split_names])
     share = 100 * counts / counts.sum(1, keepdims=True)
-    names = [_plain(name or "one folder") for name in split_names]
+    names = [plain_text(name or "one folder") for name in split_names]
     traces: list[Trace] = []
     for k, label in enumerate(label_names):
         is_wide = counts[:, k] > 0.12 * counts.sum(1).max()
         traces.append(
             dict(
                 type="bar",
-                name=_plain(label),
+                name=plain_text(label),
                 orientation="h",
                 y=names,
                 x=counts[:, k],
-                marker=dict(color=_colour(k), line=dict(width=0)),
+                marker=dict(color=label_colour(k), line=dict(width=0)),
                 text=[
                     f"{n:,} ({p:.0f} %)" if wide else ""
                     for n, p, wide in zip(counts[:, k], share[:, k], is_wide)
@@ -342,11 +381,11 @@ def classes_by_split(
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
-                customdata=_f32(share[:, k]),
+                customdata=f32(share[:, k]),
                 hovertemplate="%{y}<br>%{fullData.name}: %{x:,}, %{customdata:.1f} %<extra></extra>",
             )
         )
-    return _figure(
+    return styled_figure(
         traces,
         _class_title(label_names, names, counts),
         f"{len(labels):,} recordings that became rows",
@@ -361,10 +400,10 @@ def classes_by_split(
 def _class_title(label_names: list[str], splits: list[str], counts: np.ndarray) -> str:
     "Return the share of the largest class, and the splits in which it differs most."
     if len(label_names) == 1:
-        return f"All {counts.sum():,} recordings have the label {_plain(label_names[0])}"
+        return f"All {counts.sum():,} recordings have the label {plain_text(label_names[0])}"
     k = int(counts.sum(0).argmax())
     share = 100 * counts[:, k] / counts.sum(1)
-    name = _plain(label_names[k])
+    name = plain_text(label_names[k])
     if np.ptp(share) < 5:
         return f"{name} is {share.mean():.0f} % of {'every split' if len(splits) > 1 else 'the recordings'}"
     low, high = int(share.argmin()), int(share.argmax())
@@ -400,7 +439,7 @@ def spectrum_by_label(
         )
     finite = np.isfinite(spectra).all(axis=1)
     if not finite.any():
-        return _figure([], "No spectrum to show", height=120)
+        return styled_figure([], "No spectrum to show", height=120)
     names, label_id = np.unique(np.asarray(labels, dtype=np.str_)[finite], return_inverse=True)
     spectra = spectra[finite]
     kept = np.sort(np.argsort(-np.bincount(label_id), kind="stable")[:MOST_LABELS])
@@ -413,12 +452,12 @@ def spectrum_by_label(
             shades.append(
                 dict(
                     type="scatter",
-                    x=_f32([*hz, *hz[::-1]]),
-                    y=_f32([*low, *high[::-1]]),
+                    x=f32([*hz, *hz[::-1]]),
+                    y=f32([*low, *high[::-1]]),
                     mode="lines",
                     line=dict(width=0),
                     fill="toself",
-                    fillcolor=_colour(k),
+                    fillcolor=label_colour(k),
                     opacity=0.2,
                     legendgroup=name,
                     showlegend=False,
@@ -428,20 +467,20 @@ def spectrum_by_label(
         lines.append(
             dict(
                 type="scatter",
-                name=f"{_plain(name)} ({len(own):,})",
-                x=_f32(hz),
-                y=_f32(own.mean(0)),
+                name=f"{plain_text(name)} ({len(own):,})",
+                x=f32(hz),
+                y=f32(own.mean(0)),
                 mode="lines" if len(hz) > 1 else "markers",
                 legendgroup=name,
-                line=dict(color=_colour(k), width=2.2, dash=_DASHES[k % len(_DASHES)]),
+                line=dict(color=label_colour(k), width=2.2, dash=_DASHES[k % len(_DASHES)]),
                 hovertemplate="%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
             )
         )
     more = f"; the {MOST_LABELS} largest of {len(names)} labels" if len(names) > MOST_LABELS else ""
     means = np.stack([spectra[label_id == i].mean(0) for i in kept])  # [K, M]
-    return _figure(
+    return styled_figure(
         [*shades, *lines],
-        _spectrum_title([_plain(names[i]) for i in kept], means, hz),
+        _spectrum_title([plain_text(names[i]) for i in kept], means, hz),
         f"Mean over time and recordings, shaded from the 10th to the 90th percentile of the recordings{more}",
         height=380,
         xaxis=dict(title=dict(text="frequency (Hz)")),
@@ -476,16 +515,16 @@ def exclusive_bar(
         traces.append(
             dict(
                 type="bar",
-                name=_stage_name(stage),
+                name=stage_name(stage),
                 orientation="h",
-                y=[_plain(n) for n in shares],
-                x=_f32(seconds),
+                y=[plain_text(n) for n in shares],
+                x=f32(seconds),
                 marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
                 text=[f"{p:.0f} %" if p >= 6 else "" for p in parts],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
-                customdata=_f32(np.stack([seconds, parts], axis=1)),
+                customdata=f32(np.stack([seconds, parts], axis=1)),
                 hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>",
             )
         )
@@ -493,8 +532,8 @@ def exclusive_bar(
     title = "No span was recorded"
     if own:
         largest, wall_s = max(own, key=lambda stage: own[stage]), sum(own.values())
-        title = f"{_stage_name(largest)} takes {100 * own[largest] / (wall_s or 1):.0f} % of {_seconds_text(wall_s)}"
-    return _figure(
+        title = f"{stage_name(largest)} takes {100 * own[largest] / (wall_s or 1):.0f} % of {seconds_text(wall_s)}"
+    return styled_figure(
         traces,
         title,
         "Each instant is divided between the busy lanes, so the parts of a bar add up to the wall time",
@@ -511,7 +550,7 @@ def exclusive_bar(
 def _about(s: Span) -> str:
     "Return further lines of the hover text of a span."
     parts = [
-        f"{_plain(s.split)} batch {s.batch}" if s.batch >= 0 else _plain(s.split),
+        f"{plain_text(s.split)} batch {s.batch}" if s.batch >= 0 else plain_text(s.split),
         f"{s.n_files:,} files" if s.n_files else "",
         f"{s.n_bytes / 1e6:.2f} MB" if s.n_bytes else "",
     ]
@@ -544,7 +583,7 @@ def batch_timeline(
     "Draw the stage of each lane over time."
     spans, within = spans_of(timeline, split), interval_s(timeline, split)
     if within is None:
-        return _figure([], "No span was recorded", height=200)
+        return styled_figure([], "No span was recorded", height=200)
     rank = {stage: i for i, stage in enumerate(STAGES)}  # lanes are sorted by stage, then by name
     lanes = [lane for _, lane in sorted((rank.get(s.stage, 99), s.lane) for s in spans)]
     lanes, seconds = list(dict.fromkeys(lanes)), within[1] - within[0]
@@ -562,21 +601,21 @@ def batch_timeline(
         traces.append(
             dict(
                 type="bar",
-                name=_stage_name(stage),
+                name=stage_name(stage),
                 orientation="h",
                 y=np.array([lanes.index(b.lane) for b in own], dtype=np.int16),
-                x=_f32([b.seconds for b in own]),
-                base=_f32([b.start_s for b in own]),
-                customdata=_f32([[b.start_s, 1000 * b.seconds] for b in own]),
+                x=f32([b.seconds for b in own]),
+                base=f32([b.start_s for b in own]),
+                customdata=f32([[b.start_s, 1000 * b.seconds] for b in own]),
                 marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
                 hovertext=[about for b, about in bars if b.stage == stage],
                 hovertemplate="%{fullData.name}: %{customdata[1]:.2f} ms from %{customdata[0]:.3f} s%{hovertext}<extra></extra>",
             )
         )
     room_s = 0.01 * seconds
-    return _figure(
+    return styled_figure(
         traces,
-        f"{busy:.1f} of {len(lanes)} lanes busy on average over {_seconds_text(seconds)}",
+        f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
         subtitle,
         height=170 + 30 * len(lanes),
         barmode="overlay",
@@ -586,7 +625,7 @@ def batch_timeline(
         ),
         yaxis=dict(
             tickvals=list(range(len(lanes))),
-            ticktext=[_plain(lane) for lane in lanes],
+            ticktext=[plain_text(lane) for lane in lanes],
             range=[len(lanes) - 0.5, -0.5],
             showgrid=False,
         ),
@@ -619,8 +658,8 @@ def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str) -> Trace:
     return dict(
         type="scatter",
         name=name,
-        x=_f32(t),
-        y=_f32(v),
+        x=f32(t),
+        y=f32(v),
         mode="lines" if np.size(t) > 2 else "lines+markers",
         line=dict(color=colour, width=1.6),
         hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
@@ -641,8 +680,10 @@ def utilization(
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}
     if not rows:
-        return _figure([], "Nothing was measured", subtitle, height=200)
-    fig = _subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 if len(rows) > 1 else 0)
+        return styled_figure([], "Nothing was measured", subtitle, height=200)
+    fig = styled_subplots(
+        rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 if len(rows) > 1 else 0
+    )
     n_cores = timeline.meta.get("monitor", {}).get("n_cores")
     for i, (row, lines) in enumerate(rows.items(), start=1):
         fig.add_traces(lines, rows=i, cols=1)
@@ -659,4 +700,4 @@ def utilization(
         findings.append(f"{cpu / 100:.1f}{of} cores busy on average")
     if ram is not None:
         findings.append(f"{ram / 1e6:,.0f} MB of RAM at most")
-    return _apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))
+    return apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))

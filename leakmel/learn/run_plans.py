@@ -285,7 +285,7 @@ def promotion_plot(
     "Draw the figures of champion and challenger on the test set that decides, with confidence intervals."
     import plotly.graph_objects as go
 
-    from leakmel.insight.plots import _colour, _f32, _figure
+    from leakmel.insight.plots import label_colour, f32, styled_figure
 
     c = next(iter(done.duels.values()))
     traces = []
@@ -297,16 +297,16 @@ def promotion_plot(
         traces.append(
             go.Scatter(
                 name=scored.title,
-                x=_f32(values),
+                x=f32(values),
                 y=[figure_title(f) for f in FIGURES],
                 mode="markers",
-                marker=dict(color=_colour(k), size=9),
+                marker=dict(color=label_colour(k), size=9),
                 error_x=dict(
-                    type="data", array=_f32(up), arrayminus=_f32(down), color=_colour(k), thickness=1
+                    type="data", array=f32(up), arrayminus=f32(down), color=label_colour(k), thickness=1
                 ),
             )
         )
-    return _figure(
+    return styled_figure(
         traces,
         "The challenger is the new champion" if done.replaced else "The champion stays",
         f"{len(c.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",

@@ -9,7 +9,7 @@ __all__ = ["correlation_figure"]
 from typing import TYPE_CHECKING
 
 import numpy as np
-from ..insight.plots import MAX_POINTS, _apply_style, _colour, _f32, _subplots
+from ..insight.plots import MAX_POINTS, apply_style, label_colour, f32, styled_subplots
 
 if TYPE_CHECKING:
     from leakmel.locate.correlate import Correlation
@@ -32,15 +32,15 @@ def correlation_figure(
     import plotly.graph_objects as go
 
     c = found.curves
-    fig = _subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
+    fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
     for k, (name, values) in enumerate(c.correlations.items()):
         lags, shown = _thin(c.lags_s, values)
         trace = go.Scatter(
-            x=_f32((found.distance_m + found.speed_m_s * lags) / 2),
-            y=_f32(shown),
-            customdata=_f32(1000 * lags),
+            x=f32((found.distance_m + found.speed_m_s * lags) / 2),
+            y=f32(shown),
+            customdata=f32(1000 * lags),
             name=name,
-            line=dict(color=_colour(k), width=1.4),
+            line=dict(color=label_colour(k), width=1.4),
             visible=True
             if name == found.method or found.method == "phase" and name == "ml"
             else "legendonly",
@@ -48,29 +48,35 @@ def correlation_figure(
         )
         fig.add_trace(trace, row=1, col=1)
     f, coherence = _thin(c.freqs_hz, c.coherence)
-    line = dict(color=_colour(0), width=1.2)
+    line = dict(color=label_colour(0), width=1.2)
     fig.add_trace(
-        go.Scatter(x=_f32(f), y=_f32(coherence), name="coherence", line=line, showlegend=False), row=2, col=1
+        go.Scatter(x=f32(f), y=f32(coherence), name="coherence", line=line, showlegend=False), row=2, col=1
     )
     fig.add_hline(y=c.threshold, line_dash="dash", line_width=1, line_color="#7a7a7a", row=2, col=1)
     step = -(-max(1, int(c.coherent.sum())) // MAX_POINTS)
     marks, phase = c.freqs_hz[c.coherent][::step], c.phase_rad[c.coherent][::step]
-    style = dict(color=_colour(1), size=3)
+    style = dict(color=label_colour(1), size=3)
     dots = go.Scatter(
-        x=_f32(marks), y=_f32(phase), mode="markers", name="phase", marker=style, showlegend=False
+        x=f32(marks), y=f32(phase), mode="markers", name="phase", marker=style, showlegend=False
     )
     fig.add_trace(dots, row=3, col=1)
     if found.delay_s is not None and len(c.freqs_hz):
         ends = c.freqs_hz[[0, -1]]
         fit = go.Scatter(
-            x=_f32(ends), y=_f32(-2 * np.pi * ends * found.delay_s), name="phase of the delay", line=line
+            x=f32(ends), y=f32(-2 * np.pi * ends * found.delay_s), name="phase of the delay", line=line
         )
         fig.add_trace(fit.update(showlegend=False), row=3, col=1)
     fig.add_vline(x=0, line_width=1, line_color="#7a7a7a", row=1, col=1)
     fig.add_vline(x=found.distance_m, line_width=1, line_color="#7a7a7a", row=1, col=1)
     if found.low_m is not None:
         fig.add_vrect(
-            x0=found.low_m, x1=found.high_m, fillcolor=_colour(2), opacity=0.2, line_width=0, row=1, col=1
+            x0=found.low_m,
+            x1=found.high_m,
+            fillcolor=label_colour(2),
+            opacity=0.2,
+            line_width=0,
+            row=1,
+            col=1,
         )
     fig.update_xaxes(title=dict(text="position from logger a (m)"), row=1, col=1)
     fig.update_xaxes(title=dict(text="frequency (Hz)"), row=3, col=1)
@@ -78,4 +84,4 @@ def correlation_figure(
         fig.update_yaxes(title=dict(text=text), row=row, col=1)
     head, *_ = found.text().splitlines()
     note = "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings"
-    return _apply_style(fig, head[:1].upper() + head[1:], note, 640).update_layout(showlegend=True)
+    return apply_style(fig, head[:1].upper() + head[1:], note, 640).update_layout(showlegend=True)

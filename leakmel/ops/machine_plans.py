@@ -18,7 +18,7 @@ from ..core.run_plan import RowTable, run_folder, write_summary
 from ..dataset.run.config import PipelineConfig
 from ..dataset.run.inputs import decide_spec
 from ..dataset.run.plan import build_defaults, build_kinds, find_data, spec_changes
-from ..insight.plots import _colour, _f32, _figure
+from ..insight.plots import label_colour, f32, styled_figure
 from .doctor import Report
 from .tune import tune
 
@@ -95,21 +95,21 @@ def tune_plot(
 
     scores = [s for s in figures["builds"][cache] if s["rounds"]]
     if not scores:
-        return _figure([], "No setting was measured", height=120)
+        return styled_figure([], "No setting was measured", height=120)
     rates, n = [s["files_per_s"] for s in scores], figures["n_files"]
     bars = go.Bar(
-        x=_f32(rates),
+        x=f32(rates),
         y=[s["name"] for s in scores],
         orientation="h",
-        marker=dict(color=_colour(0)),
+        marker=dict(color=label_colour(0)),
         error_x=dict(
             type="data",
-            array=_f32([s["most"] - s["files_per_s"] for s in scores]),
-            arrayminus=_f32([s["files_per_s"] - s["least"] for s in scores]),
+            array=f32([s["most"] - s["files_per_s"] for s in scores]),
+            arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
             thickness=1,
         ),
     )
-    return _figure(
+    return styled_figure(
         [bars],
         f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
         f"Median of the rounds, {n:,} recordings; lines: slowest and fastest round",
@@ -130,10 +130,12 @@ def agreement_plot(
         c.figures["identity"]: c.figures["max_abs_db"] for c in report.checks if "max_abs_db" in c.figures
     }
     if not found:
-        return _figure([], "No engine was compared", height=120)
+        return styled_figure([], "No engine was compared", height=120)
     worst = max(found, key=lambda name: found[name])
-    bars = go.Bar(x=_f32(list(found.values())), y=list(found), orientation="h", marker=dict(color=_colour(0)))
-    return _figure(
+    bars = go.Bar(
+        x=f32(list(found.values())), y=list(found), orientation="h", marker=dict(color=label_colour(0))
+    )
+    return styled_figure(
         [bars],
         f"Engines differ from the reference by at most {found[worst]:.3f} dB",
         "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",

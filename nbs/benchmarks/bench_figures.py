@@ -7,7 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.insight.plots import STAGE_COLORS, _TEXT, _apply_style
+from leakmel.insight.plots import STAGE_COLORS, TEXT_COLOUR, apply_style
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from bench_compare import geometry_line, preset_spec, short_runs
 from bench_parts import fsync_words
@@ -69,7 +69,7 @@ def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: b
             arrayminus=middle - least,
             thickness=1.2,
             width=2,
-            color=_TEXT,
+            color=TEXT_COLOUR,
         )
         traces += [
             go.Bar(
@@ -154,7 +154,7 @@ def bar_figure(
         for trace in _traces(names, panel.series, panel.unit, k == 1):
             fig.add_trace(trace, row=1, col=k)
     n_bars = len(panels[0].series)
-    _apply_style(fig, title, subtitle, 150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1))
+    apply_style(fig, title, subtitle, 150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1))
     for k, panel in enumerate(panels, 1):
         fig.update_xaxes(**_axis(panel.series, panel.title, panel.is_log), row=1, col=k)
     fig.update_yaxes(
@@ -167,7 +167,7 @@ def missing_figure(what: str) -> "go.Figure":
     "Say that there is no record."
     fig = bar_figure(
         [""],
-        [Panel("", [Bars("", _TEXT, [None], [""])])],
+        [Panel("", [Bars("", TEXT_COLOUR, [None], [""])])],
         f"{what}: {NOT_MEASURED}",
         "leakmel bench measures a machine",
     )
@@ -291,7 +291,7 @@ def compare_figure(
     names = _ranked(figures, cache)
     pale, rates, cpu, peaks = [not _is_ours(n) for n in names], [], [], []
     for g in figures["settings"]:
-        setting, colour, label = f"{g}, {cache}", COLOURS.get(g, _TEXT), geometry_words(figures, g)
+        setting, colour, label = f"{g}, {cache}", COLOURS.get(g, TEXT_COLOUR), geometry_words(figures, g)
         each = [_measured(figures, n, setting, "files_per_s") for n in names]
         rates.append(Bars(label, colour, each, [_beside(figures, n, setting) for n in names], pale))
         spent = [
@@ -398,7 +398,7 @@ def rate_figure(
         panels.append(
             Panel(
                 f"files/s, {geometry_words(figures, g)}",
-                [Bars(g, COLOURS.get(g, _TEXT), each, texts, pale)],
+                [Bars(g, COLOURS.get(g, TEXT_COLOUR), each, texts, pale)],
                 "files/s",
             )
         )
@@ -433,7 +433,7 @@ def parts_figure(
         each = [rate.get((g, part, cores)) for part in names]
         return Bars(
             _frames(g, specs[g]),
-            COLOURS.get(g, _TEXT),
+            COLOURS.get(g, TEXT_COLOUR),
             each,
             [NOT_MEASURED if s is None else number(s["median"]) for s in each],
         )
@@ -513,7 +513,7 @@ def trust_figure(
         )
     shares = [t["share"] for t in trust.values()]
     span = f"{min(shares):.0%}" if len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
-    _apply_style(
+    apply_style(
         fig,
         f"Verification takes {span} of a build",
         about_words(figures, "warm cache"),

@@ -11,7 +11,7 @@ import numpy as np
 from leakmel.core.errors import OutputError, UsageError, write_error
 from leakmel.dataset.file.writer import SPARE_BYTES, part_bytes, require_space
 from leakmel.dataset.run.existing import state_path
-from leakmel.insight.plots import STAGE_COLORS, _apply_style
+from leakmel.insight.plots import STAGE_COLORS, apply_style
 from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread
 from leakmel.ops.bench_gpu import geometry_spec, geometry_words
 
@@ -261,7 +261,7 @@ def growth_figure(
     fig.update_xaxes(type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
     fig.update_xaxes(title=dict(text="files"), row=2, col=1)
     about = f"Median and range of {rounds_text(figures)}; files are hard links of {figures['originals']:,} recordings"
-    return _apply_style(fig, _growth_title(figures), about, 420)
+    return apply_style(fig, _growth_title(figures), about, 420)
 
 
 def _points(

@@ -32,7 +32,7 @@ from ...core.errors import DataError, RecordingError, UsageError, missing_remedy
 from ...core.store import is_url
 from ...dataset.file.reader import open_dataset, read_rows
 from ...dataset.run.inputs import SpecLike
-from ...insight.plots import _TEXT, _apply_style, _colour_range, _plain, _subplots
+from ...insight.plots import TEXT_COLOUR, apply_style, colour_range, plain_text, styled_subplots
 from ..data.segments import DataSource, conform_recording, cut_into_rows
 from leakmel.learn.embed.embed import (
     Embeddings,
@@ -238,11 +238,11 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
     empty = np.full(spec.row_shape, np.nan, np.float32)
     given = [empty if mels is None else mels for _, _, mels in shown]
     pictures = [_picture(ScoredSpectrogram("", x, np.zeros(len(x))), spec) for x in given]
-    low, high = _colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
-    titles = [f"{_plain(about)}  {_plain(path)}" for about, path, _ in shown]
+    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    titles = [f"{plain_text(about)}  {plain_text(path)}" for about, path, _ in shown]
     n = len(shown)
-    fig = _subplots(rows=n, cols=1, shared_xaxes=True, vertical_spacing=0.25 / n, subplot_titles=titles)
-    fig.update_annotations(font=dict(size=11, color=_TEXT), x=0, xanchor="left")
+    fig = styled_subplots(rows=n, cols=1, shared_xaxes=True, vertical_spacing=0.25 / n, subplot_titles=titles)
+    fig.update_annotations(font=dict(size=11, color=TEXT_COLOUR), x=0, xanchor="left")
     for k, (_, times, picture) in enumerate(pictures):
         heat = go.Heatmap(
             z=picture.round(1), x=times.round(3), y=np.round(spec.mel_hz, 1), coloraxis="coloraxis"
@@ -257,7 +257,7 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
         if n > 2
         else "The query and the most similar recording"
     )
-    return _apply_style(
+    return apply_style(
         fig,
         title,
         "Log-mel spectrograms with one colour scale; before the path: similarity and label",

@@ -37,7 +37,7 @@ from ...audio.labels import LabelTable
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, user_path, write_summary
-from ...insight.plots import _colour, _f32, _figure, _plain
+from ...insight.plots import label_colour, f32, styled_figure, plain_text
 from ..data.groups import group_name, group_values
 from ..data.splits import recordings_table
 from ..data.task import Task
@@ -232,24 +232,24 @@ def generalisation_figure(
         ends = np.array([[m.intervals["auc"].low, m.intervals["auc"].high] for m in models])
         reach = np.nan_to_num(np.abs(ends - auc[:, None]))
         is_detector = k == 0
-        bars = dict(type="data", symmetric=False, array=_f32(reach[:, 1]), arrayminus=_f32(reach[:, 0]))
+        bars = dict(type="data", symmetric=False, array=f32(reach[:, 1]), arrayminus=f32(reach[:, 0]))
         traces.append(
             go.Scatter(
-                name="detector" if is_detector else _plain(models[0].title),
-                x=_f32(np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2)),
-                y=_f32(auc),
+                name="detector" if is_detector else plain_text(models[0].title),
+                x=f32(np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2)),
+                y=f32(auc),
                 mode="lines+markers",
-                line=dict(color=_colour(k), width=2.6)
+                line=dict(color=label_colour(k), width=2.6)
                 if is_detector
-                else dict(color=_colour(k), width=1.4, dash="dot"),
-                marker=dict(size=9 if is_detector else 6, color=_colour(k)),
-                error_y=bars | dict(color=_colour(k), thickness=2 if is_detector else 1, width=0),
+                else dict(color=label_colour(k), width=1.4, dash="dot"),
+                marker=dict(size=9 if is_detector else 6, color=label_colour(k)),
+                error_y=bars | dict(color=label_colour(k), thickness=2 if is_detector else 1, width=0),
                 customdata=[str(m.intervals["auc"]) for m in models],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
         )
-    labels = [f"{_plain(label)}<br>{n:,} groups" for label, n, _ in shown]
-    fig = _figure(
+    labels = [f"{plain_text(label)}<br>{n:,} groups" for label, n, _ in shown]
+    fig = styled_figure(
         traces,
         answer.title,
         note,

@@ -34,7 +34,7 @@ from ...core.errors import UsageError, show_path
 from ...core.processes import safe_module_path
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, user_path
-from ...insight.plots import _colour, _f32, _figure
+from ...insight.plots import label_colour, f32, styled_figure
 from ..data.groups import Group
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
@@ -267,16 +267,16 @@ class LearningCurve(RowTable):
             mean = np.array([p.mean for p in own])
             ends = np.array([[p.interval.low, p.interval.high] for p in own]).reshape(-1, 2)
             reach = np.nan_to_num(np.abs(ends - mean[:, None]))
-            bars = dict(type="data", symmetric=False, array=_f32(reach[:, 1]), arrayminus=_f32(reach[:, 0]))
+            bars = dict(type="data", symmetric=False, array=f32(reach[:, 1]), arrayminus=f32(reach[:, 0]))
             traces.append(
                 go.Scatter(
                     name=name,
-                    x=_f32([p.recordings for p in own]),
-                    y=_f32(mean),
+                    x=f32([p.recordings for p in own]),
+                    y=f32(mean),
                     mode="lines+markers",
-                    line=dict(color=_colour(k), width=2.4),
-                    marker=dict(size=8, color=_colour(k), symbol=("circle", "diamond")[k]),
-                    error_y=bars | dict(color=_colour(k), thickness=1.4, width=0),
+                    line=dict(color=label_colour(k), width=2.4),
+                    marker=dict(size=8, color=label_colour(k), symbol=("circle", "diamond")[k]),
+                    error_y=bars | dict(color=label_colour(k), thickness=1.4, width=0),
                     customdata=[f"{p.groups:,.0f} {self.word}s, {p.interval}" for p in own],
                     hovertemplate="%{x:,.0f} recordings of %{customdata}: AUC %{y:.3f}<extra>%{fullData.name}</extra>",
                 )
@@ -284,7 +284,7 @@ class LearningCurve(RowTable):
         words = {"recordings": "more recordings", "groups": f"more {self.word}s"}
         results = {"helps": "would probably help", "hardly": "would hardly help", "unknown": "cannot be told"}
         title = "; ".join(f"{words[g.curve]}: {results[g.finding]}" for g in self.gains)
-        fig = _figure(
+        fig = styled_figure(
             traces,
             f"{title[:1].upper()}{title[1:]}",
             "The same held-out recordings for every point; bars: 95 % confidence intervals",

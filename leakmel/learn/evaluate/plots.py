@@ -31,17 +31,17 @@ import numpy as np
 from ...core.errors import show_path
 from ...dataset.file.reader import read_rows
 from leakmel.insight.plots import (
-    _LABEL_COLORS,
-    _LINE,
-    _TEXT,
+    LABEL_COLORS,
+    LINE_COLOUR,
+    TEXT_COLOUR,
     MAX_POINTS,
-    _colour_range,
-    _apply_style,
-    _f32,
-    _figure,
-    _plain,
-    _subplots,
-    _whole_db,
+    colour_range,
+    apply_style,
+    f32,
+    styled_figure,
+    plain_text,
+    styled_subplots,
+    whole_db,
     frame_starts_s,
 )
 from ..data.leakage import LEAKY_SPLIT
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #8dc26e4e
-LEAK_COLOR = _LABEL_COLORS[1]
-OTHER_COLOR = _LABEL_COLORS[0]
+LEAK_COLOR = LABEL_COLORS[1]
+OTHER_COLOR = LABEL_COLORS[0]
 
 
 def leaky_note(
@@ -78,7 +78,7 @@ def counted(
 def _diagonal() -> "go.Scatter":
     import plotly.graph_objects as go
 
-    line = dict(color=_LINE, width=1)
+    line = dict(color=LINE_COLOUR, width=1)
     return go.Scatter(x=[0.0, 1.0], y=[0.0, 1.0], mode="lines", line=line, showlegend=False, hoverinfo="skip")
 
 
@@ -96,11 +96,11 @@ def roc_figure(
 
     if not np.isfinite(ways[0].figures["auc"]):
         title = f"No ROC curve: {ways[0].undefined['auc']}"
-        return _figure([], title, leaky_note(stamped, ""), height=120)
+        return styled_figure([], title, leaky_note(stamped, ""), height=120)
     traces = [_diagonal()]
     names = []
     for k, model in enumerate((*ways, *baselines)):
-        colour = _LABEL_COLORS[k % len(_LABEL_COLORS)]
+        colour = LABEL_COLORS[k % len(LABEL_COLORS)]
         curve = roc(truth, model.score)
         at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
         i = model.intervals["auc"]
@@ -109,17 +109,17 @@ def roc_figure(
         own = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
         traces += [
             go.Scatter(
-                name=f"{_plain(model.title)}: {names[-1]}",
-                x=_f32(curve.false_alarm_rate[at]),
-                y=_f32(curve.sensitivity[at]),
+                name=f"{plain_text(model.title)}: {names[-1]}",
+                x=f32(curve.false_alarm_rate[at]),
+                y=f32(curve.sensitivity[at]),
                 mode="lines",
                 line=dict(color=colour, **own),
                 legendgroup=model.name,
                 hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
             ),
             go.Scatter(
-                x=_f32([1 - model.figures["specificity"]]),
-                y=_f32([model.figures["sensitivity"]]),
+                x=f32([1 - model.figures["specificity"]]),
+                y=f32([model.figures["sensitivity"]]),
                 mode="markers",
                 marker=dict(color=colour, size=9, symbol="diamond"),
                 legendgroup=model.name,
@@ -130,13 +130,13 @@ def roc_figure(
         ]
     result = "not compared with a baseline"
     if verdict is not None:
-        standing = " and ".join(_plain(title) for title, d in verdict.against if not d.is_better)
+        standing = " and ".join(plain_text(title) for title, d in verdict.against if not d.is_better)
         result = {
             True: "better than all baselines",
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
-    fig = _figure(
+    fig = styled_figure(
         traces,
         f"{names[0]}, {result}",
         leaky_note(stamped, "Diamonds: decision threshold. In brackets: 95 % confidence interval"),
@@ -165,9 +165,9 @@ def confusion_figure(
     c = model.counts
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    leak = _plain(leak_label)
+    leak = plain_text(leak_label)
     cells = go.Heatmap(
-        z=_f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
+        z=f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
         x=[f"called {leak}", "called normal"],
         y=[f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
         text=[[f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair)] for pair in zip(counts, share)],
@@ -181,7 +181,7 @@ def confusion_figure(
         colorscale=[[0, "#E8875A"], [0.5, "#EDEDED"], [1, "#7DB4DC"]],
         hovertemplate="%{y}, %{x}: %{text}<extra></extra>",
     )
-    return _figure(
+    return styled_figure(
         [cells],
         f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
         leaky_note(stamped, f"{model.title}, threshold {model.threshold:.3f}; percentages per row"),
@@ -210,11 +210,11 @@ def reliability_figure(
         lines.append(
             go.Scatter(
                 name=name,
-                x=_f32(own.mean_score[there]),
-                y=_f32(own.leak_share[there]),
+                x=f32(own.mean_score[there]),
+                y=f32(own.leak_share[there]),
                 mode="lines+markers",
                 line=dict(color=colour, width=1.4),
-                marker=dict(size=_f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
+                marker=dict(size=f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
                 customdata=n,
                 showlegend=calibrated is not None,
                 hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
@@ -225,7 +225,7 @@ def reliability_figure(
     if calibrated is not None:
         title = f"Calibrated probability and share of leaks differ by {calibrated.error:.2f} on average"
         note += f". Scores differ by {found.error:.2f}"
-    return _figure(
+    return styled_figure(
         [_diagonal(), *lines],
         title,
         leaky_note(stamped, note),
@@ -268,27 +268,27 @@ def group_figure(
         at = np.flatnonzero(np.isfinite(middle[rows, k]))
         own = rows[at]
         mid = middle[own, k]
-        reach = dict(array=_f32(high[own, k] - mid), arrayminus=_f32(mid - low[own, k]))
+        reach = dict(array=f32(high[own, k] - mid), arrayminus=f32(mid - low[own, k]))
         traces.append(
             go.Scatter(
                 name=name,
-                x=_f32(mid),
-                y=_f32(at + (0.16 if k else -0.16)),
+                x=f32(mid),
+                y=f32(at + (0.16 if k else -0.16)),
                 mode="markers",
                 error_x=dict(type="data", symmetric=False, color=colour, thickness=1.4, width=0, **reach),
                 hovertemplate="%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
                 marker=dict(color=colour, size=8, symbol=symbol),
-                customdata=_f32(np.stack([low[own, k], high[own, k]], 1)),
-                hovertext=[_plain(names[i]) for i in own],
+                customdata=f32(np.stack([low[own, k], high[own, k]], 1)),
+                hovertext=[plain_text(names[i]) for i in own],
             )
         )
-    labels = [f"{_plain(names[i])}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows]
+    labels = [f"{plain_text(names[i])}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows]
     more = f"; the {MOST_SENSORS} worst of {len(names):,}" if len(names) > MOST_SENSORS else ""
     title = f"No classification error in {counted(len(names), by)}"
     if wrong.any():
         worst = rows[0]
-        title = f"{_plain(names[worst])} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
-    fig = _figure(
+        title = f"{plain_text(names[worst])} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
+    fig = styled_figure(
         traces,
         title,
         leaky_note(stamped, f"Median score; lines span the 10th to the 90th percentile{more}"),
@@ -299,7 +299,7 @@ def group_figure(
         ),
         yaxis=dict(tickvals=list(range(len(rows))), ticktext=labels, range=[len(rows) - 0.4, -0.6]),
     )
-    return fig.add_vline(x=threshold, line=dict(color=_TEXT, width=1, dash="dash"))
+    return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #537ff067
@@ -375,25 +375,25 @@ def spectrogram_figure(
 ) -> "go.Figure":
     "Draw spectrograms with one colour scale, each with the scores of its segments below."
     pictures = [_picture(s, spec) for s in shown]
-    low, high = _colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
     n_cols = min(n_cols, len(shown))
     n_rows = -(-len(shown) // n_cols)
     titles = [[s.title for s in shown[k : k + n_cols]] for k in range(0, len(shown), n_cols)]
-    fig = _subplots(
+    fig = styled_subplots(
         rows=2 * n_rows,
         cols=n_cols,
         horizontal_spacing=0.07,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.update_annotations(font=dict(size=11, color=_TEXT))
+    fig.update_annotations(font=dict(size=11, color=TEXT_COLOUR))
     for k, (s, (starts, times, picture)) in enumerate(zip(shown, pictures)):
         row, col = divmod(k, n_cols)
         upper, lower = dict(row=2 * row + 1, col=col + 1), dict(row=2 * row + 2, col=col + 1)
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
-        heat, scores = _traces(s, starts, times, bands, _whole_db(picture, low, high))
+        heat, scores = _traces(s, starts, times, bands, whole_db(picture, low, high))
         fig.add_trace(heat, **upper)
         fig.add_trace(scores, **lower)
-        fig.add_hline(y=threshold, line=dict(color=_TEXT, width=1, dash="dash"), **lower)
+        fig.add_hline(y=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"), **lower)
         reach = [float(starts[0]), float(starts[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
@@ -404,7 +404,7 @@ def spectrogram_figure(
         fig.layout.annotations[k].y = top
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    return _apply_style(fig, title, note, 90 + 290 * n_rows)
+    return apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -430,16 +430,16 @@ def _traces(
 
     heat = go.Heatmap(
         z=levels,
-        x=_f32(times),
-        y=_f32(bands),
+        x=f32(times),
+        y=f32(bands),
         coloraxis="coloraxis",
         name=s.title,
         hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     )
     step = -(-len(edges) // MAX_POINTS)
     scores = go.Scatter(
-        x=_f32(edges[::step]),
-        y=_f32(np.append(s.scores, s.scores[-1])[::step]),
+        x=f32(edges[::step]),
+        y=f32(np.append(s.scores, s.scores[-1])[::step]),
         mode="lines",
         line=dict(shape="hv", width=1.4, color=s.colour),
         name=s.title,
@@ -458,7 +458,7 @@ def errors_figure(
 ) -> "go.Figure":
     "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
     if not worst:
-        return _figure([], "No recording was misclassified", leaky_note(stamped, ""), height=120)
+        return styled_figure([], "No recording was misclassified", leaky_note(stamped, ""), height=120)
     shown = []
     for w in worst:
         n = int(np.isfinite(w.segment_scores).sum())
@@ -480,4 +480,4 @@ def errors_figure(
 def _error_title(w: Misclassified) -> str:
     path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
     short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
-    return f"{'missed' if w.is_leak else 'false alarm'}: {_plain(short)}<br>{_plain(w.label)}, score {w.score:.2f}"
+    return f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}<br>{plain_text(w.label)}, score {w.score:.2f}"

@@ -78,7 +78,7 @@ class Reference:
 
 def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
     "Compute the quantiles of each quantity."
-    return {name: tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
+    return {str(name): tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
 
 def reference_from(
@@ -244,10 +244,10 @@ def drift_of(
     recent = _nights(history, until - timedelta(days=RECENT_DAYS - 1), until)
     if len(recent) < MIN_RECORDINGS:
         return None
-    names = [name for name in recent if name in reference.ranges]
+    names = [str(name) for name in recent if name in reference.ranges]
     low, high = (np.array([reference.ranges[name][k] for name in names]) for k in (0, -1))
     values, medians = recent[names], recent.groupby(_SENSOR)[names].quantile(0.5, interpolation="lower")
-    outside = ((values < low) | (values > high)).mean().to_dict()
+    outside = dict(zip(names, ((values < low) | (values > high)).mean().tolist()))
     is_far = (medians < low) | (medians > high)
     sensors = {
         str(s): tuple(is_far.columns[row]) for s, row in zip(is_far.index, is_far.to_numpy()) if row.any()

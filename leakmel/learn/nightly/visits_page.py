@@ -39,7 +39,7 @@ import leakmel
 from ...audio.synth import wav_bytes
 from ...audio.tables import table_number
 from ...insight.page_figures import png_bytes
-from ...insight.plots import Trace, _colour, _f32, _figure
+from ...insight.plots import Trace, label_colour, f32, styled_figure
 from .drift import RECENT_DAYS
 from .nights import RecordingFeatures
 from .sensors import plural
@@ -376,15 +376,15 @@ def evidence_plot(
             dict(
                 type="scatter",
                 x=np.arange(1 - len(values), 1),
-                y=_f32(np.maximum(values, 0.1)),
+                y=f32(np.maximum(values, 0.1)),
                 name=f"{r.sensor} ({r.visit})",
                 mode="lines+markers",
-                line=dict(color=_colour(k), width=1.6),
+                line=dict(color=label_colour(k), width=1.6),
                 marker=dict(size=4),
             )
         )
     last = done.last_night or "none"
-    found = _figure(
+    found = styled_figure(
         traces,
         f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
         f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
@@ -402,11 +402,11 @@ def drift_plot(
     "Draw the share of recordings outside the central 95 % of the reference, by quantity."
     drift = done.drift
     if drift is None:
-        return _figure([], "There is no reference for the drift yet", height=200)
+        return styled_figure([], "There is no reference for the drift yet", height=200)
     share = [100 * x for x in drift.outside.values()]
-    colours = [_colour(int(name in drift.moved)) for name in drift.outside]
-    bars: Trace = dict(type="bar", x=list(drift.outside), y=_f32(share), marker=dict(color=colours))
-    return _figure(
+    colours = [label_colour(int(name in drift.moved)) for name in drift.outside]
+    bars: Trace = dict(type="bar", x=list(drift.outside), y=f32(share), marker=dict(color=colours))
+    return styled_figure(
         [bars],
         f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
         f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",

@@ -21,13 +21,13 @@ from ...audio.wav import read_wav
 from ...core.errors import RecordingError, UsageError, show_path
 from ...core.store import LocalCopies
 from leakmel.insight.plots import (
-    _LABEL_COLORS,
-    _TEXT,
+    LABEL_COLORS,
+    TEXT_COLOUR,
     MAX_POINTS,
     SILENT_DB,
-    _f32,
-    _figure,
-    _plain,
+    f32,
+    styled_figure,
+    plain_text,
 )
 from ...mel.engines import log_mel
 from ..data.segments import cut_into_rows, covered_samples, conform_recording
@@ -50,7 +50,7 @@ def score_histogram(
     import plotly.graph_objects as go
 
     if not len(predictions):
-        return _figure([], "No recording was scored", height=120)
+        return styled_figure([], "No recording was scored", height=120)
     table = predictions.table
     threshold = predictions.rule.threshold
     edges = np.linspace(0, 1, _N_BINS + 1)
@@ -58,27 +58,27 @@ def score_histogram(
     traces = [
         go.Bar(
             name=f"{name} ({len(mine):,})",
-            x=_f32(edges[:-1] + np.diff(edges) / 2),
+            x=f32(edges[:-1] + np.diff(edges) / 2),
             y=np.histogram(mine, edges)[0],
             width=1 / _N_BINS,
-            marker=dict(color=_LABEL_COLORS[k], line=dict(width=0)),
+            marker=dict(color=LABEL_COLORS[k], line=dict(width=0)),
             hovertemplate="%{y:,} recordings around %{x:.3f}",
         )
         for k, (name, mine) in enumerate(parts)
     ]
     close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
     title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it"
-    fig = _figure(
+    fig = styled_figure(
         traces,
         title,
-        _plain(str(predictions.rule)),
+        plain_text(str(predictions.rule)),
         height=300,
         barmode="stack",
         bargap=0,
         xaxis=dict(title=dict(text="score"), range=[0, 1]),
         yaxis=dict(title=dict(text="recordings")),
     )
-    return fig.add_vline(x=threshold, line=dict(color=_TEXT, width=1, dash="dash"))
+    return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 
 # %% ../../../nbs/learn/predict/plots.ipynb #06365f3d
@@ -91,7 +91,7 @@ def score_by_level(
     table = predictions.table
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
     if not len(audible):
-        return _figure([], "No level to show", height=120)
+        return styled_figure([], "No level to show", height=120)
     title = ""
     if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
@@ -99,17 +99,17 @@ def score_by_level(
     traces = [
         go.Scatter(
             name=name,
-            x=_f32(mine["rms_db"]),
-            y=_f32(mine["score"]),
+            x=f32(mine["rms_db"]),
+            y=f32(mine["score"]),
             mode="markers",
-            text=[_plain(p) for p in mine["path"]],
-            marker=dict(color=_LABEL_COLORS[k], size=6, opacity=0.7),
+            text=[plain_text(p) for p in mine["path"]],
+            marker=dict(color=LABEL_COLORS[k], size=6, opacity=0.7),
             hovertemplate="%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
         )
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
     ]
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(audible) else ""
-    fig = _figure(
+    fig = styled_figure(
         traces,
         title or "Too few recordings to compare score and level",
         f"{len(audible):,} recordings that are not silent{fewer}",
@@ -117,7 +117,7 @@ def score_by_level(
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="score"), range=[-0.02, 1.02]),
     )
-    return fig.add_hline(y=predictions.rule.threshold, line=dict(color=_TEXT, width=1, dash="dash"))
+    return fig.add_hline(y=predictions.rule.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 
 # %% ../../../nbs/learn/predict/plots.ipynb #48afff51
@@ -159,7 +159,9 @@ def suspicious_mels(
     rule = predictions.rule
     chosen = [predictions.scored[k] for k in np.argsort(-predictions.score, kind="stable")[:most].tolist()]
     if not chosen:
-        return _figure([], "No recording was scored" if most else "No recording is to be shown", height=120)
+        return styled_figure(
+            [], "No recording was scored" if most else "No recording is to be shown", height=120
+        )
     shown = []
     for recording in chosen:
         scores = recording.segment_scores
@@ -167,7 +169,7 @@ def suspicious_mels(
         sums = np.concatenate([[0.0], np.cumsum(scores, dtype=np.float64)])
         first = int((sums[n:] - sums[:-n]).argmax())
         part = slice(first, first + n)
-        name = f"{rule.score(scores):.3f}  {_plain(show_path(recording.path))}"
+        name = f"{rule.score(scores):.3f}  {plain_text(show_path(recording.path))}"
         mels = segment_features(predictions, recording, part)
         shown.append(ScoredSpectrogram(name, mels, scores[part], first))
     n = len(shown)
@@ -176,5 +178,5 @@ def suspicious_mels(
         predictions.spec,
         threshold=rule.threshold,
         title="The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings",
-        note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {_plain(str(rule))}",
+        note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {plain_text(str(rule))}",
     )

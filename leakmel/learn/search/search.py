@@ -21,7 +21,7 @@ from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, r
 from ...core.errors import DataError, MachineError, UsageError, show_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable
-from ...insight.plots import _f32, _figure, _plain, _seconds_text
+from ...insight.plots import f32, styled_figure, plain_text, seconds_text
 from ..data.splits import LeakySplitWarning, Split
 from ..metrics.significance import plain
 from ..model.detector import Detector, load_detector
@@ -97,17 +97,17 @@ def history_plot(
     points = go.Scatter(
         name="trials",
         x=numbers,
-        y=_f32([t.f1 for t in shown]),
+        y=f32([t.f1 for t in shown]),
         mode="markers",
         marker=dict(color=F1_COLOR, symbol=[symbols[t.state] for t in shown], size=8),
-        customdata=[_plain(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown],
+        customdata=[plain_text(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown],
         hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
     )
     complete = pd.Series([t.f1 if t.state == "complete" else math.nan for t in shown])
     best_line = go.Scatter(
         name="best so far",
         x=numbers,
-        y=_f32(complete.cummax().ffill()),
+        y=f32(complete.cummax().ffill()),
         mode="lines",
         line=dict(color=LOSS_COLOR, width=2, shape="hv"),
         hoverinfo="skip",
@@ -115,7 +115,7 @@ def history_plot(
     title = f"None of {len(trials):,} trials is better than the initial settings"
     if best.number:
         title = f"F1 {trials[0].f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {len(trials):,}"
-    return _figure(
+    return styled_figure(
         [points, best_line],
         title,
         "F1 on validation, which also selected the best trial: the highest of many is too optimistic",
@@ -189,7 +189,7 @@ class SearchResult(RowTable):
             "the best F1 was selected on validation and is too optimistic: evaluate the model on test recordings (lm.evaluate)",
         )
         yield "model", show_path(self.model_path)
-        yield "time", f"{_seconds_text(s['seconds'])} of training, {s['device']}"
+        yield "time", f"{seconds_text(s['seconds'])} of training, {s['device']}"
 
 
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac2

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...core.errors import DataError
 from ...core.progress import Progress, announce, front_end
-from ...insight.plots import _f32, _figure
+from ...insight.plots import f32, styled_figure
 from ..model.files import write_whole
 
 if TYPE_CHECKING:
@@ -172,13 +172,13 @@ def learning_curves(
     import plotly.graph_objects as go
 
     if not epochs:
-        return _figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
+        return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
     x = [e.epoch for e in epochs]
     traces = [
         go.Scatter(
             name=name,
             x=x,
-            y=_f32(values),
+            y=f32(values),
             yaxis=axis,
             mode="lines+markers" if len(x) < 60 else "lines",
             marker=dict(size=5),
@@ -198,7 +198,7 @@ def learning_curves(
     )
     if all(math.isnan(e.f1) for e in epochs):
         note = "No validation data: the curves do not show how well other recordings are classified"
-    fig = _figure(
+    fig = styled_figure(
         traces,
         _curves_title(epochs, best),
         note,
@@ -226,11 +226,11 @@ def pretraining_curve(
     import plotly.graph_objects as go
 
     steps, losses = zip(*record["loss"])
-    return _figure(
+    return styled_figure(
         [
             go.Scatter(
                 x=steps,
-                y=_f32(losses),
+                y=f32(losses),
                 mode="lines",
                 line=dict(color=LOSS_COLOR, width=2),
                 hovertemplate="to step %{x}: %{y:.3f}<extra></extra>",
