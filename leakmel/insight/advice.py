@@ -126,11 +126,11 @@ class Evidence:
             cpu is None or not self.n_cores or cpu / 100 < BUSY_CPU_SHARE * self.n_cores
         )
         queue = queue_stats(timeline, split).get("queue.compute")
-        self.queue_depth = None if queue is None else queue.mean
+        self.queue_depth = None if queue is None else queue[0]
         self.is_starved = (  # the engine waited for input: a low queue depth and idle time
             queue is not None
             and not too_short_text(self.engine_s)
-            and queue.mean < LOW_QUEUE_DEPTH
+            and queue[0] < LOW_QUEUE_DEPTH
             and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s
         )
 

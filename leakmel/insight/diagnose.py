@@ -9,9 +9,7 @@ __all__ = [
     "interval_s",
     "spans_of",
     "attribute",
-    "StageRow",
     "stage_table",
-    "QueueStat",
     "queue_stats",
     "exposed_wait_s",
     "engine_idle",
@@ -29,6 +27,7 @@ __all__ = [
 import math, re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,6 +41,9 @@ from leakmel.core.timeline import (
     pieces_by_lane,
     stage_pieces,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
@@ -145,30 +147,19 @@ def _shares(
     return np.where(is_ahead, ahead[until] - ahead[at], main[until] - main[at]), idle_s
 
 
-# %% ../../nbs/insight/diagnose.ipynb #2338f360
-@dataclass(frozen=True)
-class StageRow:
-    "Times, counts and throughput of one stage."
-
-    stage: str
-    total_s: float  # sum over all spans, parallel ones too
-    mean_s: float  # of a span
-    max_s: float  # of a span
-    count: int  # spans
-    n_files: int  # recordings handled
-    n_bytes: int  # bytes moved
-    busy_s: float  # time in which at least one lane ran the stage
-    mb_per_s: float | None  # 10^6 bytes per second of busy_s; None where no bytes were counted
-    exclusive_s: float  # the sum over all stages is the wall time
-    share: float  # exclusive_s as a share of the wall time, 0 to 1
-
-
 # %% ../../nbs/insight/diagnose.ipynb #e6dba12e
 def stage_table(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
-) -> list[StageRow]:  # in the order of STAGES, "wait" last
-    "Return a StageRow per stage."
+) -> "pd.DataFrame":  # a row per stage, in the order of STAGES, "wait" last
+    """Return times, counts and throughput of the stages.
+
+    stage; total_s, mean_s, max_s and count of its spans, parallel ones too; n_files, n_bytes: recordings and bytes; busy_s: time in which at
+    least one lane ran it; mb_per_s: 10^6 bytes per second of busy_s, NaN where no bytes were counted; exclusive_s: its share of each instant,
+    which adds up to the wall time over the stages; share: exclusive_s as a share of the wall time.
+    """
+    import pandas as pd
+
     exclusive = attribute(timeline, split)
     groups: dict[str, list[Span]] = {}
     for s in spans_of(timeline, split):
@@ -177,41 +168,24 @@ def stage_table(
     names = [n for n in (*STAGES, *groups) if n != "wait" and n in groups]
     rows = []
     for stage in dict.fromkeys((*names, *exclusive)):
-        spans = groups.get(stage, [])
-        seconds = [s.seconds for s in spans]
-        n_bytes = sum(s.n_bytes for s in spans)
-        busy_s = covered_s(spans)
-        rows.append(
-            StageRow(
-                stage=stage,
-                total_s=sum(seconds),
-                mean_s=sum(seconds) / max(1, len(seconds)),
-                max_s=max(seconds, default=0.0),
-                count=len(spans),
-                n_files=sum(s.n_files for s in spans),
-                n_bytes=n_bytes,
-                busy_s=busy_s,
-                mb_per_s=n_bytes / busy_s / 1e6 if n_bytes and busy_s else None,
-                exclusive_s=exclusive.get(stage, 0.0),
-                share=exclusive.get(stage, 0.0) / wall_s,
-            )
-        )
-    return rows
+        spans, own_s = groups.get(stage, []), exclusive.get(stage, 0.0)
+        seconds, busy_s = [s.seconds for s in spans], covered_s(spans)
+        mean_s, max_s = sum(seconds) / max(1, len(seconds)), max(seconds, default=0.0)
+        n_files, n_bytes = sum(s.n_files for s in spans), sum(s.n_bytes for s in spans)
+        rate = n_bytes / busy_s / 1e6 if n_bytes and busy_s else math.nan
+        times = (sum(seconds), mean_s, max_s, len(spans))
+        rows.append((stage, *times, n_files, n_bytes, busy_s, rate, own_s, own_s / wall_s))
+    columns = ["stage", "total_s", "mean_s", "max_s", "count", "n_files", "n_bytes", "busy_s", "mb_per_s"]
+    return pd.DataFrame(rows, columns=[*columns, "exclusive_s", "share"])
 
 
 # %% ../../nbs/insight/diagnose.ipynb #6ac61b89
-@dataclass(frozen=True)
-class QueueStat:
-    "Mean and largest depth of a queue."
-
-    mean: float  # over time
-    max: float
-
-
 def queue_stats(
     timeline: Timeline,
     split: str | None = None,  # only in the time of this split, None for the whole run
-) -> dict[str, QueueStat]:  # by name of the gauge; a gauge without a value in this time is left out
+) -> dict[
+    str, tuple[float, float]
+]:  # mean over time and largest value, by name of the gauge; a gauge without a value in this time is left out
     "Return the mean and the largest value of every gauge."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
     if split is None:
@@ -225,7 +199,7 @@ def queue_stats(
         values = np.array([g.value for g in gauges], dtype=np.float64)
         seconds = np.diff(np.clip(times, first, last))
         if seconds.sum() > 0:
-            stats[name] = QueueStat(float(values @ seconds / seconds.sum()), float(values[seconds > 0].max()))
+            stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
     return stats
 
 
@@ -395,17 +369,23 @@ def aligned(
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
 
-def _table_text(rows: list[StageRow]) -> str:
+def _table_text(stages: "pd.DataFrame") -> str:
     "Format the stages as a table; values that do not apply are blank."
     table = [("stage", "spans", "total s", "mean ms", "max ms", "files", "MB/s", "exclusive s", "share")]
-    for r in rows:
+    for r in stages.itertuples():
         spans = ("",) * 4
         if r.count:
             spans = (f"{r.count:,}", f"{r.total_s:.3f}", f"{1000 * r.mean_s:.2f}", f"{1000 * r.max_s:.2f}")
         files = f"{r.n_files:,}" if r.n_files else ""
-        rate = "" if r.mb_per_s is None else f"{r.mb_per_s:,.0f}" if r.mb_per_s >= 10 else f"{r.mb_per_s:.2g}"
+        rate = (
+            ""
+            if math.isnan(r.mb_per_s)
+            else f"{r.mb_per_s:,.0f}"
+            if r.mb_per_s >= 10
+            else f"{r.mb_per_s:.2g}"
+        )
         table.append((r.stage, *spans, files, rate, f"{r.exclusive_s:.3f}", f"{100 * r.share:.1f} %"))
-    wall_s = sum(r.exclusive_s for r in rows)
+    wall_s = stages["exclusive_s"].sum()
     return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 
 
@@ -422,14 +402,17 @@ def report_text(
 ) -> str:  # lines of text
     "Report the rate, stages, queues and limiting stage of one build."
     table = stage_table(timeline, split)
-    outside_s = seconds - sum(r.exclusive_s for r in table)
+    outside_s = seconds - table["exclusive_s"].sum()
     parts = [
         f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
         f"{found / seconds:,.0f} files found per second, end to end" if seconds > 0 else "no time measured",
         "",
-        _table_text(table) if table else "no spans",
+        _table_text(table) if len(table) else "no spans",
         "",
-        *(f"{name}: mean {q.mean:.2f}, max {q.max:g}" for name, q in queue_stats(timeline, split).items()),
+        *(
+            f"{name}: mean {mean:.2f}, max {most:g}"
+            for name, (mean, most) in queue_stats(timeline, split).items()
+        ),
         limit_text(amdahl_bounds(timeline, split)),
         f"Exposed wait (no lane of any split was busy): {exposed_wait_s(timeline, split):.2f} s.",
         "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",

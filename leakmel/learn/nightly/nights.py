@@ -182,14 +182,6 @@ def _together(rows: Sequence[tuple]) -> _Night:
     return len(rows), len(usable), float(np.median(usable)) if usable else None, rms_db, floor_db, flags
 
 
-def _changed_visits(history: History, visits: Mapping[str, str]) -> dict[str, str]:
-    "Store the visits; return the sensors whose last visit changed."
-    stored = dict(history.query("SELECT sensor, night FROM visits"))
-    changed = {s: night for s, night in visits.items() if night != stored.get(s)}
-    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
-    return changed
-
-
 def record_run(
     history: History,  # in a transaction
     entries: Sequence[HistoryEntry],
@@ -201,13 +193,16 @@ def record_run(
     since: dict[str, str] = {}  # sensor -> first changed night
     for h in new:
         since[h.sensor] = min(h.night, since.get(h.sensor, h.night))
-    since |= dict.fromkeys(_changed_visits(history, visits or {}), "")
+    visited = dict(history.query("SELECT sensor, night FROM visits"))
+    changed = {s: night for s, night in (visits or {}).items() if night != visited.get(s)}
+    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
+    visited |= changed
+    since |= dict.fromkeys(changed, "")
     if history.meta("budget") != repr(
         budget.per_100_nights
     ):  # the first night above the limit is another one
         history.set_meta("budget", repr(budget.per_100_nights))
         since |= dict.fromkeys((s for (s,) in history.query("SELECT DISTINCT sensor FROM nights")), "")
-    visited = dict(history.query("SELECT sensor, night FROM visits"))
     sensors = sorted(since)
     evidence = Evidence.start(len(sensors))
     first_above: list[str | None] = [None] * len(sensors)

@@ -169,10 +169,6 @@ class _Files:
     digests: dict[str, bytes]  # of known recordings -> path
     touched: dict[bytes, str]  # paths that are known with another size or time -> digest
 
-    @property
-    def n_known(self) -> int:
-        return len(self.found.listing) - len(self.to_read) - len(self.rejected)
-
 
 _MAX_SENSOR = 200  # characters
 
@@ -663,7 +659,6 @@ def nightly(
         normal = None if held is None else normal_medians(*held.normal)
         rows = sensor_table(history, rule, normal=normal, audits=audits)
         stored = history.meta("reference")
-        rejected = [*files.rejected, *new.rejected]
         done = NightlyRun(
             folder=found.listing.folder,
             state=target,
@@ -671,16 +666,8 @@ def nightly(
             evaluation=evaluation_text(detector.evaluations),
             evaluation_result=evaluation_result(detector.evaluations),
             budget=rule,
-            counts=RunCounts(
-                found=len(found.listing),
-                known=files.n_known + new.n_touched,
-                new=len(added),
-                copies=len(new.entries) - len(added) - new.n_touched,
-                rejected=len(rejected),
-                times_from_file=new.n_from_file,
-                not_in_table=len(missing),
-            ),
-            rejected=tuple(sorted(rejected, key=lambda r: r.path)),
+            counts=_counts(files, new, len(added), len(missing)),
+            rejected=tuple(sorted([*files.rejected, *new.rejected], key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             curves=_curves(history, rows),
@@ -689,6 +676,20 @@ def nightly(
         clips = _clips(rows, files.digests | new.digests, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
+
+
+def _counts(files: _Files, new: _New, n_added: int, n_missing: int) -> RunCounts:
+    "Count the files of the folder."
+    n_known = len(files.found.listing) - len(files.to_read) - len(files.rejected)
+    return RunCounts(
+        found=len(files.found.listing),
+        known=n_known + new.n_touched,
+        new=n_added,
+        copies=len(new.entries) - n_added - new.n_touched,
+        rejected=len(files.rejected) + len(new.rejected),
+        times_from_file=new.n_from_file,
+        not_in_table=n_missing,
+    )
 
 
 def _notes(files: _Files, missing: Sequence[bytes]) -> tuple[str, ...]:

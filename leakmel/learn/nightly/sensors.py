@@ -95,6 +95,7 @@ class SensorRow:
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _SHOWN_NIGHTS = 7  # in which recordings are looked for
+_NONE = ("", "", None)  # path, digest and level of no recording
 
 
 def plural(n: float, word: str) -> str:
@@ -102,20 +103,18 @@ def plural(n: float, word: str) -> str:
     return f"{n:.0f} {word}{'s' * (round(n) != 1)}"
 
 
-def _evidence_text(evidence: float, limit: float) -> str:
-    if evidence > 1000 * limit:
-        return f"evidence more than 1,000 times the limit of {limit:,.0f}"
-    return f"evidence {evidence:,.0f} with a limit of {limit:,.0f}"
-
-
 def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p: float | None) -> str:
     "Say in a sentence why a sensor is on the list or not."
     n, score, mean, first = own[-1][4], own[-1][5], own[-1][6], own[-1][7]
     usual = 1 / (1 + np.exp(-mean))
     if visit == "evidence":
+        many = f"more than 1,000 times the limit of {budget.limit:,.0f}"
+        size = (
+            many if evidence > 1000 * budget.limit else f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
+        )
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
         return (
-            f"Scores rose against the sensor's own {plural(n, 'night')}: {_evidence_text(evidence, budget.limit)}; "
+            f"Scores rose against the sensor's own {plural(n, 'night')}: evidence {size}; "
             f"on the list since {first}.{back}"
         )
     if visit == "high from the start":
@@ -158,12 +157,6 @@ def all_sensors(history: History) -> list[str]:
     return [sensor for (sensor,) in history.query(sql)]
 
 
-def _audits(sensors: Sequence[str], k: int, last: str) -> set[str]:
-    "Choose sensors at random; the choice of a night is always the same."
-    order = sorted(sensors, key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
-    return set(order[:k])
-
-
 def sensor_table(
     history: History,
     budget: Budget,
@@ -198,11 +191,22 @@ def sensor_table(
         elif p_values.get(sensor, 1.0) <= budget.start_share:
             visits[sensor] = "high from the start"
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
-    visits |= dict.fromkeys(_audits(free, audits, last), "audit")
+    # at random, but the choice of a night is always the same
+    free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
+    visits |= dict.fromkeys(free[:audits], "audit")
     scores = _best_recordings(history, week, "score")
     levels = _best_recordings(history, week, "rms_db")
     rows = [
-        _row(s, own, visits.get(s, ""), last, budget, p_values.get(s), scores.get(s), levels.get(s))
+        _row(
+            s,
+            own,
+            visits.get(s, ""),
+            last,
+            budget,
+            p_values.get(s),
+            scores.get(s, _NONE),
+            levels.get(s, _NONE),
+        )
         for s, own in by_sensor.items()
     ]
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
@@ -217,8 +221,8 @@ def _row(
     last: str,
     budget: Budget,
     p: float | None,
-    best: tuple | None,
-    loudest: tuple | None,
+    best: tuple,  # path, digest, level
+    loudest: tuple,
 ) -> SensorRow:
     "Return the row of a sensor."
     *_, first_above, r0, r1, r2 = own[-1]
@@ -238,10 +242,10 @@ def _row(
         last_night=own[-1][0],
         nights=int(own[-1][4]),
         score=score,
-        recording="" if best is None else best[0],
-        digest="" if best is None else best[1],
-        loudest="" if loudest is None else loudest[0],
-        loudest_db=None if loudest is None else round(loudest[2], 2),
+        recording=best[0],
+        digest=best[1],
+        loudest=loudest[0],
+        loudest_db=None if loudest[2] is None else round(loudest[2], 2),
     )
 
 
