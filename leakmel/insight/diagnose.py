@@ -372,19 +372,26 @@ def aligned(
 def _table_text(stages: "pd.DataFrame") -> str:
     "Format the stages as a table; values that do not apply are blank."
     table = [("stage", "spans", "total s", "mean ms", "max ms", "files", "MB/s", "exclusive s", "share")]
-    for r in stages.itertuples():
+    for r in stages.to_dict("records"):
         spans = ("",) * 4
-        if r.count:
-            spans = (f"{r.count:,}", f"{r.total_s:.3f}", f"{1000 * r.mean_s:.2f}", f"{1000 * r.max_s:.2f}")
-        files = f"{r.n_files:,}" if r.n_files else ""
+        if r["count"]:
+            spans = (
+                f"{r['count']:,}",
+                f"{r['total_s']:.3f}",
+                f"{1000 * r['mean_s']:.2f}",
+                f"{1000 * r['max_s']:.2f}",
+            )
+        files = f"{r['n_files']:,}" if r["n_files"] else ""
         rate = (
             ""
-            if math.isnan(r.mb_per_s)
-            else f"{r.mb_per_s:,.0f}"
-            if r.mb_per_s >= 10
-            else f"{r.mb_per_s:.2g}"
+            if math.isnan(r["mb_per_s"])
+            else f"{r['mb_per_s']:,.0f}"
+            if r["mb_per_s"] >= 10
+            else f"{r['mb_per_s']:.2g}"
         )
-        table.append((r.stage, *spans, files, rate, f"{r.exclusive_s:.3f}", f"{100 * r.share:.1f} %"))
+        table.append(
+            (r["stage"], *spans, files, rate, f"{r['exclusive_s']:.3f}", f"{100 * r['share']:.1f} %")
+        )
     wall_s = stages["exclusive_s"].sum()
     return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 

@@ -152,8 +152,15 @@ def test_stage_table_counts_work_and_wall_apart():
         Span("read", "r1", 1, 4, "T", 1, 32, 20_000_000),
         Span("compute", "e", 6, 8, "T", 0, 64),
     ]
-    read, compute, wait = stage_table(timeline_of(*spans)).itertuples()
-    assert (read.total_s, read.mean_s, read.max_s, read.count, read.n_files, read.n_bytes) == (
+    read, compute, wait = stage_table(timeline_of(*spans)).to_dict("records")
+    assert (
+        read["total_s"],
+        read["mean_s"],
+        read["max_s"],
+        read["count"],
+        read["n_files"],
+        read["n_bytes"],
+    ) == (
         5,
         2.5,
         3,
@@ -161,10 +168,10 @@ def test_stage_table_counts_work_and_wall_apart():
         64,
         40_000_000,
     )
-    assert (read.busy_s, read.mb_per_s) == (4, 10.0)
-    assert np.isnan(compute.mb_per_s)
-    assert (wait.count, wait.exclusive_s) == (0, 2)
-    assert sum(r.share for r in (read, compute, wait)) == pytest.approx(1)
+    assert (read["busy_s"], read["mb_per_s"]) == (4, 10.0)
+    assert np.isnan(compute["mb_per_s"])
+    assert (wait["count"], wait["exclusive_s"]) == (0, 2)
+    assert sum(r["share"] for r in (read, compute, wait)) == pytest.approx(1)
 
 
 def test_queue_mean_is_weighted_by_time():
