@@ -23,7 +23,7 @@ from leakmel.ops.bench import (
     synthetic_set,
     touch_memory,
 )
-from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
+from bench_gpu import GEOMETRIES, geometry_spec
 from bench_growth import linked_set
 from contestants import LIMIT, TOOLS, list_split
 from process_tree import Took, run_command

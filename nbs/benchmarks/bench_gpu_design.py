@@ -17,7 +17,7 @@ from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
 from leakmel.core.errors import LeakmelError
 from leakmel.ops.bench import LogLine, build_once, log_nothing, spread, spreads, store, synthetic_set_of_size
-from leakmel.ops.bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
+from bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
 from leakmel.ops.doctor import copy_alone, timed
 
 

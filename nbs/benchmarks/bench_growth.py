@@ -13,7 +13,7 @@ from leakmel.dataset.file.writer import SPARE_BYTES, part_bytes, require_space
 from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _apply_style
 from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread
-from leakmel.ops.bench_gpu import geometry_spec, geometry_words
+from bench_gpu import geometry_spec, geometry_words
 
 
 if TYPE_CHECKING:

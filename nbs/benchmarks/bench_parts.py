@@ -34,7 +34,7 @@ from leakmel.ops.bench import (
     touch_memory,
     verify_all,
 )
-from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec, geometry_words
+from bench_gpu import GEOMETRIES, geometry_spec, geometry_words
 from bench_compare import geometry_line, preset_spec
 from contestants import list_split
 

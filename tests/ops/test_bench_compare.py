@@ -32,7 +32,7 @@ from process_tree import run_command
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench_gpu import geometry_spec
+from bench_gpu import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
 
@@ -46,7 +46,7 @@ if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
 from leakmel.mel.reference import reference_log_mel
-from leakmel.ops.bench_gpu import geometry_spec
+from bench_gpu import geometry_spec
 from contestants import list_split
 began = time.perf_counter()
 paths, ids = list_split(root)
