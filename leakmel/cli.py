@@ -495,9 +495,9 @@ def _print_error(text: str) -> None:
 # %% ../nbs/cli.ipynb #117226f7
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Examine this machine: packages, cores, memory, disk, GPU, and the results of every engine."
-    from leakmel.ops.doctor import TITLES, examine
+    from leakmel.ops.doctor import CHECKS, examine
 
-    with Progress(len(TITLES), label="doctor", unit="checks", show=progress_mode(args)) as bar:
+    with Progress(len(CHECKS), label="doctor", unit="checks", show=progress_mode(args)) as bar:
         report = examine(args.dir, progress=bar.update)
     return (0 if report.ok else 1), report.to_dict(), report.text(line_width())
 
