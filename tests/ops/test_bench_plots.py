@@ -8,7 +8,6 @@ from typing import Any
 import bench_figures
 import numpy as np
 import pytest
-from bench_growth import growth_figure
 from bench_notebook import is_right
 
 from leakmel.insight.plots import SUBTITLE_LETTERS
@@ -16,10 +15,6 @@ from leakmel.insight.plots import SUBTITLE_LETTERS
 ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
     "compare": [bench_figures.compare_figure, bench_figures.rate_figure],
-    "parts": [bench_figures.parts_figure, bench_figures.trust_figure],
-    "growth": [growth_figure],
-    "modes": [bench_figures.modes_figure],
-    "reader": [bench_figures.reader_figure],
     "start": [bench_figures.start_figure],
     "build": [bench_figures.build_figure],
 }
@@ -62,13 +57,6 @@ def test_title_names_the_fastest_step():
     assert figure.layout.title.text == "best: 4.0 times as fast as first"
     assert drawn(figure) == [10, 40, 20]
     assert figure.layout.title.subtitle.text == "here"
-
-
-def test_reader_of_a_build_is_among_the_measured_ones():
-    pytest.importorskip("numba")
-    from bench_reader import ways_of_reading
-
-    assert bench_figures.BUILD_WAY in ways_of_reading(2)
 
 
 def test_long_subtitle_is_wrapped():

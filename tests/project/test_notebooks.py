@@ -421,13 +421,13 @@ def test_comparison_notebook_measures_stores_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(project / "nbs" / "benchmarks")
     progress = mock.Mock()
     monkeypatch.setattr(bench_notebook, "display", lambda *_, display_id: progress)
-    run = run_here("benchmarks/growth.ipynb", n_files=8, rounds=1)
+    run = run_here("benchmarks/start.ipynb", n_files=8, rounds=1)
     assert progress.update.called
     assert run.error == ""
-    assert "8 files at" in run.titles[0]
-    assert "verified and measured: growth" in run.text
+    assert "From command to end" in run.titles[0]
+    assert "verified and measured: start" in run.text
     (folder,) = (project / "runs").iterdir()
-    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["growth"]
+    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["start"]
 
 
 @pytest.mark.slow
