@@ -217,12 +217,9 @@ def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathL
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_memory(root, own), limit or 1 << 62)
     found = f"{size_text(free)} free of {size_text(total)}"
-    if limit:
-        found += f", limit of the control group {size_text(limit)}"
-    advice = ""
-    if free < MIN_FREE_BYTES:
-        slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
-        advice = f"Close programs that use memory, or give {slots}"
+    found += f", limit of the control group {size_text(limit)}" if limit else ""
+    slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
+    advice = f"Close programs that use memory, or give {slots}" if free < MIN_FREE_BYTES else ""
     return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
@@ -235,13 +232,13 @@ def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathL
     limits = [processes, *cgroup_limits("pids", ["pids.max"], root, own)]
     threads = min((n for n in limits if n is not None), default=None)
     words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
-    advice = []
-    if files is not None and files < MIN_OPEN_FILES:
-        advice.append("ulimit -n 4096 for more open files")
-    if threads is not None and threads < MIN_THREADS:
-        advice.append("ulimit -u 4096, or a larger pids limit of the container, for more threads")
+    remedies = (
+        (files, MIN_OPEN_FILES, "ulimit -n 4096 for more open files"),
+        (threads, MIN_THREADS, "ulimit -u 4096, or a larger pids limit of the container, for more threads"),
+    )
+    advice = " and ".join(remedy for n, least, remedy in remedies if n is not None and n < least)
     found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
-    return make_check("limits", found, figures, f"Set {' and '.join(advice)}" if advice else "")
+    return make_check("limits", found, figures, advice and f"Set {advice}")
 
 
 # %% ../../nbs/ops/doctor.ipynb #efceb173
@@ -371,8 +368,7 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
 
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
-    same, advice = False, ""
-    found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}"
+    same, result = False, "the values that were read differ from those that were written"
     with scratch(folder) as place:
         try:
             with memory_file() as memory:
@@ -381,28 +377,37 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
                 (place / "x.h5").write_bytes(memory.read_bytes())
             with open_file(place / "x.h5", examine=False) as f:
                 same = np.array_equal(f["segments_mel"][:], values)
-            result = (
-                "a file was written and read"
-                if same
-                else "the values that were read differ from those that were written"
-            )
         except Exception as e:
             result = f"a file cannot be written and read: {type(e).__name__}: {e}"
-        lock = lock_kind(place)
-        elsewhere = not os.path.samefile(place.parent, folder)
-    if not same:
-        advice = "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)"
-    elif not lock:
-        result = "the file system does not lock files"
-        advice = "Write data sets to another disk: a build needs locks"
-    elif lock == "owner":
-        result += "; the file system does not lock files, so links name who writes a file"
-        advice = "Mount the file system with locks (Lustre: -o flock; NFS: its lock service): else the link of a computer that failed has to be deleted by hand"
-    elif elsewhere:
-        result += " in the system's temporary folder, because the folder is not writable"
+        lock, elsewhere = lock_kind(place), not os.path.samefile(place.parent, folder)
+    right = "a file was written and read"
+    troubles = (  # the first that is true counts
+        (
+            not same,
+            result,
+            "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)",
+        ),
+        (
+            not lock,
+            "the file system does not lock files",
+            "Write data sets to another disk: a build needs locks",
+        ),
+        (
+            lock == "owner",
+            f"{right}; the file system does not lock files, so links name who writes a file",
+            "Mount the file system with locks (Lustre: -o flock; NFS: its lock service): else the link of a computer that failed has "
+            "to be deleted by hand",
+        ),
+        (elsewhere, f"{right} in the system's temporary folder, because the folder is not writable", ""),
+        (True, right, ""),
+    )
+    result, advice = next((said, what) for is_true, said, what in troubles if is_true)
     figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
     figures |= {"hdf5_same": same, "kernel_locks": lock == "flock", "lock": lock}
-    return make_check("hdf5", f"{found}; {result}", figures, advice, blocks=not same)
+    found = (
+        f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}; {result}"
+    )
+    return make_check("hdf5", found, figures, advice, blocks=not same)
 
 
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
@@ -428,17 +433,16 @@ def examine_compiled() -> Check:
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
-    lanes, codes = cpu_engine.LANES, (native.CODE, cpu_engine.CODE)
+    codes = (native.CODE, cpu_engine.CODE)
     folders = sorted({code.path.parent for code in codes if code.path is not None})
-    shut = [p for p in folders if not _can_write(p)]
-    shown = [show_path(p) for p in shut or folders]
-    found, advice = f"{package.found}; {vectors}, {lanes} lanes", package.advice
+    shut = [show_path(p) for p in folders if not _can_write(p)]
+    shown = [show_path(p) for p in folders]
+    where, advice = f"stored in {', '.join(shown)}", package.advice
     if shut or not folders:
-        found += f"; compiled code cannot be stored{' in ' if shut else ''}{', '.join(shown)}"
+        where = "compiled code cannot be stored" + (f" in {', '.join(shut)}" if shut else "")
         advice = "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds"
-    else:
-        found += f"; stored in {', '.join(shown)}"
-    figures = {"lanes": lanes, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
+    figures = {"lanes": cpu_engine.LANES, "vectors": vectors, "cache_folders": shown}
+    found = f"{package.found}; {vectors}, {cpu_engine.LANES} lanes; {where}"
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
@@ -499,16 +503,11 @@ def examine_gpu() -> Check:
     from leakmel.mel.engines import may_have_cuda
 
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        found = "CUDA_VISIBLE_DEVICES hides every GPU"
-        return Check("gpu", "missing", found, "Unset CUDA_VISIBLE_DEVICES to use a GPU")
+        found, advice = "CUDA_VISIBLE_DEVICES hides every GPU", "Unset CUDA_VISIBLE_DEVICES to use a GPU"
+        return Check("gpu", "missing", found, advice)
     if not may_have_cuda():
-        found = "no CUDA driver (libcuda.so.1)"
-        return Check(
-            "gpu",
-            "missing",
-            found,
-            "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong",
-        )
+        advice = "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong"
+        return Check("gpu", "missing", "no CUDA driver (libcuda.so.1)", advice)
     facts, names = card_facts(), list[str]()
     cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
     with contextlib.suppress(ImportError):
@@ -665,12 +664,12 @@ def examine_choice(
     ]
     cpu, gpu = (next(c for c in costs if c.engine == name) for name in ("cpu", "triton"))
     size = break_even(cpu, gpu) if has_gpu else math.inf
-    found = "takes the cpu engine for any number of recordings: " + (
-        "a GPU is not faster" if has_gpu else "no GPU"
-    )
+    why = "a GPU is not faster" if has_gpu else "no GPU"
+    found, n_files = f"takes the cpu engine for any number of recordings: {why}", None
     if math.isfinite(size):
         found = f"takes the cpu engine for fewer than {size:,.0f} recordings, a GPU for more"
-    figures = {"engines": engines, "gpu_from_files": math.ceil(size) if math.isfinite(size) else None}
+        n_files = math.ceil(size)
+    figures = {"engines": engines, "gpu_from_files": n_files}
     return make_check("engine_auto", f"{found} (preset disjoint)", figures)
 
 
