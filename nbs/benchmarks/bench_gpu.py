@@ -235,27 +235,34 @@ def gpu_table(
     return "\n".join(lines + [f"ERROR in {x['what']}: {x['error']}" for x in figures["errors"]])
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("work", help="work folder, on fast local storage; recordings in it are reused")
-    parser.add_argument(
-        "--files", type=int, help="recordings of the training split (the reference set's 39,563)"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+def script_parser(
+    text: str,  # of the module
+    rounds: int,  # default
+) -> argparse.ArgumentParser:
+    "Return the options that the suites `gpu` and `train` share."
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", help="work folder, on fast local storage; what is in it is used again")
+    parser.add_argument("--files", type=int, help="recordings of the training split (as the reference set)")
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--budget-s", type=float, default=420)
     parser.add_argument("--commit", help="commit to store where there is no git")
     parser.add_argument("--out", default="runs/benchmarks")
-    args = parser.parse_args()
-    record = bench_gpu(
-        args.work,
-        n_files=args.files and total_for_training(args.files),
-        rounds=args.rounds,
-        budget_s=args.budget_s,
-        commit_id=args.commit,
-        keep=partial(store, folder=args.out),
-        log=print,
-    )
+    return parser
+
+
+if __name__ == "__main__":
+    args = script_parser(__doc__ or "", 3).parse_args()
+    try:
+        record = bench_gpu(
+            args.work,
+            n_files=args.files and total_for_training(args.files),
+            rounds=args.rounds,
+            budget_s=args.budget_s,
+            commit_id=args.commit,
+            keep=partial(store, folder=args.out),
+            log=print,
+        )
+    except LeakmelError as e:
+        raise SystemExit(f"error: {e}") from None
     print(gpu_table(record), store(record, args.out), sep="\n")
     raise SystemExit(not record["ok"])

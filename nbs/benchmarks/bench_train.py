@@ -14,7 +14,7 @@ so that batches are full. The time budget is shared among the steps: each gets a
 its share. The record is stored after each step, so that a run that is killed loses one step.
 """
 
-import argparse, math, os, time
+import math, os, time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ from leakmel.ops.bench import (
     touch_memory,
 )
 from leakmel.ops.doctor import card_facts
+from bench_gpu import script_parser
 
 
 @dataclass(frozen=True)
@@ -372,28 +373,21 @@ def train_table(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("work", help="work folder; recordings and data set in it are reused")
-    parser.add_argument(
-        "--files", type=int, help="recordings of the training split (39,563 on a GPU, else 2,000)"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget-s", type=float, default=420)
-    parser.add_argument("--commit", help="commit to store where there is no git")
+    parser = script_parser(__doc__ or "", 5)
     parser.add_argument("--rehearse", action="store_true", help="tiny settings, on a CPU")
-    parser.add_argument("--out", default="runs/benchmarks")
     args = parser.parse_args()
-    record = bench_train(
-        args.work,
-        n_files=args.files,
-        rounds=args.rounds,
-        budget_s=args.budget_s,
-        rehearse=args.rehearse,
-        commit_id=args.commit,
-        keep=partial(store, folder=args.out),
-        log=print,
-    )
+    try:
+        record = bench_train(
+            args.work,
+            n_files=args.files,
+            rounds=args.rounds,
+            budget_s=args.budget_s,
+            rehearse=args.rehearse,
+            commit_id=args.commit,
+            keep=partial(store, folder=args.out),
+            log=print,
+        )
+    except LeakmelError as e:
+        raise SystemExit(f"error: {e}") from None
     print(train_table(record), store(record, args.out), sep="\n")
     raise SystemExit(not record["ok"])
