@@ -472,8 +472,8 @@ def run_fetch(args: argparse.Namespace) -> Outcome:
 
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
-    "Run a benchmark on this machine: builds, a GPU, or training."
-    from leakmel.ops.bench import is_right, measure, suite_text
+    "Measure builds on this machine."
+    from leakmel.ops.bench import build_table, measure
 
     record, path = measure(
         args.suite,
@@ -481,13 +481,11 @@ def run_bench(args: argparse.Namespace) -> Outcome:
         args.out,
         n_files=args.files,
         rounds=args.rounds,
-        budget_s=args.budget_s,
-        rehearse=args.rehearse,
         commit_id=args.commit,
         log=_print_error,
     )
-    text = f"{suite_text(args.suite, record)}\nstored as {show_path(path)}"
-    return (0 if is_right(record) else 1), record | {"path": show_path(path)}, text
+    text = f"{build_table(record)}\nstored as {show_path(path)}"
+    return (0 if record["verified"]["all_ok"] else 1), record | {"path": show_path(path)}, text
 
 
 def _print_error(text: str) -> None:
@@ -497,9 +495,9 @@ def _print_error(text: str) -> None:
 # %% ../nbs/cli.ipynb #117226f7
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Examine this machine: packages, cores, memory, disk, GPU, and the results of every engine."
-    from leakmel.ops.doctor import TITLES, examine
+    from leakmel.ops.doctor import CHECKS, examine
 
-    with Progress(len(TITLES), label="doctor", unit="checks", show=progress_mode(args)) as bar:
+    with Progress(len(CHECKS), label="doctor", unit="checks", show=progress_mode(args)) as bar:
         report = examine(args.dir, progress=bar.update)
     return (0 if report.ok else 1), report.to_dict(), report.text(line_width())
 
@@ -970,30 +968,17 @@ _BENCH: Options = {
     "--suite": dict(
         default="build",
         metavar="NAME",
-        help="suite to run: build (whole builds), gpu (a machine with a GPU) or train (training, evaluation and prediction, on a "
-        "GPU if available) (default build). Comparisons with other tools, and the parts of a build, are notebooks in nbs/benchmarks",
+        help="suite to run: build (default build). The suites for a GPU and for training are scripts, and comparisons with other tools are "
+        "notebooks, in nbs/benchmarks",
     ),
     "--files": dict(
         type=int,
+        default=8000,
         metavar="N",
-        help="recordings of the training split of the synthetic data set, 82 kB each (default 8000; gpu, and train on a GPU: 39,563 as in "
-        "the reference data set; train on a CPU: 400)",
+        help="recordings of the training split of the synthetic data set, 82 kB each (default 8000)",
     ),
-    "--rounds": dict(type=int, metavar="N", help="measured rounds of each setting (default 5; gpu: 3)"),
-    "--budget-s": dict(
-        type=float,
-        default=420,
-        metavar="SECONDS",
-        help="time limit of the suites gpu and train; the least important measurements are skipped (default 420)",
-    ),
-    "--rehearse": dict(
-        action="store_true",
-        help="run the suite train on a CPU with tiny settings, as a test; its figures are not meaningful",
-    ),
-    "--commit": dict(
-        metavar="ID",
-        help="commit to store in the record of the suites gpu and train if git is not available",
-    ),
+    "--rounds": dict(type=int, default=5, metavar="N", help="measured rounds of each setting (default 5)"),
+    "--commit": dict(metavar="ID", help="commit to store in the record if git is not available"),
     "--out": dict(
         default="runs/benchmarks",
         metavar="DIR",

@@ -4,16 +4,47 @@
 
 # %% auto #0
 __all__ = [
+    "STATUSES",
+    "NOT_MEASURED",
+    "OPTIONAL",
+    "NEEDED_PACKAGES",
+    "LINES",
+    "MIN_FREE_BYTES",
+    "MIN_OPEN_FILES",
+    "MIN_THREADS",
+    "MOUNTS",
+    "OS_RELEASE",
+    "WINDOWS_FILE_SYSTEMS",
+    "MEMORY_FILE_SYSTEMS",
+    "NETWORK_FILE_SYSTEMS",
+    "MAX_ENTRIES",
     "MIN_BUS_RATE",
+    "BUS_BYTES",
+    "BUS_COPIES",
     "REPORT_KEYS",
     "FIGURES",
-    "NEEDED",
+    "CHECKS",
+    "Check",
+    "make_check",
+    "requirements",
+    "package_check",
+    "examine_python",
+    "examine_cores",
+    "examine_memory",
+    "examine_limits",
+    "mount_of",
+    "examine_wsl",
+    "disk_kind",
+    "scratch",
+    "has_recordings",
+    "examine_disk",
+    "examine_recordings",
+    "examine_hdf5",
     "examine_compiled",
     "card_facts",
     "examine_torch",
     "examine_gpu",
-    "timed",
-    "copy_alone",
+    "copy_rates",
     "examine_bus",
     "parity_specs",
     "parity",
@@ -21,23 +52,362 @@ __all__ = [
     "examine_choice",
     "engine_table",
     "Report",
-    "probes",
+    "Line",
     "examine",
+    "agreement_plot",
 ]
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
-import contextlib, math, os, statistics, tempfile, time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+import configparser, contextlib, math, os, platform, re, shlex, tempfile, time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import import_module, metadata
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import leakmel
 from ..core.errors import DataError, EngineError, missing_remedy, show_path
-from ..core.monitor import size_text
-from . import doctor_checks as checks
-from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, make_check, package_check
+from ..core.locks import lock_kind
+from ..core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
+from ..core.monitor import free_memory, size_text, usable_cores, wsl_version
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+# %% ../../nbs/ops/doctor.ipynb #dfead063
+STATUSES = ("ok", "warn", "missing")
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Check:
+    "Result of one check, and advice."
+
+    key: str  # one of CHECKS
+    status: str  # one of STATUSES
+    found: str  # text; "not measured" if it could not be measured
+    advice: str = ""  # one sentence; empty if the status is ok
+    blocks: bool = False  # a build needs this, and it is missing or wrong
+    figures: Mapping[str, Any] = field(default_factory=dict)  # keys as in FIGURES
+
+    @property
+    def title(self) -> str:
+        "Title of the line in the report."
+        return CHECKS[self.key].title
+
+
+def make_check(
+    key: str, found: str, figures: Mapping[str, Any], advice: str = "", blocks: bool = False
+) -> Check:
+    "Return a check: a warning if it has advice, otherwise ok."
+    return Check(key, "warn" if advice else "ok", found, advice, blocks, figures)
+
+
+# %% ../../nbs/ops/doctor.ipynb #1d8eb475
+OPTIONAL = ("dev", "search", "cluster", "store", "onnx", "sets", "formats")  # extras that are not checked
+
+
+@cache
+def requirements() -> Mapping[str, str]:
+    "Return the version range of each package of leakmel, and of Python under `python`."
+    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(Path(leakmel.__file__).parent.parent / "settings.ini", encoding="utf-8")
+    settings = parser["DEFAULT"]
+    if settings.get("lib_name") == "leakmel":
+        keys = [k for k in settings if k.endswith("requirements") and not k.startswith(OPTIONAL)]
+        lines = [line for key in keys for line in settings[key].split()]
+        lines.append("python>=" + settings["min_python"])
+    else:
+        known = metadata.metadata("leakmel")
+        every = [line.partition(";") for line in known.get_all("Requires-Dist") or ()]
+        lines = [line for line, _, marker in every if not any(name in marker for name in OPTIONAL)]
+        lines.append("python" + (known["Requires-Python"] or ""))
+    pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line.strip()) for line in lines)
+    return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
+
+
+# %% ../../nbs/ops/doctor.ipynb #13ba1f9e
+NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
+LINES = {
+    "packages": (*NEEDED_PACKAGES, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
+    "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
+    "torch": ("torch", "torchaudio", "scikit-learn", "scipy", "joblib", "threadpoolctl"),
+    "compiled": ("numba",),
+    "gpu": ("nvidia-ml-py",),
+    "engine_triton": ("triton",),
+}
+_WITHOUT = {
+    "packages": "pandas is needed for tables, soundfile to convert other formats, soxr for resampling, "
+    "psutil and tqdm for monitoring and progress bars",
+    "front_end": "the notebooks need these packages, the command line does not",
+    "torch": "training and engines on a GPU need torch, the compiled engine does not",
+    "compiled": "without numba a build is several times slower",
+}
+
+
+def package_check(
+    key: str,  # one of LINES
+    names: Sequence[str],
+    *,
+    wanted: Mapping[str, str] | None = None,  # ranges; None: `requirements`
+    load: bool = False,  # load them too
+) -> Check:
+    "Compare the versions of packages with their ranges."
+    from packaging.specifiers import SpecifierSet
+
+    ranges = requirements() if wanted is None else wanted
+    words, bad, versions = list[str](), list[str](), dict[str, str | None]()
+    for name in names:
+        trouble, needed, version = "", ranges.get(name, ""), None
+        try:
+            version = metadata.version(name)
+            if load:
+                import_module(name)
+            if not SpecifierSet(needed).contains(version, prereleases=True):
+                trouble = f" ({needed} is needed)"
+        except metadata.PackageNotFoundError:
+            trouble = " is not installed"
+        except Exception as e:
+            trouble = f" (cannot be loaded: {type(e).__name__}: {e})"
+        versions[name] = version
+        words.append(" ".join(filter(None, (name, version))) + trouble)
+        bad += [name] if trouble else []
+    found, figures = ", ".join(words), {"versions": versions}
+    if not bad:
+        return Check(key, "ok", found, figures=figures)
+    pip = " ".join(f"'{name}{ranges.get(name, '')}'" for name in bad)
+    advice = "; ".join(filter(None, [f"Install the required versions: pip install {pip}", _WITHOUT.get(key)]))
+    status = "missing" if None in versions.values() else "warn"
+    return Check(key, status, found, advice, any(name in NEEDED_PACKAGES for name in bad), figures)
+
+
+def examine_python() -> Check:
+    "Compare the version of Python with the minimum version."
+    from packaging.specifiers import SpecifierSet
+
+    wanted, version = requirements()["python"], platform.python_version()
+    found = f"{platform.python_implementation()} {version} on {platform.system()}, {platform.machine()}"
+    advice = "" if SpecifierSet(wanted).contains(version, prereleases=True) else f"Use Python {wanted}"
+    return make_check("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
+
+
+# %% ../../nbs/ops/doctor.ipynb #31ffdabc
+MIN_FREE_BYTES = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
+MIN_OPEN_FILES, MIN_THREADS = 256, 256
+
+
+def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
+    "Compare the cores of the machine, those this process may use, and the quota of its control group."
+    cores, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(root, own)
+    found, advice = f"{usable} of {cores} usable", ""
+    if quota is not None:
+        found += f", with a quota of {quota:g} cores' time"
+    if quota is not None and quota < cores and usable == max(1, math.ceil(quota)):
+        advice = "Raise the CPU quota of the container: it bounds the threads of a build"
+    elif usable < cores:
+        advice = "Let the process use all cores (taskset, or an option of the batch system)"
+    return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
+
+
+def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
+    "Check the free memory, the memory of the machine, and the limit of its control group."
+    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = min(free_memory(root, own), limit or 1 << 62)
+    found = f"{size_text(free)} free of {size_text(total)}"
+    found += f", limit of the control group {size_text(limit)}" if limit else ""
+    slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
+    advice = f"Close programs that use memory, or give {slots}" if free < MIN_FREE_BYTES else ""
+    return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
+
+
+def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
+    "Check the limits of open files and threads."
+    import resource
+
+    soft = [resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
+    files, processes = (None if n in (-1, resource.RLIM_INFINITY) else n for n in soft)
+    limits = [processes, *cgroup_limits("pids", ["pids.max"], root, own)]
+    threads = min((n for n in limits if n is not None), default=None)
+    words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
+    remedies = (
+        (files, MIN_OPEN_FILES, "ulimit -n 4096 for more open files"),
+        (threads, MIN_THREADS, "ulimit -u 4096, or a larger pids limit of the container, for more threads"),
+    )
+    advice = " and ".join(remedy for n, least, remedy in remedies if n is not None and n < least)
+    found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
+    return make_check("limits", found, figures, advice and f"Set {advice}")
+
+
+# %% ../../nbs/ops/doctor.ipynb #efceb173
+MOUNTS, OS_RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
+WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
+
+
+def mount_of(
+    folder: str | os.PathLike,
+    mounts: str | os.PathLike = MOUNTS,
+) -> tuple[str, str]:  # mount point and type; empty if unknown
+    "Return the file system that a folder lies on."
+    place, best, lines = os.fsencode(os.path.realpath(folder)), (b"", b""), list[bytes]()
+    with contextlib.suppress(OSError):
+        lines = Path(mounts).read_bytes().splitlines()
+    for _, at, kind, *_ in (line.split(b" ") for line in lines if line.count(b" ") >= 2):
+        at = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), at)  # blanks are written as \040
+        if len(at) >= len(best[0]) and (place + b"/").startswith(at.rstrip(b"/") + b"/"):
+            best = at, kind
+    return os.fsdecode(best[0]), os.fsdecode(best[1])
+
+
+def examine_wsl(
+    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = OS_RELEASE
+) -> Check:
+    "Check whether this is WSL, and whether the folder is on a disk of Windows."
+    text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
+    version = wsl_version(text)
+    figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
+    where = (
+        f"{show_path(folder)} lies on {show_path(at) or 'an unknown file system'} ({kind or NOT_MEASURED})"
+    )
+    found, advice = f"WSL{version}; {where}", ""
+    if not version:
+        found = "this is not WSL"
+    elif version == 1:
+        advice = "Change to WSL2 (wsl --set-version NAME 2): WSL1 translates each system call"
+    elif kind in WINDOWS_FILE_SYSTEMS:
+        found += ", a disk of Windows"
+        advice = (
+            "Move the recordings into the Linux file system, because opening a file on a Windows disk is slow, or build with "
+            "--mode memmap, which reads the recordings only once"
+        )
+    return make_check("wsl", found, figures, advice)
+
+
+# %% ../../nbs/ops/doctor.ipynb #4a811d5e
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+# fmt: off
+NETWORK_FILE_SYSTEMS = (
+    "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
+)
+# fmt: on
+
+
+def disk_kind(folder: str | os.PathLike) -> str:
+    "Return the kind of disk by the type of its file system: memory, network or local disk."
+    kinds = dict.fromkeys(MEMORY_FILE_SYSTEMS, "memory") | dict.fromkeys(NETWORK_FILE_SYSTEMS, "network")
+    return kinds.get(mount_of(folder)[1], "local disk")
+
+
+@contextlib.contextmanager
+def scratch(folder: str | os.PathLike) -> Iterator[Path]:
+    "Create a temporary folder in a folder, or in the system's temporary folder if that folder is not writable."
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-", dir=folder)
+    except OSError:
+        made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-")
+    with made as path:
+        yield Path(path)
+
+
+# %% ../../nbs/ops/doctor.ipynb #831e4edf
+MAX_ENTRIES = 5000  # folder entries that are searched for recordings
+
+
+def has_recordings(folder: str | os.PathLike[str]) -> bool:
+    "Return whether a recording lies below a folder, among its first MAX_ENTRIES entries."
+    from leakmel.audio.listing import is_recording_name, is_system_folder
+
+    n_seen = 0
+    for place, folders, names in os.walk(os.fspath(folder)):
+        folders[:] = [name for name in folders if not is_system_folder(name)]
+        n_seen += len(folders) + len(names)
+        if any(is_recording_name(os.fsencode(name)) and Path(place, name).is_file() for name in names):
+            return True
+        if n_seen >= MAX_ENTRIES:
+            break
+    return False
+
+
+def examine_disk(folder: str | os.PathLike) -> Check:
+    "Check the kind of disk that a folder lies on."
+    kind = disk_kind(folder)
+    advice = "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one"
+    return make_check("disk", kind, {"kind": kind}, advice if kind == "network" else "")
+
+
+# %% ../../nbs/ops/doctor.ipynb #b034cb5f
+def examine_recordings(folder: str | os.PathLike) -> Check:
+    "Check whether the recordings of a folder can be built with inferred settings."
+    from leakmel.audio.manifest import scan
+    from leakmel.dataset.run.proposal import propose_build
+
+    if not has_recordings(folder):
+        return Check("recordings", "ok", "the folder has no recordings")
+    proposal = propose_build(scan(folder, progress="none"), os.fspath(folder))
+    advice = (
+        proposal.command
+        if proposal.alternatives
+        else ""
+        if proposal.command
+        else f"leakmel scan {shlex.quote(show_path(folder))} shows the whole report"
+    )
+    return make_check(
+        "recordings", proposal.reason, {"command": proposal.command, "groups": proposal.groups}, advice
+    )
+
+
+# %% ../../nbs/ops/doctor.ipynb #ac8c14b9
+def examine_hdf5(folder: str | os.PathLike) -> Check:
+    "Check the HDF5 library: version, locking, and a file that is written and read."
+    import h5py
+    import numpy as np
+
+    from leakmel.dataset.file.schema import memory_file, new_file, open_file
+
+    setting = os.environ.get("HDF5_USE_FILE_LOCKING")
+    values = np.arange(3000, dtype=np.float16).reshape(3, -1)
+    same, result = False, "the values that were read differ from those that were written"
+    with scratch(folder) as place:
+        try:
+            with memory_file() as memory:
+                with new_file(memory) as f:
+                    f["segments_mel"] = values
+                (place / "x.h5").write_bytes(memory.read_bytes())
+            with open_file(place / "x.h5", examine=False) as f:
+                same = np.array_equal(f["segments_mel"][:], values)
+        except Exception as e:
+            result = f"a file cannot be written and read: {type(e).__name__}: {e}"
+        lock, elsewhere = lock_kind(place), not os.path.samefile(place.parent, folder)
+    right = "a file was written and read"
+    troubles = (  # the first that is true counts
+        (
+            not same,
+            result,
+            "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)",
+        ),
+        (
+            not lock,
+            "the file system does not lock files",
+            "Write data sets to another disk: a build needs locks",
+        ),
+        (
+            lock == "owner",
+            f"{right}; the file system does not lock files, so links name who writes a file",
+            "Mount the file system with locks (Lustre: -o flock; NFS: its lock service): else the link of a computer that failed has "
+            "to be deleted by hand",
+        ),
+        (elsewhere, f"{right} in the system's temporary folder, because the folder is not writable", ""),
+        (True, right, ""),
+    )
+    result, advice = next((said, what) for is_true, said, what in troubles if is_true)
+    figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
+    figures |= {"hdf5_same": same, "kernel_locks": lock == "flock", "lock": lock}
+    found = (
+        f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}; {result}"
+    )
+    return make_check("hdf5", found, figures, advice, blocks=not same)
 
 
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
@@ -63,17 +433,16 @@ def examine_compiled() -> Check:
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
-    lanes, codes = cpu_engine.LANES, (native.CODE, cpu_engine.CODE)
+    codes = (native.CODE, cpu_engine.CODE)
     folders = sorted({code.path.parent for code in codes if code.path is not None})
-    shut = [p for p in folders if not _can_write(p)]
-    shown = [show_path(p) for p in shut or folders]
-    found, advice = f"{package.found}; {vectors}, {lanes} lanes", package.advice
+    shut = [show_path(p) for p in folders if not _can_write(p)]
+    shown = [show_path(p) for p in folders]
+    where, advice = f"stored in {', '.join(shown)}", package.advice
     if shut or not folders:
-        found += f"; compiled code cannot be stored{' in ' if shut else ''}{', '.join(shown)}"
+        where = "compiled code cannot be stored" + (f" in {', '.join(shut)}" if shut else "")
         advice = "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds"
-    else:
-        found += f"; stored in {', '.join(shown)}"
-    figures = {"lanes": lanes, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
+    figures = {"lanes": cpu_engine.LANES, "vectors": vectors, "cache_folders": shown}
+    found = f"{package.found}; {vectors}, {cpu_engine.LANES} lanes; {where}"
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
@@ -134,16 +503,11 @@ def examine_gpu() -> Check:
     from leakmel.mel.engines import may_have_cuda
 
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        found = "CUDA_VISIBLE_DEVICES hides every GPU"
-        return Check("gpu", "missing", found, "Unset CUDA_VISIBLE_DEVICES to use a GPU")
+        found, advice = "CUDA_VISIBLE_DEVICES hides every GPU", "Unset CUDA_VISIBLE_DEVICES to use a GPU"
+        return Check("gpu", "missing", found, advice)
     if not may_have_cuda():
-        found = "no CUDA driver (libcuda.so.1)"
-        return Check(
-            "gpu",
-            "missing",
-            found,
-            "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong",
-        )
+        advice = "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong"
+        return Check("gpu", "missing", "no CUDA driver (libcuda.so.1)", advice)
     facts, names = card_facts(), list[str]()
     cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
     with contextlib.suppress(ImportError):
@@ -164,70 +528,51 @@ def examine_gpu() -> Check:
 
 
 # %% ../../nbs/ops/doctor.ipynb #e53c0130
-def timed(
-    device: Any,  # a mel.device.Device
-    stream: Any,
-    work: Callable[[], object],  # launches something
-    *,
-    window_s: float = 0.1,
-    windows: int = 5,
-) -> list[float]:  # seconds per launch, one value per window
-    "Measure the duration of work on a device with its own events."
-    begin, end = device.event(), device.event()
-
-    def window(n: int) -> float:
-        stream.record(begin)
-        for _ in range(n):
-            stream.do(work)
-        stream.record(end)
-        end.synchronize()
-        return max(1e-3 * begin.elapsed_time(end), 1e-9) / n
-
-    window(3)  # the first time compiles and warms
-    n = max(1, min(10_000, round(window_s / window(3))))
-    return [window(n) for _ in range(windows)]
+MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
+BUS_BYTES, BUS_COPIES = 16 << 20, 50  # of a measurement
 
 
-def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]:
-    "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
+def copy_rates(
+    device: str,
+) -> tuple[float, float]:  # bytes per second to the device and from it; raises EngineUnavailable, EngineError
+    "Measure copies between pinned memory and a device."
     import torch
     from leakmel.mel.device import open_devices
 
-    on, found = open_devices(device)[0], dict[str, Any]()
+    on = open_devices(device)[0]
     try:
-        for n_bytes in sizes:
-            host, there = on.pinned((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
-            if not on.is_pinned(host):
-                raise EngineError(
-                    "CUDA cannot pin host memory", code="device-failed", found=f"{n_bytes:,} bytes"
-                )
-            on.synchronize()
-            rates = {}
-            for way, target, source in (("in", there, host), ("out", host, there)):
-                copy = partial(target.copy_, source, non_blocking=True)
-                times = timed(on, on.stream(), copy, window_s=window_s)
-                rates[way] = [n_bytes / s / 1e9 for s in times]
-            on.unpin(host)
-            found[str(n_bytes)] = rates
-        return found
+        host, there = on.pinned((BUS_BYTES,), torch.uint8), on.empty((BUS_BYTES,), torch.uint8)
+        if not on.is_pinned(host):
+            raise EngineError(
+                "CUDA cannot pin host memory", code="device-failed", found=f"{BUS_BYTES:,} bytes"
+            )
+        seconds = [_copy_s(on, target, source) for target, source in ((there, host), (host, there))]
+        on.unpin(host)
+        return BUS_BYTES / seconds[0], BUS_BYTES / seconds[1]
     finally:
         on.close()
 
 
-# %% ../../nbs/ops/doctor.ipynb #38f9bcd2
-MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
+def _copy_s(on: Any, target: Any, source: Any) -> float:
+    "Return the seconds of a copy, of which the first few are not counted."
+    began = 0.0
+    for k in range(-3, BUS_COPIES):
+        if k == 0:
+            on.synchronize()
+            began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+    on.synchronize()
+    return (time.perf_counter() - began) / BUS_COPIES
 
 
 def examine_bus(device: str = "cuda") -> Check:
     "Measure the rates of copies from pinned memory to the device and from the device."
     from leakmel.mel.engines import EngineUnavailable
 
-    size = 16 << 20
     try:
-        done = copy_alone(device, [size], 0.1)[str(size)]
+        into, out = copy_rates(device)
     except (EngineUnavailable, ImportError) as e:
         return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
-    into, out = (1e9 * statistics.median(done[key]) for key in ("in", "out"))
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
     slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
@@ -319,12 +664,12 @@ def examine_choice(
     ]
     cpu, gpu = (next(c for c in costs if c.engine == name) for name in ("cpu", "triton"))
     size = break_even(cpu, gpu) if has_gpu else math.inf
-    found = "takes the cpu engine for any number of recordings: " + (
-        "a GPU is not faster" if has_gpu else "no GPU"
-    )
+    why = "a GPU is not faster" if has_gpu else "no GPU"
+    found, n_files = f"takes the cpu engine for any number of recordings: {why}", None
     if math.isfinite(size):
         found = f"takes the cpu engine for fewer than {size:,.0f} recordings, a GPU for more"
-    figures = {"engines": engines, "gpu_from_files": math.ceil(size) if math.isfinite(size) else None}
+        n_files = math.ceil(size)
+    figures = {"engines": engines, "gpu_from_files": n_files}
     return make_check("engine_auto", f"{found} (preset disjoint)", figures)
 
 
@@ -463,34 +808,39 @@ class Report:
 
 
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
-NEEDED = ("python", "packages", "hdf5", "engine_reference")  # lines that a build needs
+class Line(NamedTuple):
+    "A line of the report."
+
+    title: str
+    probe: Callable[[Path], Check]
+    needed: bool = False  # by a build: where the check itself fails, it blocks
 
 
-def probes() -> dict[str, Callable[[Path], Check]]:
-    "Return the checks by key, in the order of the report."
-    return {
-        "python": lambda folder: checks.examine_python(),
-        "packages": lambda folder: package_check("packages", LINES["packages"], load=True),
-        "front_end": lambda folder: package_check("front_end", LINES["front_end"]),
-        "cores": lambda folder: checks.examine_cores(),
-        "memory": lambda folder: checks.examine_memory(),
-        "limits": lambda folder: checks.examine_limits(),
-        "wsl": checks.examine_wsl,
-        "disk": checks.examine_disk,
-        "recordings": checks.examine_recordings,
-        "hdf5": checks.examine_hdf5,
-        "compiled": lambda folder: examine_compiled(),
-        "torch": lambda folder: examine_torch(),
-        "gpu": lambda folder: examine_gpu(),
-        "bus": lambda folder: examine_bus(),
-        "engine_reference": lambda folder: examine_engine("reference"),
-        "engine_cpu": lambda folder: examine_engine("cpu"),
-        "engine_torch": lambda folder: examine_engine("torch"),
-        "engine_torch_cuda": lambda folder: examine_engine("torch", "cuda"),
-        "engine_torchaudio": lambda folder: examine_engine("torchaudio"),
-        "engine_triton": lambda folder: examine_engine("triton", "cuda"),
-        "engine_auto": examine_choice,
-    }
+CHECKS = {
+    "python": Line("Python", lambda folder: examine_python(), True),
+    "packages": Line(
+        "packages", lambda folder: package_check("packages", LINES["packages"], load=True), True
+    ),
+    "front_end": Line("front end", lambda folder: package_check("front_end", LINES["front_end"])),
+    "cores": Line("cores", lambda folder: examine_cores()),
+    "memory": Line("memory", lambda folder: examine_memory()),
+    "limits": Line("limits", lambda folder: examine_limits()),
+    "wsl": Line("WSL", lambda folder: examine_wsl(folder)),
+    "disk": Line("disk", lambda folder: examine_disk(folder)),
+    "recordings": Line("recordings", lambda folder: examine_recordings(folder)),
+    "hdf5": Line("HDF5", lambda folder: examine_hdf5(folder), True),
+    "compiled": Line("compiled code", lambda folder: examine_compiled()),
+    "torch": Line("torch", lambda folder: examine_torch()),
+    "gpu": Line("GPU, driver", lambda folder: examine_gpu()),
+    "bus": Line("pinned memory, bus", lambda folder: examine_bus()),
+    "engine_reference": Line("engine reference", lambda folder: examine_engine("reference"), True),
+    "engine_cpu": Line("engine cpu", lambda folder: examine_engine("cpu")),
+    "engine_torch": Line("engine torch", lambda folder: examine_engine("torch")),
+    "engine_torch_cuda": Line("engine torch, GPU", lambda folder: examine_engine("torch", "cuda")),
+    "engine_torchaudio": Line("engine torchaudio", lambda folder: examine_engine("torchaudio")),
+    "engine_triton": Line("engine triton", lambda folder: examine_engine("triton", "cuda")),
+    "engine_auto": Line("engine auto", lambda folder: examine_choice(folder)),
+}  # by key, in the order of the report
 
 
 def examine(
@@ -509,20 +859,40 @@ def examine(
             path=place,
             remedy=missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine"),
         )
-    for key, probe in probes().items():
-        progress(len(found), TITLES[key])
+    for key, line in CHECKS.items():
+        progress(len(found), line.title)
         try:
-            found.append(probe(place))
+            found.append(line.probe(place))
         except Exception as e:
             what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
-            found.append(
-                Check(
-                    key,
-                    "warn",
-                    what,
-                    "Correct the cause that the error names, then run leakmel doctor again",
-                    key in NEEDED,
-                )
-            )
+            advice = "Correct the cause that the error names, then run leakmel doctor again"
+            found.append(Check(key, "warn", what, advice, line.needed))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
+
+
+# %% ../../nbs/ops/doctor.ipynb #d0a6e5c9
+def agreement_plot(
+    report: Report,
+) -> "go.Figure":
+    "Draw the largest difference of each engine from the float64 reference."
+    import plotly.graph_objects as go
+    from leakmel.insight.plots import label_colour, f32, styled_figure
+
+    found = {
+        c.figures["identity"]: c.figures["max_abs_db"] for c in report.checks if "max_abs_db" in c.figures
+    }
+    if not found:
+        return styled_figure([], "No engine was compared", height=120)
+    worst = max(found, key=lambda name: found[name])
+    bars = go.Bar(
+        x=f32(list(found.values())), y=list(found), orientation="h", marker=dict(color=label_colour(0))
+    )
+    return styled_figure(
+        [bars],
+        f"Engines differ from the reference by at most {found[worst]:.3f} dB",
+        "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
+        height=130 + 30 * len(found),
+        xaxis=dict(title=dict(text="largest difference (dB)"), rangemode="tozero"),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+    )

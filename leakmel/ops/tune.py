@@ -30,22 +30,26 @@ __all__ = [
     "sample_size",
     "tune",
     "tune_table",
+    "tune_kinds",
+    "TunePlan",
+    "plan_tune",
+    "run_tune_plan",
+    "tune_plot",
 ]
 
 # %% ../../nbs/ops/tune.ipynb #37782420
-import math, os, shlex, tempfile, time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math, os, random, shlex, tempfile, time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import leakmel as lm
 from ..audio.manifest import Manifest, check_manifest
-from ..audio.wav import digest_of
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -57,15 +61,29 @@ from leakmel.core.errors import (
     show_path,
 )
 from ..core.monitor import usable_cores
+from ..core.parameters import Kinds
 from ..core.progress import Progress
-from ..dataset.run.config import PipelineConfig, Workers, plan_workers
+from ..core.run_plan import RowTable, run_folder, write_summary
+from leakmel.dataset.run.config import (
+    SCHEMA,
+    PipelineConfig,
+    Workers,
+    find_tuned,
+    plan_workers,
+    this_machine,
+    write_tuned,
+)
 from ..dataset.run.engine_choice import choose_engine
 from ..dataset.run.inputs import SpecLike, decide_spec
+from ..dataset.run.plan import build_defaults, build_kinds, find_data, spec_changes
 from ..dataset.run.publish import BuildResult
-from ..dataset.run.config import SCHEMA, find_tuned, this_machine, write_tuned
 from ..insight.diagnose import aligned
+from ..insight.plots import label_colour, f32, styled_figure
 from ..mel.engines import may_have_cuda, open_engine
-from .bench import read_into_cache, evict, is_cached, range_text, record_head
+from .bench import evict, is_cached, range_text, read_into_cache, record_head
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
 SAMPLE_RUNS = 8
@@ -158,24 +176,25 @@ def candidates(
 ) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores = cores or usable_cores()
-    others: list[dict[str, int]] = [{"read_ahead": n} for n in (1024, 0, 256)]
+    half = max(1, cores // 2)
+    tried: list[dict[str, int]] = [{"read_ahead": n} for n in (1024, 0, 256)]
     if on_device:
         sizes = (256, 1024, 128, 2048)
-        others += [{"read_workers": max(1, n)} for n in (cores // 2, 2 * cores)]
-        others += [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}]
-        others += [{"batch_accumulation": 2}, {"write_workers": max(1, cores // 2)}]
+        tried += [{"read_workers": half}, {"read_workers": 2 * cores}, {"write_workers": half}]
+        tried += [
+            {"gpu_streams": 1},
+            {"gpu_streams": 4},
+            {"slots": 2 * workers.slots},
+            {"batch_accumulation": 2},
+        ]
     else:
         sizes = (64, 256, 32, 8)
-        others += [{"compute_workers": 2 * cores}, {"read_workers": cores}]
-        others += [{"read_workers": 2 * cores, "slots": 8 * cores}]
-        others += [{"compute_workers": cores // 2}] if cores > 2 else []
+        tried += [{"compute_workers": 2 * cores}, {"compute_workers": half}, {"read_workers": cores}]
+        tried += [{"read_workers": 2 * cores, "slots": 8 * cores}]
     if workers.files_per_batch == full.files_per_batch:  # a small sample cannot tell about large batches
-        others += [{"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files]
-    found: dict[str, dict[str, int]] = {DEFAULT: {}}
-    for changes in others:
-        if any(getattr(workers, key, None) != value for key, value in changes.items()):
-            found[", ".join(f"{key} {value}" for key, value in changes.items())] = changes
-    return found
+        tried += [{"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files]
+    other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
+    return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}
 
 
 # %% ../../nbs/ops/tune.ipynb #f052316f
@@ -226,6 +245,9 @@ class BuildTrials:
 
 
 # %% ../../nbs/ops/tune.ipynb #72b41bea
+Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
+
+
 @dataclass
 class TrialTimes:
     "Durations of the trials of one setting."
@@ -234,26 +256,23 @@ class TrialTimes:
     failure: str = ""  # why it is not tried again, or why a trial did not count
 
 
-Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
-
-
 def sweep(
     trials: Mapping[Key, Callable[[], float]],  # each returns its duration in seconds
     *,
     rounds: int,
-    ends_s: float,  # end of the sweep, on the clock
-    clock: Callable[[], float] = time.monotonic,
+    ends_s: float,  # end of the sweep, on the clock `time.monotonic`
     tell: Callable[[int, str], None] = lambda n_done, what: None,
 ) -> dict[Key, TrialTimes]:
     "Run trials in interleaved rounds; store the failures of leakmel and the system, raise other errors."
-    found, lasted, n_done = {key: TrialTimes() for key in trials}, dict[Key, float](), 0
+    found, longest_s, n_done = {key: TrialTimes() for key in trials}, 0.0, 0
     for i in range(rounds):
-        for key in sorted(trials, key=lambda key: digest_of(f"{i} {key}".encode())):
-            runs, began, usual = found[key], clock(), max(lasted.values(), default=0.0)
+        order = random.Random(i).sample(list(trials), len(trials))
+        for key in sorted(order, key=lambda key: i == 0 and key[0] != DEFAULT):
+            runs, began_s = found[key], time.monotonic()
+            if began_s + longest_s > ends_s and (i or key[0] != DEFAULT):
+                return found
             if runs.failure and not runs.seconds and i:
                 continue
-            if began + lasted.get(key, usual) > ends_s:
-                return found
             tell(n_done, ", ".join(key))
             try:
                 runs.seconds.append(trials[key]())
@@ -261,7 +280,7 @@ def sweep(
                 runs.failure = str(e)  # the state may be reached in another round
             except (LeakmelError, OSError, MemoryError) as e:
                 runs.seconds, runs.failure = [], f"{type(e).__name__}: {e}"
-            lasted[key], n_done = clock() - began, n_done + 1
+            longest_s, n_done = max(longest_s, time.monotonic() - began_s), n_done + 1
     tell(n_done, "")
     return found
 
@@ -282,11 +301,10 @@ def scores_of(
     "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
     scores = list[Score]()
     for (name, state), runs in found.items():
-        if state != cache:
-            continue
-        rates = [n_files / f(runs.seconds) if runs.seconds else 0.0 for f in (median, max, min)]
-        score = {"name": name, "rounds": len(runs.seconds), "failure": runs.failure}
-        scores.append(score | dict(zip(("files_per_s", "least", "most"), rates)))
+        if state == cache:
+            rates = [n_files / f(runs.seconds) if runs.seconds else 0.0 for f in (median, max, min)]
+            score = {"name": name, "rounds": len(runs.seconds), "failure": runs.failure}
+            scores.append(score | dict(zip(("files_per_s", "least", "most"), rates)))
     return sorted(scores, key=lambda s: -s["files_per_s"])
 
 
@@ -312,18 +330,17 @@ def gain(
 
 def best_candidate(
     states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
-    names: Iterable[str],  # of the settings
+    names: Sequence[str],  # of the settings
 ) -> str:  # DEFAULT: no setting is clearly faster
     "Return the setting with the largest clear speed-up over the defaults."
-    best = max(names, key=lambda name: gain(states, name))
+    best = max(names, key=partial(gain, states))
     return best if gain(states, best) else DEFAULT
 
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
 FIRST_FILES = 1024  # recordings of the build that measures the duration
-_BUILDS = 0.9  # share of the time for the builds; the rest is for the check
-_PLANNED_SHARE = 0.8  # share of that which is planned
+_PLANNED_SHARE = 0.7  # of the time; the rest is for slower rounds and for the check
 
 
 def sample_size(
@@ -341,38 +358,35 @@ def sample_size(
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
     pool, notes, config = trials.sample, list[str](), PipelineConfig(device=trials.device)
-    small = replace(trials, sample=take_sample(pool, MIN_FILES))
-    small.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
-    first = replace(trials, sample=take_sample(pool, FIRST_FILES))
-    for states in (list(CACHES), ["warm"]):
-        began_s = time.monotonic()
-        try:
-            first.run({}, states[0])
-            break
-        except (StateError, UsageError) as e:
-            notes.append(f"{states[0]}: not measured, {e}")
-    now_s = time.monotonic()
-    over_s = now_s + _BUILDS * max(0.0, ends_s - now_s)
+    first, states = replace(trials, sample=take_sample(pool, FIRST_FILES)), list(CACHES)
+    first.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
+    began_s = time.monotonic()
+    try:
+        first.run({}, "cold")
+    except (StateError, UsageError) as e:
+        notes.append(f"cold: not measured, {e}")
+        states.remove("cold")
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
     with open_engine(trials.engine, spec, device=trials.device) as engine:
-        on_device = engine.device.split(":")[0] != "cpu"
-        identity = f"{engine.name}/{engine.device.split(':')[0]}"
+        on_device = engine.device.split(":")[0]
     full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
-        return candidates(plan_workers(config, spec, engine, n), full, on_device, n)
+        return candidates(plan_workers(config, spec, engine, n), full, on_device != "cpu", n)
 
+    now_s = time.monotonic()
     per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)
-    n_files = sample_size(len(pool), len(states) * len(offer(len(pool))), per_file_s, over_s - now_s)
+    n_files = sample_size(len(pool), len(states) * len(offer(len(pool))), per_file_s, ends_s - now_s)
     tried, trials = offer(n_files), replace(trials, sample=take_sample(pool, n_files))
-    sweep({(n, "warm"): partial(small.run, c, "warm") for n, c in tried.items()}, rounds=1, ends_s=over_s)
     work = {(n, cache): partial(trials.run, c, cache) for n, c in tried.items() for cache in states}
+    over_s = ends_s - 2 * per_file_s * n_files  # for the check
     with Progress(MAX_ROUNDS * len(work), unit="trials", label="tune", show=progress) as bar:
         found = sweep(work, rounds=MAX_ROUNDS, ends_s=over_s, tell=bar.update)
     builds = {cache: scores_of(found, cache, n_files) for cache in states}
     if (rounds := min(len(found[DEFAULT, cache].seconds) for cache in states)) < MIN_ROUNDS:
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
-    best, listing = best_candidate(builds, tried), trials.sample.listings[0]
+    best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
+    rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
         "leakmel_version": lm.__version__,
         "engine": engine.identity,
@@ -388,7 +402,8 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
         "settings": tried[best],
-        "rate": _rate(builds, best, identity),
+        # from a warm page cache, for the choice of engines
+        "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
         "advice": _advice(best, tried[best]),
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
@@ -401,16 +416,6 @@ def _engine_of_all(spec: SpecLike, manifest: Manifest, pool: Manifest) -> tuple[
     choice = choose_engine(wanted, len(manifest), root=manifest.root)
     with open_engine("auto", wanted, order=choice.order) as opened:
         return opened.name, "cpu" if opened.device == "cpu" else "cuda"
-
-
-def _rate(
-    builds: Mapping[str, list[Score]],
-    best: str,
-    engine: str,  # and its kind of device: "cpu/cpu"
-) -> dict[str, Any]:
-    "Return the rate of an engine with the chosen settings, from a warm page cache, for the choice of engines."
-    warm = next(x for x in builds["warm"] if x["name"] == best)
-    return {"engine": engine, "files_per_s": warm["files_per_s"]}
 
 
 def _advice(best: str, changes: Mapping[str, int]) -> str:
@@ -477,17 +482,15 @@ def tune(
         figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
-        asked = {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
         facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
-        facts["rates"] = dict(
-            (find_tuned(manifest.root) or {}).get("rates", {})
-        )  # of other engines, measured before
-        if (rate := figures["rate"])["files_per_s"] > 0:
-            made = {"files_per_s": rate["files_per_s"], "made_utc": figures["made_utc"]}
-            made["spec"] = figures["fingerprint"]
-            facts["rates"][rate["engine"]] = made
+        facts |= {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
+        rate = figures["rate"]
+        made = {key: figures[name] for key, name in (("made_utc", "made_utc"), ("spec", "fingerprint"))}
+        new = {rate["engine"]: made | {"files_per_s": rate["files_per_s"]}} if rate["files_per_s"] else {}
+        # beside those of other engines, measured before
+        facts |= {"rates": (find_tuned(manifest.root) or {}).get("rates", {}) | new, "measured": figures}
         try:
-            figures["path"] = show_path(write_tuned(manifest.root, facts | asked | {"measured": figures}))
+            figures["path"] = show_path(write_tuned(manifest.root, facts))
         except OutputError as e:
             e.add_note(f"the settings were measured, but not stored for later builds:\n{tune_table(figures)}")
             raise
@@ -510,3 +513,97 @@ def tune_table(
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]
     lines.append(f"{f['seconds']:.1f} s; {f['advice']}")
     return "\n".join(lines + ([f"stored for later builds in {f['path']}"] if "path" in f else []))
+
+
+# %% ../../nbs/ops/tune.ipynb #7f4db3ee
+_OF_BUILD = {"split", "mode", "check", "tuned", "fresh", "analysis"} | {
+    f.name for f in fields(PipelineConfig)
+}
+
+
+def tune_kinds() -> Kinds:
+    "Return names and types of the parameters of tune.ipynb."
+    same = {name: kinds for name, kinds in build_kinds().items() if name not in _OF_BUILD}
+    return same | {"device": (str,), "budget_s": (float,), "work_dir": (str, None)}
+
+
+@dataclass(frozen=True, repr=False)
+class TunePlan(RowTable):
+    "Plan of a measurement of build settings, shown before it begins."
+
+    manifest: Manifest
+    data_note: str  # origin of the folder
+    windows: str  # the features in samples, ms and Hz
+    out: Path  # folder of the summary
+    given: Mapping[str, Any]  # arguments of `tune`
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        "Pairs of a name and a text."
+        yield "data", f"{show_path(self.manifest.root)}: {self.data_note}"
+        yield "recordings", f"{len(self.manifest):,}, of which a sample is built"
+        yield "windows", self.windows
+        yield "engine", f"{self.given['engine']} on device {self.given['device']}"
+        yield "time limit", f"{self.given['budget_s']:g} s"
+        yield "to", show_path(self.out)
+
+
+def plan_tune(
+    parameters: dict[str, Any],  # of those that tune_kinds lists; the others have their defaults
+    *,
+    progress: str = "auto",  # progress display of writing a demo set
+) -> TunePlan:  # raises LeakmelError for invalid parameters
+    "Find the recordings, resolve the spec, and choose the folder."
+    p = build_defaults() | {"budget_s": 60.0, "work_dir": None} | parameters
+    root, note = find_data(p["data_root"], progress=progress)
+    manifest = lm.scan(root, table=p["table"], columns=p["columns"] or None, pattern=p["pattern"])
+    spec, _ = spec_changes(p)
+    windows = decide_spec(spec, list(manifest.listings)).spec.windows_text
+    same = ("engine", "device", "with_waveforms", "budget_s", "work_dir")
+    given = {"spec": spec, "manifest": manifest} | {name: p[name] for name in same}
+    return TunePlan(manifest, note, windows, run_folder(p["out"], "tune"), given)
+
+
+def run_tune_plan(
+    plan: TunePlan,
+    *,
+    progress: str = "auto",
+) -> dict[str, Any]:  # as `tune` returns, and "ok"
+    "Measure, store the settings for later builds, and write summary.json."
+    figures = {"ok": True} | tune(plan.manifest.root, progress=progress, **plan.given)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    write_summary(plan.out, figures)
+    return figures
+
+
+# %% ../../nbs/ops/tune.ipynb #2d74a1c9
+def tune_plot(
+    figures: Mapping[str, Any],  # of `tune`
+    cache: str,  # state of the page cache: "cold" or "warm"
+) -> "go.Figure":
+    "Draw the rate of each build setting, with the range of its rounds."
+    import plotly.graph_objects as go
+
+    scores = [s for s in figures["builds"][cache] if s["rounds"]]
+    if not scores:
+        return styled_figure([], "No setting was measured", height=120)
+    rates, n = [s["files_per_s"] for s in scores], figures["n_files"]
+    bars = go.Bar(
+        x=f32(rates),
+        y=[s["name"] for s in scores],
+        orientation="h",
+        marker=dict(color=label_colour(0)),
+        error_x=dict(
+            type="data",
+            array=f32([s["most"] - s["files_per_s"] for s in scores]),
+            arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
+            thickness=1,
+        ),
+    )
+    return styled_figure(
+        [bars],
+        f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
+        f"Median of the rounds, {n:,} recordings; lines: slowest and fastest round",
+        height=130 + 26 * len(scores),
+        xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+    )

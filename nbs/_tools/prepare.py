@@ -525,7 +525,7 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
             make_detector,
         ),
         "dashboard": ({"run": str(DOCS / "runs")}, make_runs),
-        "benchmark": ({"run": False, "suites": "all"}, None),
+        "benchmark": ({"run": False}, None),
     }
 
 

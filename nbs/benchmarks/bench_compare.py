@@ -1,16 +1,17 @@
 """leakmel's engines and other tools on the same recordings: verified first, then timed in turn."""
 
-import json, os, shutil, sys
+import errno, json, os, shutil, sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from leakmel.audio.synth import WAV_BYTES
-from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.core.errors import LeakmelError, OutputError, UsageError, write_error
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
@@ -23,10 +24,64 @@ from leakmel.ops.bench import (
     synthetic_set,
     touch_memory,
 )
-from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
-from bench_growth import linked_set
+from bench_gpu import GEOMETRIES, geometry_spec
 from contestants import LIMIT, TOOLS, list_split
 from process_tree import Took, run_command
+
+
+def linked_set(
+    root: Path,  # a made set
+    folder: Path,  # of the linked ones, on the same file system; one that is there is used again
+    n_files: int,
+    split: str = "",  # its folder is put above the label folders
+) -> Path:  # a folder with n_files recordings
+    "Return a data set whose files are hard links to the training recordings of a made one."
+    target, new = folder / f"links-{n_files}", folder / f".links-{n_files}.new"
+    if target.exists():
+        return target
+    shutil.rmtree(new, ignore_errors=True)
+    originals = sorted(
+        (root / "TRAINING").glob("*/*.wav"), key=lambda p: p.name.split("~")[1]
+    )  # so that a few of them have both labels too
+    for label in {p.parent.name for p in originals}:
+        (new / split / label).mkdir(parents=True)
+    names = (
+        (p, new / split / p.parent.name / _named(p.name, k))
+        for k in range(-(-n_files // len(originals)))
+        for p in originals
+    )
+    try:
+        for original, name in islice(names, n_files):
+            os.link(original, name)
+        new.rename(target)
+    except OSError as e:
+        raise _no_links(e, root) from e
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return target
+
+
+def _named(name: str, k: int) -> str:
+    "The name of copy k: of the same sensor, with a recording number of its own."
+    sensor, recording, *rest = name.split("~")
+    return "~".join([sensor, f"{recording}x{k:03d}", *rest])
+
+
+def _no_links(error: OSError, root: Path) -> OutputError:
+    "The error for a file system that does not take so many names."
+    if error.errno == errno.EMLINK:
+        return OutputError(
+            "the file system allows no more names for one file",
+            path=root,
+            remedy="measure fewer files; each file has one name for each copy",
+        )
+    if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EACCES):
+        return OutputError(
+            f"recordings cannot be linked here ({os.strerror(error.errno)})",
+            path=root,
+            remedy="use a work folder on a file system with hard links",
+        )
+    return write_error(error, error.filename or root)
 
 
 def preset_spec(

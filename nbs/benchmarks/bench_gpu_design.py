@@ -15,10 +15,59 @@ import numpy as np
 
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
-from leakmel.core.errors import LeakmelError
+from leakmel.core.errors import EngineError, LeakmelError
 from leakmel.ops.bench import LogLine, build_once, log_nothing, spread, spreads, store, synthetic_set_of_size
-from leakmel.ops.bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
-from leakmel.ops.doctor import copy_alone, timed
+from bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
+
+
+def timed(
+    device: Any,  # a mel.device.Device
+    stream: Any,
+    work: Callable[[], object],  # launches something
+    *,
+    window_s: float = 0.1,
+    windows: int = 5,
+) -> list[float]:  # seconds per launch, one value per window
+    "Measure the duration of work on a device with its own events."
+    begin, end = device.event(), device.event()
+
+    def window(n: int) -> float:
+        stream.record(begin)
+        for _ in range(n):
+            stream.do(work)
+        stream.record(end)
+        end.synchronize()
+        return max(1e-3 * begin.elapsed_time(end), 1e-9) / n
+
+    window(3)  # the first time compiles and warms
+    n = max(1, min(10_000, round(window_s / window(3))))
+    return [window(n) for _ in range(windows)]
+
+
+def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]:
+    "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
+    import torch
+    from leakmel.mel.device import open_devices
+
+    on, found = open_devices(device)[0], dict[str, Any]()
+    try:
+        for n_bytes in sizes:
+            host, there = on.pinned((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+            if not on.is_pinned(host):
+                raise EngineError(
+                    "CUDA cannot pin host memory", code="device-failed", found=f"{n_bytes:,} bytes"
+                )
+            on.synchronize()
+            rates = {}
+            for way, target, source in (("in", there, host), ("out", host, there)):
+                copy = partial(target.copy_, source, non_blocking=True)
+                times = timed(on, on.stream(), copy, window_s=window_s)
+                rates[way] = [n_bytes / s / 1e9 for s in times]
+            on.unpin(host)
+            found[str(n_bytes)] = rates
+        return found
+    finally:
+        on.close()
 
 
 def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:

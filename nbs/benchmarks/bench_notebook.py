@@ -1,13 +1,14 @@
 """What the notebooks of this folder share: measure and store a record, or find the newest one."""
 
 import shutil, tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from IPython.display import Markdown, display
 
+from leakmel.core.errors import LeakmelError
 from leakmel.dataset.run.plan import runs_folder
 from leakmel.ops.bench import newest, store
 
@@ -35,3 +36,25 @@ def find_record(
     path = store(record, out or Path(runs_folder(), f"{datetime.now():%Y%m%d-%H%M%S}-{suite}"))
     shown.update(Markdown(f"stored as `{path}`"))
     return record
+
+
+def is_right(record: Mapping[str, Any]) -> bool:
+    "Return whether all results that a record has figures for are right."
+    return bool(record["ok"] if "ok" in record else record.get("verified", {}).get("all_ok", False))
+
+
+def require_valid(
+    records: Mapping[str, Mapping[str, Any] | None],  # suite -> record
+) -> str:  # a sentence; raises LeakmelError
+    "Return which suites were measured; raise an error if a result is wrong."
+    measured = {suite: record for suite, record in records.items() if record is not None}
+    if wrong := [suite for suite, record in measured.items() if not is_right(record)]:
+        raise LeakmelError(
+            "the benchmark found wrong results, so its figures are not valid",
+            code="benchmark-not-right",
+            found=", ".join(wrong),
+            remedy="read `verified`, `errors` or `contestants` in the records",
+        )
+    absent = [suite for suite in records if suite not in measured]
+    parts = (("verified and measured", measured), ("not measured", absent))
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in parts if names)

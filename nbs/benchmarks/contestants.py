@@ -18,7 +18,7 @@ from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.reference import hann_periodic
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench_gpu import geometry_spec
+from bench_gpu import geometry_spec
 
 
 def list_split(

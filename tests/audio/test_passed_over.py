@@ -21,7 +21,7 @@ from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.synth import wav_bytes
 from leakmel.cli import main
 from leakmel.learn.predict.readers import find_recordings
-from leakmel.ops.doctor_checks import has_recordings
+from leakmel.ops.doctor import has_recordings
 from leakmel.sets.archives import read_members
 
 NAMES = [

@@ -813,19 +813,3 @@ def test_bad_settings_of_loaders(small, options, message):
     assert len(empty) == 0
     with raises("no-recordings", UsageError):
         open_loader(empty, 4)
-
-
-def test_loader_bench(small):
-    from bench_loaders import time_loaders, usual_trials
-
-    trials = [t for t in usual_trials() if t.name in ("device", "stream")]
-    table = time_loaders(small, 10, epochs=2, rounds=2, trials=trials)
-    assert table["loader"].tolist() == ["device", "stream"]
-    assert (table["epochs"] == 2).all()
-    assert (table[["batches_per_s", "first_batch_s"]] > 0).all(axis=None)
-    assert (table["first_epoch_s"] >= table["first_batch_s"]).all()
-    assert {("num_workers", 8), ("prefetch_factor", 4), ("multiprocessing_context", "spawn")} <= {
-        s for t in usual_trials() for s in t.settings
-    }
-    with pytest.raises(UsageError, match="at least 1"):
-        time_loaders(small, 10, epochs=0)

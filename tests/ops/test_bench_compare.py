@@ -1,5 +1,6 @@
 "The comparison with other tools: verified results only, missing or broken tools are named, and memory is that of the process tree."
 
+import errno
 import importlib.util
 import os
 import platform
@@ -23,16 +24,19 @@ from bench_compare import (
     compare_markdown,
     compare_table,
     in_turn,
+    linked_set,
     part_of,
     run_once,
 )
 from contestants import LIMIT, TOOLS, compiled_c, list_split
 from process_tree import run_command
 
-from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.audio.synth import write_demo
+from leakmel.core.errors import LeakmelError, MachineError, OutputError, UsageError
 from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench_gpu import geometry_spec
+from leakmel.ops.bench import run_leakmel
+from bench_gpu import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
 
@@ -46,7 +50,7 @@ if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
 from leakmel.mel.reference import reference_log_mel
-from leakmel.ops.bench_gpu import geometry_spec
+from bench_gpu import geometry_spec
 from contestants import list_split
 began = time.perf_counter()
 paths, ids = list_split(root)
@@ -506,3 +510,50 @@ def test_no_child_outlives_its_command(ends, tmp_path):
         if noted.exists():
             break  # else it had no turn to start its own child
     assert has_ended(int(noted.read_text()))
+
+
+# ---- many names for a few recordings
+
+
+def test_each_linked_name_is_a_separate_recording(tmp_path):
+    "Names differ, contents repeat: as many rows as names, in both labels, and copies are told."
+    root = write_demo(tmp_path / "demo", n_files=40).root
+    n = len(list((root / "TRAINING").glob("*/*.wav")))
+    data = linked_set(root, tmp_path / "growth", 3 * n + 5)
+    body = run_leakmel("build", str(data), "--out", str(tmp_path / "x.h5")).body
+    assert (body["found"], body["rows"], body["rejected"]) == (3 * n + 5, 3 * n + 5, 0)
+    assert body["label_names"] == ["LEAK", "NOLEAK"]
+    assert body["problems_by_kind"]
+    assert {
+        len(list(data.glob(f"{label}/*x{k:03d}~*"))) > 0 for label in body["label_names"] for k in range(3)
+    } == {True}
+    sensors = {p.name.split("~")[0] for p in (root / "TRAINING").glob("*/*.wav")}
+    assert {p.name.split("~")[0] for p in data.glob("*/*.wav")} == sensors
+    before = data.stat().st_mtime_ns
+    assert linked_set(root, tmp_path / "growth", 3 * n + 5).stat().st_mtime_ns == before, (
+        "one that is there is used again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (errno.EMLINK, "no more names"),
+        (errno.EPERM, "cannot be linked"),
+        (errno.EOPNOTSUPP, "cannot be linked"),
+        (errno.ENOSPC, "no room left"),
+    ],
+)
+def test_links_that_cannot_be_created_are_reported(tmp_path, monkeypatch, code, says):
+    root = write_demo(tmp_path / "demo", n_files=12).root
+    real, calls = os.link, iter(range(100))
+
+    def few(a: Path, b: Path) -> None:
+        if next(calls) > 5:
+            raise OSError(code, os.strerror(code), str(a))
+        real(a, b)
+
+    monkeypatch.setattr(os, "link", few)
+    with pytest.raises(OutputError, match=says):
+        linked_set(root, tmp_path / "growth", 20)
+    assert os.listdir(tmp_path / "growth") == []

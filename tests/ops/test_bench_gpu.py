@@ -20,9 +20,9 @@ from leakmel.audio.synth import WAV_BYTES, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
 from leakmel.ops import bench
-from leakmel.ops import bench_gpu as suite
+import bench_gpu as suite
 from leakmel.ops.bench import ProcessRun, newest, run_leakmel, store, synthetic_set_of_size, touch_memory
-from leakmel.ops.bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
+from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
 from leakmel.ops.doctor import card_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,9 +72,10 @@ def bare(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
 
 WHOLE = """
 import sys
-from leakmel.ops import bench_gpu as suite
+sys.path.append("nbs/benchmarks")
+import bench_gpu as suite
 from leakmel.ops.bench import store
-from leakmel.ops.bench_gpu import bench_gpu, gpu_table
+from bench_gpu import bench_gpu, gpu_table
 
 suite.MEASURED_ENGINES = ("triton", "cpu")
 figures = bench_gpu(sys.argv[1], n_files=48, rounds=1, device="cpu", commit_id="0123abcd")
@@ -140,12 +141,18 @@ def test_gpu_tests_are_collected_on_an_image_without_extras(bare):
     assert re.search(r"^\d+ passed", passed, re.MULTILINE), passed[-2000:]
 
 
-def test_missing_device_reports_a_remedy(tmp_path, capsys, monkeypatch):
+def test_missing_device_reports_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["bench", str(tmp_path / "work"), "--suite", "gpu", "--out", str(tmp_path / "store")]) == 2
-    output = capsys.readouterr().err
-    assert "needs a CUDA device" in output
+    with raises("no-gpu", says="needs a CUDA device"):
+        bench_gpu(tmp_path / "work")
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_the_command_names_the_scripts_of_suites_that_moved(tmp_path, capsys):
+    for suite_name in ("gpu", "train"):
+        assert main(["bench", str(tmp_path / "work"), "--suite", suite_name]) == 2
+        assert f"nbs/benchmarks/bench_{suite_name}.py WORK" in capsys.readouterr().err
+        assert (ROOT / "nbs" / "benchmarks" / f"bench_{suite_name}.py").is_file()
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,56 @@ def test_the_base_installation_builds_verifies_and_reads(tmp_path):
     assert done.returncode == 1
     assert json.loads(done.stdout)["code"] == "missing-package"
     assert "Traceback" not in done.stderr
+
+
+# distribution -> its module, where the names differ
+MODULES = {
+    "dask-jobqueue": "dask_jobqueue",
+    "nvidia-ml-py": "pynvml",
+    "scikit-learn": "sklearn",
+}
+# what people, make and other programs run or load by themselves, and bounds of what another package installs
+NOT_IMPORTED = {
+    "jupyterlab": "opens the run notebooks",
+    "papermill": "runs the run notebooks from a shell",
+    "ipykernel": "the kernel that the run notebooks name",
+    "execnb": "a bound: nbdev 2.4 runs cells with it, and names none",
+    "pytest-xdist": "make test: -n",
+    "ruff": "make test",
+    "mypy": "make test",
+    "pandas-stubs": "types for mypy",
+    "types-psutil": "types for mypy",
+    "sphinx": "make docs",
+    "myst-nb": "make docs",
+    "pydata-sphinx-theme": "make docs",
+    "sphinx-copybutton": "make docs",
+    "sphinx-design": "make docs",
+    "kaleido": "plotly writes the pictures of the front page with it",
+}
+
+
+def is_imported(module: str, text: str) -> bool:
+    "Whether some code, or a notebook, imports a module, or asks for it by name."
+    asked = rf"(?:import_module|require_package|importorskip)\(\\?[\"']{module}\b"
+    return bool(re.search(rf"\b(?:import|from)\s+(?:\w+,\s*)*{module}\b|{asked}", text))
+
+
+def test_no_package_is_demanded_that_nothing_imports():
+    "An extra for users by the package or a notebook; the tools of developers by tests and scripts too."
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    users = [*ROOT.glob("leakmel/**/*.py"), *ROOT.glob("nbs/**/*.ipynb")]
+    developers = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("nbs/**/*.py")]
+    of_users, of_developers = (
+        "\n".join(p.read_text(encoding="utf-8") for p in paths) for paths in (users, developers)
+    )
+    unused, named = [], set()
+    for key in (k for k in parser["DEFAULT"] if k.endswith("requirements")):
+        text = of_users + of_developers if key == "dev_requirements" else of_users
+        for line in parser["DEFAULT"][key].split():
+            name = re.match(r"[\w.-]+", line)[0]  # type: ignore[index]
+            named.add(name)
+            if name not in NOT_IMPORTED and not is_imported(MODULES.get(name, name), text):
+                unused.append(f"{key}: {name}")
+    assert unused == []
+    assert set(NOT_IMPORTED) | set(MODULES) <= named

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import bench_notebook
-import IPython.display
 import nbformat
 import numpy as np
 import papermill.cli as papermill_command
@@ -360,7 +359,7 @@ def measured(tmp_path_factory) -> Measured:
     with pytest.MonkeyPatch.context() as m:
         m.chdir(project / "nbs")
         m.setattr(bench, "SETTINGS", {k: v for k, v in bench.SETTINGS.items() if k in MEASURED})
-        m.setattr(IPython.display, "display", lambda *_, display_id: progress)
+        m.setattr(bench_notebook, "display", lambda *_, display_id: progress)
         run = run_here("benchmark.ipynb", n_files=12, rounds=1)
     (folder,) = (project / "runs").iterdir()
     return Measured(run, folder, progress)
@@ -373,7 +372,7 @@ def test_benchmark_measures_stores_and_draws(measured):
     assert re.search(r"files/s, from listing to published file", build)
     assert re.search(r"^disjoint, fsync +[\d,]+ ", measured.run.text, re.M)
     assert "verified and measured: build" in measured.run.text
-    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", measured.folder.name), (
+    assert re.fullmatch(r"\d{8}-\d{6}-build", measured.folder.name), (
         "a small set is not taken for the project's own figures"
     )
     assert [p.name.split("-")[0] for p in measured.folder.iterdir()] == ["build"]
@@ -400,10 +399,10 @@ def test_benchmark_shows_existing_records(measured, tmp_path, monkeypatch):
 
 def test_benchmark_without_records_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs")
-    run = run_here("benchmark.ipynb", run=False, suites="all")
+    run = run_here("benchmark.ipynb", run=False)
     assert run.error == ""
     assert [title.endswith("not measured") for title in run.titles] == [True]
-    assert "not measured: build, gpu, train" in run.text
+    assert "not measured: build" in run.text
     assert not (tmp_path / "runs").exists()
 
 
@@ -422,13 +421,13 @@ def test_comparison_notebook_measures_stores_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(project / "nbs" / "benchmarks")
     progress = mock.Mock()
     monkeypatch.setattr(bench_notebook, "display", lambda *_, display_id: progress)
-    run = run_here("benchmarks/growth.ipynb", n_files=8, rounds=1)
+    run = run_here("benchmarks/start.ipynb", n_files=8, rounds=1)
     assert progress.update.called
     assert run.error == ""
-    assert "8 files at" in run.titles[0]
-    assert "verified and measured: growth" in run.text
+    assert "From command to end" in run.titles[0]
+    assert "verified and measured: start" in run.text
     (folder,) = (project / "runs").iterdir()
-    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["growth"]
+    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["start"]
 
 
 @pytest.mark.slow
@@ -448,14 +447,15 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkey
             {"n_files": "many", "run": 3},
             ["n_files must be a whole number, got 'many'", "run must be True or False"],
         ),
-        ({"suites": "build,trian"}, ["suite trian is unknown; did you mean train?"]),
         ({"rounds": 0}, ["rounds must be at least 1"]),
     ],
-    ids=["unknown", "ill-typed", "no suite", "no rounds"],
+    ids=["unknown", "ill-typed", "no rounds"],
 )
 def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, monkeypatch, given, message):
-    monkeypatch.chdir(tmp_path)
+    project = copy_project(tmp_path)
+    before = sorted(os.listdir(project))
+    monkeypatch.chdir(project / "nbs")
     error = error_of("benchmark.ipynb", **given)
     for words in message:
         assert words in error
-    assert os.listdir(tmp_path) == []
+    assert sorted(os.listdir(project)) == before

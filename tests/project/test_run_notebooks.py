@@ -25,7 +25,7 @@ from leakmel.learn.run_plans import (
 )
 from leakmel.learn.retrain.round_record import RoundRules
 from leakmel.locate.plans import correlation_kinds
-from leakmel.ops.machine_plans import tune_kinds
+from leakmel.ops.tune import tune_kinds
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors

@@ -38,7 +38,7 @@ from llvmlite import binding
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.locate.pair import synthetic_pair
+from leakmel.locate.plans import synthetic_pair
 from odd_wavs import READ, REFUSED, canonical
 from tiny_training import tiny_words
 
