@@ -65,7 +65,7 @@ _PUBLIC = {
     "review": "learn.review.app",
     "ReviewApp": "learn.review.app",
     "retrain": "learn.retrain.rounds",
-    "Round": "learn.retrain.round_record",
+    "Round": "learn.retrain.rounds",
     "fetch": "sets.fetch",
     "FetchedSet": "sets.fetch",
     "correlate": "locate.correlate",

@@ -577,7 +577,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel retrain`."
-    from leakmel.learn.retrain.round_record import RoundRules
+    from leakmel.learn.retrain.rounds import RoundRules
 
     several = " (repeat for several; of a folder of data sets the matching one is used)"
     add_field_options(p, RoundRules, "replay, and the decision on the champion", leave_out=["seed"])
@@ -633,15 +633,6 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
                 "last epoch, 0.5)" + several
             ),
         ),
-        "--also": dict(
-            action="append",
-            default=[],
-            metavar="NAME=FILE",
-            help=(
-                "additional test set on which the challenger must not be worse (repeat for several; "
-                "of a folder of data sets the test set is used)"
-            ),
-        ),
         "--human-labels": dict(
             metavar="FILE",
             help="CSV file with path and label of new recordings; these labels override the predicted ones",
@@ -673,29 +664,16 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
 
 # %% ../nbs/cli_learn.ipynb #41bfdf34
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Retrain the champion on new recordings; the challenger replaces it only if the test sets show that it is better."
-    from leakmel.learn.retrain.round_record import RoundRules
+    "Retrain the champion on new recordings; the challenger replaces it only if the test set shows that it is better."
+    from leakmel.learn.retrain.rounds import RoundRules
     from leakmel.learn.plans import find_data_set
 
-    also: dict[str, list[Any]] = {}
-    for word in args.also:
-        name, _, path = word.partition("=")
-        if not (name and path):
-            found, expected = repr(word), "--also NAME=FILE"
-            raise UsageError(
-                "The option --also needs the name of the test set",
-                code="invalid-arguments",
-                found=found,
-                expected=expected,
-            )
-        also.setdefault(name, []).append(find_data_set(path, "testing"))
     done = lm.retrain(
         args.champion,
         [find_data_set(path, "training") for path in args.data],
         replay=[find_data_set(path, "training") for path in args.replay],
         testing=[find_data_set(path, "testing") for path in args.testing],
         validation=[find_data_set(path, "validation") for path in args.validation or []] or None,
-        also=also,
         out=args.out,
         human_labels=args.human_labels,
         settings=given_fields(args, TrainSettings),

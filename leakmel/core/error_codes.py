@@ -307,7 +307,6 @@ LEARN_RETRAIN = {
     "champion-missing": "The first round needs a detector as champion.",
     "another-champion": "The folder of rounds already has another champion.",
     "another-test-set": "The test recordings differ from those of earlier rounds.",
-    "invalid-name": "A name is already used, missing or malformed.",
     "invalid-history": "The state file of nightly runs is damaged, or leakmel did not write it.",
     "invalid-visits": "A table of visits has a row that cannot be used.",
 }
