@@ -59,7 +59,7 @@ _PUBLIC = {
     "OnnxExport": "learn.predict.onnx_export",
     "suggest": "learn.review.suggest",
     "Suggestions": "learn.review.suggest",
-    "SampleMix": "learn.review.sampling",
+    "SampleMix": "learn.review.suggest",
     "nightly": "learn.nightly.run",
     "NightlyRun": "learn.nightly.run",
     "review": "learn.review.app",

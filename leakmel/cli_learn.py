@@ -906,7 +906,7 @@ SUGGEST: Options = {
 
 def run_suggest(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Choose recordings that a person should label next: uncertain, diverse and random ones."
-    from leakmel.learn.review.sampling import sample_mix
+    from leakmel.learn.review.suggest import sample_mix
 
     found = lm.suggest(
         args.folder,
@@ -1019,7 +1019,9 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 # %% ../nbs/cli_learn.ipynb #e3bed002
 _EMBEDDING: Options = {
-    "--model": dict(metavar="FILE", help=f"{_MODEL} (default: band statistics, which need no training)"),
+    "--model": dict(
+        metavar="FILE", help=f"{_MODEL} (default: band statistics in dB, which need no training)"
+    ),
     "--length": dict(
         choices=["spec", "whole"],
         metavar="NAME",
@@ -1033,7 +1035,6 @@ _EMBEDDING: Options = {
         metavar="S",
         help="folder without --model: length of a recording (default: that of most recordings)",
     ),
-    **_DEVICE,
 }
 SIMILAR: Options = {
     "file": dict(help="recording to compare with the others"),
@@ -1083,7 +1084,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Find the recordings that are most similar to a recording, with their labels; copies are marked."
     if args.html:
         check_report(args.html)
-    given = {"model": args.model, "length": args.length, "device": args.device, "spec": _features(args)}
+    given = {"model": args.model, "length": args.length, "spec": _features(args)}
     found = lm.similar(args.file, args.among, k=args.n, progress=progress_mode(args), **given)
     text, body = found.text(), found.summary | {"html": None}
     if args.html:
@@ -1100,7 +1101,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def run_embed(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Store a vector for each recording, by which similar recordings are found."
     out = user_path(args.out)
-    given = {"length": args.length or "spec", "device": args.device, "progress": progress_mode(args)}
+    given = {"length": args.length or "spec", "progress": progress_mode(args)}
     found = lm.embed(args.model, args.source, out=out, spec=_features(args), **given)
     return (
         0,

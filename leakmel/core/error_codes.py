@@ -274,6 +274,7 @@ LEARN_TRAIN = {
     "other-model": "The state folder of a nightly run belongs to another model.",
     "not-npz": "The name of the output does not end in .npz.",
     "invalid-embeddings": "The file does not hold embeddings, or is damaged.",
+    "not-spectral": "A network has no embeddings; they are band statistics.",
     "other-embeddings": "Stored embeddings were computed with another model or other features.",
     "query-rejected": "The recording to compare with others cannot be used.",
     "too-few-recordings": "Pre-training needs at least two recordings.",

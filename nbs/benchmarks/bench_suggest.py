@@ -17,7 +17,7 @@ import leakmel as lm
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.spectral import SpectralFeatures, fit_spectral, spectral_features
-from leakmel.learn.review.sampling import SampleMix, SamplePool, choose_recordings
+from leakmel.learn.review.suggest import SampleMix, SamplePool, choose_recordings
 from leakmel.ops.bench import record_head
 
 THRESHOLD = 0.5  # of the score; fits have equal weights of the classes

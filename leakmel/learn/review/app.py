@@ -30,12 +30,12 @@ from ...audio.wav import Recording, read_wav
 from ...core.errors import LeakmelError, RecordingError, show_path
 from ...core.parameters import Kinds
 from ...insight.explore_view import shows_controls
+from ..embed.embed import band_statistics
+from ..embed.similar import nearest
 from ..model.detector import Detector
 from .listening import playback, player_html, spectrogram_svg
-from .queues import QUEUES
 from .recordings import ReviewRecording, ReviewRecordings, review_recordings
-from .session import ReviewSession
-from .suggest import band_statistics
+from .session import QUEUES, ReviewSession
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/app.ipynb #b29d92d1
@@ -64,24 +64,19 @@ class SimilarRecordings:
 
     def __init__(self, found: ReviewRecordings, progress: str = "auto"):
         self.found = found
-        labelled = [i for i, r in enumerate(found.recordings) if r.label and not r.silent]
-        even = np.unique(np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int))
-        self.indices = [labelled[k] for k in even.tolist()] if labelled else []
-        rate, duration_s = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)[0][
-            0
-        ]
+        labelled = np.array([i for i, r in enumerate(found.recordings) if r.label and not r.silent], int)
+        even = np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int)
+        self.indices = labelled[np.unique(even)]
+        common = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)
+        (rate, duration_s), _ = common[0]
         try:
-            self.spec: MelSpec | None = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
+            self.spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
         except LeakmelError:  # too short for the windows of the preset
-            self.spec, self.indices = None, []
+            self.indices = self.indices[:0]
+            return
         self.features = self._statistics(self.indices, progress)
-        rows = self.features[np.isfinite(self.features).all(1)]
-        self.mean = rows.mean(0) if len(rows) else 0.0
-        self.spread = np.maximum(rows.std(0), 1e-6) if len(rows) else 1.0
 
     def _statistics(self, indices: Sequence[int], progress: str) -> np.ndarray:
-        if self.spec is None or not indices:
-            return np.zeros((0, 1), np.float32)
         paths = [os.fsencode(self.found.recordings[i].path) for i in indices]
         return band_statistics(self.found.folder, paths, self.spec, progress=progress)
 
@@ -89,21 +84,20 @@ class SimilarRecordings:
         self,
         index: int,
         n: int = N_SIMILAR,
-    ) -> list[tuple[int, float]]:  # recordings and their cosine, the most similar first
+    ) -> list[tuple[int, float]]:  # recordings and their similarity, the most similar first
         "Find labelled recordings of other sensors that are similar."
-        if not self.indices:
-            return []
         own = self.found.recordings[index]
-        at = self.indices.index(index) if index in self.indices else None
-        x = self._statistics([index], "none")[0] if at is None else self.features[at]
-        a, b = (self.features - self.mean) / self.spread, (x - self.mean) / self.spread
-        cosine = a @ b / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b), 1e-9)
-        pairs = []
-        for i, c in zip(self.indices, cosine.tolist()):
+        others = []
+        for k, i in enumerate(self.indices):
             r = self.found.recordings[i]
-            if math.isfinite(c) and r.digest != own.digest and not (own.sensor and r.sensor == own.sensor):
-                pairs.append((i, c))
-        return sorted(pairs, key=lambda p: -p[1])[:n]
+            is_other = r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
+            if is_other and np.isfinite(self.features[k]).all():
+                others.append(k)
+        if not others or not np.isfinite(x := self._statistics([index], "none")[0]).all():
+            return []
+        numbers, distances = nearest(self.features[others], x, n)
+        indices = self.indices[others][numbers].tolist()
+        return [(i, 1 / (1 + d)) for i, d in zip(indices, distances.tolist())]
 
 
 # %% ../../../nbs/learn/review/app.ipynb #d62dc054
@@ -231,7 +225,7 @@ class ReviewApp:
         self.controls = shows_controls(controls)
         self.similar = SimilarRecordings(session.found, progress)
         self.n_shown = 0
-        self.places: dict[int, int] = {}  # id of a play button -> recording
+        self.shown: list[tuple[int, str]] = []  # other recordings, and why they are listed
         self.message = ""
         self.name = f"lm-review-{uuid.uuid4().hex[:12]}"
         if self.controls:
@@ -244,27 +238,21 @@ class ReviewApp:
         from IPython.display import HTML, display
 
         if not self.controls:
-            parts = (_facts_html(self.session), _recording_html(self.session, False), self._others_text())
+            lines = (f"<li>{_row_text(self.session, i)}, {why}</li>" for i, why in self._others())
+            parts = (_facts_html(self.session), _recording_html(self.session, False), "<ul>", *lines, "</ul>")
             display(HTML(queue_html(self.session) + "".join(parts)))
             return
         script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
         display(self.box)
         display(HTML(f"<script>{script}</script>"))
 
-    def _others_text(self) -> str:
-        "Return neighbours and similar recordings as lists, where there are no buttons."
+    def _others(self) -> list[tuple[int, str]]:
+        "List neighbours, then similar recordings, each with what it has in common."
         item = self.session.item
         if item is None:
-            return ""
-        lists = (
-            ("Same sensor", neighbours_of(self.session.found, item.index)),
-            ("Most similar recordings with a label", [i for i, _ in self.similar.of(item.index)]),
-        )
-        return "".join(
-            f"<p style='margin-bottom:0'>{title}</p><ul>{''.join(f'<li>{_row_text(self.session, i)}</li>' for i in rows)}</ul>"
-            for title, rows in lists
-            if rows
-        )
+            return []
+        near = [(i, "same sensor") for i in neighbours_of(self.session.found, item.index)]
+        return near + [(i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)]
 
     def _make_widgets(self) -> None:
         "Make the widgets, once; later only their values change."
@@ -298,20 +286,13 @@ class ReviewApp:
             layout={"width": "360px"},
         )
         self.buttons = self._make_buttons()
-        self.neighbours = [self._other_row() for _ in range(N_NEIGHBOURS)]
-        self.alike = [self._other_row() for _ in range(N_SIMILAR)]
+        self.others = [self._other_row(k) for k in range(N_NEIGHBOURS + N_SIMILAR)]
         self.other_sound = w.HTML(layout=wide)
-        self.titles = [w.HTML(layout=wide), w.HTML(layout=wide)]
         self.disagreements = w.HTML(layout=wide)
         self.queue.observe(lambda change: self._begin(change["new"]), "value")
         self.by.observe(self._renamed, "value")
         self.band.observe(lambda _: self._show_sound(), "value")
         line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
-        column = w.Layout(flex="1 1 420px", min_width="0", padding="0 12px 0 0")
-        columns = [
-            w.VBox([title, *(row for row, _, _ in rows)], layout=column)
-            for title, rows in zip(self.titles, (self.neighbours, self.alike), strict=True)
-        ]
         self.box = w.VBox(
             [
                 w.HBox([self.queue, self.by, self.band], layout=line),
@@ -319,7 +300,7 @@ class ReviewApp:
                 self.facts,
                 w.HBox([*self.buttons.values(), self.note], layout=line),
                 self.sound,
-                w.HBox(columns, layout=w.Layout(flex_flow="row wrap", width="100%")),
+                w.HBox([row for row, _ in self.others], layout=line),
                 self.other_sound,
                 self.disagreements,
             ],
@@ -350,15 +331,14 @@ class ReviewApp:
             buttons[key] = button
         return buttons
 
-    def _other_row(self) -> tuple[Any, Any, Any]:
-        "Make a row with a play button; `places` has its recording."
+    def _other_row(self, k: int) -> tuple[Any, Any]:
+        "Make the row of another recording, with a play button."
         import ipywidgets as w
 
         button = w.Button(description="play", icon="play", layout={"width": "72px", "flex": "0 0 auto"})
         text = w.HTML(layout={"flex": "1 1 auto", "min_width": "0"})
-        row = w.HBox([button, text], layout={"align_items": "center", "width": "100%"})
-        button.on_click(lambda _: self._play(self.places[id(button)]))
-        return row, button, text
+        button.on_click(lambda _: self._play(self.shown[k][0]))
+        return w.HBox([button, text], layout={"align_items": "center", "flex": "1 1 420px"}), text
 
     def _on_button(self, act: str) -> Callable[[Any], None]:
         def pressed(_: Any) -> None:
@@ -404,22 +384,13 @@ class ReviewApp:
 
     def _show_others(self) -> None:
         "Fill the rows of neighbours and similar recordings."
-        item, found = self.session.item, self.session.found
-        near = neighbours_of(found, item.index) if item else []
-        alike = self.similar.of(item.index) if item else []
-        self.places = {}
-        lists = ([(i, "") for i in near], [(i, f", similarity {c:.2f}") for i, c in alike])
-        titles = ("Same sensor", "Most similar recordings with a label, of other sensors")
-        for title, widget, rows, shown in zip(
-            titles, self.titles, (self.neighbours, self.alike), lists, strict=True
-        ):
-            widget.value = f"<b>{title}</b>{'' if shown else ': none'}" if item else ""
-            for k, (row, button, text) in enumerate(rows):
-                row.layout.display = "" if k < len(shown) else "none"
-                if k < len(shown):
-                    self.places[id(button)] = shown[k][0]
-                    line = _row_text(self.session, shown[k][0]) + shown[k][1]
-                    text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
+        self.shown = self._others()
+        for k, (row, text) in enumerate(self.others):
+            row.layout.display = "" if k < len(self.shown) else "none"
+            if k < len(self.shown):
+                i, why = self.shown[k]
+                line = f"{_row_text(self.session, i)}, {why}"
+                text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
 
     def show(self) -> None:
         "Show the state of the session."
