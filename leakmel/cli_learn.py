@@ -990,7 +990,7 @@ def _check_review(args: argparse.Namespace) -> None:
 
 def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Listen to recordings and label them, in JupyterLab on this machine."
-    from leakmel.ops.review_lab import lab_command, review_parameters, write_review
+    from leakmel.learn.review.app import lab_command, review_parameters, write_review
 
     if not user_path(args.folder).is_dir():
         remedy = missing_remedy(user_path(args.folder))

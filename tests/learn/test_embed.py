@@ -85,7 +85,7 @@ def test_a_blend_has_the_embeddings_of_its_spectral_part(built, spectral):
         spec = ds.spec
     alone = replace(spectral, spec=spec)
     blend = BlendClassifier(
-        BlendSettings(0, (1.0, 1.0), (0.0, 0.0)), [spectral.classifier, made_detector().classifier]
+        BlendSettings(0, (1.0, 1.0), (0.0, 0.0)), [*spectral.members, *made_detector().members]
     )
     one, other = (lm.embed(d, built, **QUIET) for d in (alone, replace(alone, classifier=blend)))
     assert (one.kind, one.identity) == (other.kind, other.identity)

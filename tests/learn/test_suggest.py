@@ -106,6 +106,8 @@ def test_band_statistics_of_what_cannot_be_read_are_not_known(folder):
     paths.insert(1, b"missing.wav")
     found = band_statistics(folder, paths, required_spec(made_detector()), progress="none")
     assert np.isfinite(found).all(1).tolist() == [True, False, True]
+    alone = band_statistics(folder, paths[1:2], required_spec(made_detector()), progress="none")
+    assert np.isnan(alone).all()
 
 
 @pytest.mark.slow

@@ -411,7 +411,8 @@ def band_statistics(
     if len(paths):
         done = embed_recordings(listed(folder, paths), open_embedder(None, spec, True), progress=progress)
         places = {path: k for k, path in enumerate(paths)}
-        found[[places[path] for path in done.paths]] = done.vectors
+        for path, vector in zip(done.paths, done.vectors):
+            found[places[path]] = vector
     return found
 
 

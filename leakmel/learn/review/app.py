@@ -7,6 +7,7 @@ __all__ = [
     "MAX_SIMILAR",
     "N_NEIGHBOURS",
     "N_SIMILAR",
+    "REVIEW",
     "neighbours_of",
     "SimilarRecordings",
     "queue_html",
@@ -14,21 +15,35 @@ __all__ = [
     "review_kinds",
     "review_of",
     "review",
+    "write_review",
+    "lab_command",
+    "review_parameters",
 ]
 
 # %% ../../../nbs/learn/review/app.ipynb #4a735ff8
-import math, os, uuid
+import importlib.util, json, math, os, sys, uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import leakmel
+
 from ...audio.manifest import Manifest
 from ...audio.wav import Recording, read_wav
-from ...core.errors import LeakmelError, RecordingError, show_path
+from leakmel.core.errors import (
+    LeakmelError,
+    MissingPackageError,
+    RecordingError,
+    UsageError,
+    show_path,
+    write_error,
+)
 from ...core.parameters import Kinds
+from ...core.run_plan import run_folder
 from ...insight.explore_view import shows_controls
 from ..embed.embed import band_statistics
 from ..embed.similar import nearest
@@ -467,3 +482,72 @@ def review(
         first = "suggested"
     wanted: dict[str, Any] = {"queue": queue or first, "n": n, "other_label": other_label, "seed": seed}
     return ReviewApp(ReviewSession(found, labels, by=by, **wanted), controls=controls, progress=progress)
+
+
+# %% ../../../nbs/learn/review/app.ipynb #5005fc49
+REVIEW = "review.ipynb"
+
+
+def write_review(
+    parameters: Mapping[str, object],  # of review.ipynb, plain values
+    out: str | None = None,  # folder; None: a new one below runs/
+) -> Path:  # the notebook; raises OutputError
+    "Write a copy of review.ipynb with other parameters."
+    installed = Path(leakmel.__file__).parent / "notebooks" / REVIEW
+    notebook = json.loads(installed.read_text(encoding="utf-8"))
+    at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
+    lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
+    cell: dict[str, Any] = {"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []}
+    cell |= {"metadata": {"tags": ["injected-parameters"]}, "source": lines}
+    notebook["cells"].insert(at + 1, cell)
+    path = run_folder(out, "review") / REVIEW
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as f:
+            json.dump(notebook, f, indent=1, ensure_ascii=True)
+    except OSError as e:
+        raise write_error(e, path) from e
+    return path
+
+
+def lab_command(
+    notebook: Path,
+    browser: bool = True,  # open a browser
+) -> list[str]:  # raises MissingPackageError
+    "Return the command that opens a notebook in JupyterLab, on this machine only."
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise MissingPackageError(
+            "JupyterLab is not installed",
+            code="missing-package",
+            remedy="install it: pip install 'leakmel[learn,notebook]'",
+        )
+    words = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"]
+    words += [f"--ServerApp.root_dir={notebook.parent}", f"--LabApp.default_url=/lab/tree/{notebook.name}"]
+    words += ["--allow-root"] if os.geteuid() == 0 else []
+    return words if browser else [*words, "--no-browser"]
+
+
+def review_parameters(
+    folder: str,
+    model: str | None,
+    tables: list[str],
+    queue: str,
+    labels: str,
+    by: str,
+    n: int,
+) -> dict[str, object]:  # raises UsageError
+    "Return the parameters of review.ipynb, with absolute paths."
+    if any("," in table for table in tables):
+        raise UsageError(
+            "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
+        )
+    full = [os.path.abspath(os.path.expanduser(table)) for table in tables]
+    return {
+        "data_root": os.path.abspath(os.path.expanduser(folder)),
+        "model": None if model is None else os.path.abspath(os.path.expanduser(model)),
+        "tables": ",".join(full),
+        "queue": queue,
+        "n": n,
+        "labels": os.path.abspath(os.path.expanduser(labels)),
+        "by": by,
+    }

@@ -160,15 +160,18 @@ class ReviewQueue:
 
 def _lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
     "Say what a queue needs and the recordings lack."
-    if name == "suggested" and not any(r.suggestion for r in found.recordings):
-        return "needs the table of leakmel suggest"
-    if name == "errors" and not found.held_out_from:
-        return "needs held-out scores: cross_validation.csv of leakmel train --cross-validate"
-    if name == "threshold" and not found.scores_from:
-        return "needs scores: a model, or a table of leakmel predict"
-    if name == "kinds" and not any(len(r.by_kind) > 1 for r in found.recordings):
-        return "needs scores by kind: a model of the kind blend"
-    return ""
+    kinds = max((len(r.by_kind) for r in found.recordings), default=0)
+    needs = {
+        "suggested": (any(r.suggestion for r in found.recordings), "the table of leakmel suggest"),
+        "errors": (
+            found.held_out_from,
+            "held-out scores: cross_validation.csv of leakmel train --cross-validate",
+        ),
+        "threshold": (found.scores_from, "scores: a model, or a table of leakmel predict"),
+        "kinds": (kinds > 1, "scores by kind: a model of the kind blend"),
+    }
+    is_there, what = needs.get(name, (True, ""))
+    return "" if is_there else f"needs {what}"
 
 
 def is_decided(

@@ -17,7 +17,6 @@ __all__ = [
     "check_suggestions_file",
     "Suggestions",
     "labelled_recordings",
-    "digest_text",
     "suggest",
 ]
 
@@ -389,7 +388,7 @@ def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set
     seen: set[str] = set()
     reasons: list[str] = []
     for s in scored:
-        digest = digest_text(s)
+        digest = s.facts["digest"].decode()
         why = ""
         if digest in labelled or os.fsdecode(s.path) in labelled:
             why = "labelled"
@@ -404,12 +403,6 @@ def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set
         seen.update({digest} - {""})
         reasons.append(why)
     return np.array(reasons, object)
-
-
-def digest_text(recording: ScoredRecording) -> str:
-    "Return the digest of the samples of a recording, as in a data set."
-    digest = recording.facts["digest"]
-    return digest.decode() if isinstance(digest, bytes) else str(digest)
 
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000011
@@ -486,7 +479,8 @@ def suggest(
         s, p = done.scored[c.index], float(probability[c.index])
         why = _reason(c, p, threshold, calibration is not None)
         p = p if calibration is not None else float("nan")
-        items.append(Suggestion(s.path, s.sensor, c.kind, why, p, float(score[c.index]), digest_text(s)))
+        digest = s.facts["digest"].decode()
+        items.append(Suggestion(s.path, s.sensor, c.kind, why, p, float(score[c.index]), digest))
     found = Suggestions(
         folder=done.folder,
         items=tuple(items),
