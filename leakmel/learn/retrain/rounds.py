@@ -434,7 +434,7 @@ def earlier_labels(
             text = f"labels by people of round {number} are not known: {e}"
             warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
             continue
-        given = [(p.get("content"), p["class"]) for p in people]
+        given = [(p.get("content"), p.get("class")) for p in people]
         found |= {content: known[name] for content, name in given if content and name in known}
     return found
 
