@@ -300,7 +300,6 @@ LEARN_RETRAIN = {
     "paths-missing": "The data set does not contain the paths of its recordings.",
     "class-missing": "A class has no recordings.",
     "labels-contradict": "Two labels were given to the same samples.",
-    "file-changed": "The file has changed since it was written.",
     "not-a-round": "The record of a round is damaged.",
     "test-set-learned": "Recordings of the test set are also used for training.",
     "net-is-fixed": "Retraining cannot change the net.",
