@@ -577,7 +577,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel retrain`."
-    from leakmel.learn.retrain.round_record import RoundRules
+    from leakmel.learn.retrain.rounds import RoundRules
 
     several = " (repeat for several; of a folder of data sets the matching one is used)"
     add_field_options(p, RoundRules, "replay, and the decision on the champion", leave_out=["seed"])
@@ -633,15 +633,6 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
                 "last epoch, 0.5)" + several
             ),
         ),
-        "--also": dict(
-            action="append",
-            default=[],
-            metavar="NAME=FILE",
-            help=(
-                "additional test set on which the challenger must not be worse (repeat for several; "
-                "of a folder of data sets the test set is used)"
-            ),
-        ),
         "--human-labels": dict(
             metavar="FILE",
             help="CSV file with path and label of new recordings; these labels override the predicted ones",
@@ -673,29 +664,16 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
 
 # %% ../nbs/cli_learn.ipynb #41bfdf34
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Retrain the champion on new recordings; the challenger replaces it only if the test sets show that it is better."
-    from leakmel.learn.retrain.round_record import RoundRules
+    "Retrain the champion on new recordings; the challenger replaces it only if the test set shows that it is better."
+    from leakmel.learn.retrain.rounds import RoundRules
     from leakmel.learn.plans import find_data_set
 
-    also: dict[str, list[Any]] = {}
-    for word in args.also:
-        name, _, path = word.partition("=")
-        if not (name and path):
-            found, expected = repr(word), "--also NAME=FILE"
-            raise UsageError(
-                "The option --also needs the name of the test set",
-                code="invalid-arguments",
-                found=found,
-                expected=expected,
-            )
-        also.setdefault(name, []).append(find_data_set(path, "testing"))
     done = lm.retrain(
         args.champion,
         [find_data_set(path, "training") for path in args.data],
         replay=[find_data_set(path, "training") for path in args.replay],
         testing=[find_data_set(path, "testing") for path in args.testing],
         validation=[find_data_set(path, "validation") for path in args.validation or []] or None,
-        also=also,
         out=args.out,
         human_labels=args.human_labels,
         settings=given_fields(args, TrainSettings),
@@ -928,7 +906,7 @@ SUGGEST: Options = {
 
 def run_suggest(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Choose recordings that a person should label next: uncertain, diverse and random ones."
-    from leakmel.learn.review.sampling import sample_mix
+    from leakmel.learn.review.suggest import sample_mix
 
     found = lm.suggest(
         args.folder,
@@ -1012,7 +990,7 @@ def _check_review(args: argparse.Namespace) -> None:
 
 def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Listen to recordings and label them, in JupyterLab on this machine."
-    from leakmel.ops.review_lab import lab_command, review_parameters, write_review
+    from leakmel.learn.review.app import lab_command, review_parameters, write_review
 
     if not user_path(args.folder).is_dir():
         remedy = missing_remedy(user_path(args.folder))
@@ -1041,7 +1019,9 @@ def run_review(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 # %% ../nbs/cli_learn.ipynb #e3bed002
 _EMBEDDING: Options = {
-    "--model": dict(metavar="FILE", help=f"{_MODEL} (default: band statistics, which need no training)"),
+    "--model": dict(
+        metavar="FILE", help=f"{_MODEL} (default: band statistics in dB, which need no training)"
+    ),
     "--length": dict(
         choices=["spec", "whole"],
         metavar="NAME",
@@ -1055,7 +1035,6 @@ _EMBEDDING: Options = {
         metavar="S",
         help="folder without --model: length of a recording (default: that of most recordings)",
     ),
-    **_DEVICE,
 }
 SIMILAR: Options = {
     "file": dict(help="recording to compare with the others"),
@@ -1105,7 +1084,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Find the recordings that are most similar to a recording, with their labels; copies are marked."
     if args.html:
         check_report(args.html)
-    given = {"model": args.model, "length": args.length, "device": args.device, "spec": _features(args)}
+    given = {"model": args.model, "length": args.length, "spec": _features(args)}
     found = lm.similar(args.file, args.among, k=args.n, progress=progress_mode(args), **given)
     text, body = found.text(), found.summary | {"html": None}
     if args.html:
@@ -1122,7 +1101,7 @@ def run_similar(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def run_embed(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Store a vector for each recording, by which similar recordings are found."
     out = user_path(args.out)
-    given = {"length": args.length or "spec", "device": args.device, "progress": progress_mode(args)}
+    given = {"length": args.length or "spec", "progress": progress_mode(args)}
     found = lm.embed(args.model, args.source, out=out, spec=_features(args), **given)
     return (
         0,

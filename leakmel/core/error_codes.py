@@ -274,6 +274,7 @@ LEARN_TRAIN = {
     "other-model": "The state folder of a nightly run belongs to another model.",
     "not-npz": "The name of the output does not end in .npz.",
     "invalid-embeddings": "The file does not hold embeddings, or is damaged.",
+    "not-spectral": "A network has no embeddings; they are band statistics.",
     "other-embeddings": "Stored embeddings were computed with another model or other features.",
     "query-rejected": "The recording to compare with others cannot be used.",
     "too-few-recordings": "Pre-training needs at least two recordings.",
@@ -299,7 +300,6 @@ LEARN_RETRAIN = {
     "paths-missing": "The data set does not contain the paths of its recordings.",
     "class-missing": "A class has no recordings.",
     "labels-contradict": "Two labels were given to the same samples.",
-    "file-changed": "The file has changed since it was written.",
     "not-a-round": "The record of a round is damaged.",
     "test-set-learned": "Recordings of the test set are also used for training.",
     "net-is-fixed": "Retraining cannot change the net.",
@@ -307,7 +307,6 @@ LEARN_RETRAIN = {
     "champion-missing": "The first round needs a detector as champion.",
     "another-champion": "The folder of rounds already has another champion.",
     "another-test-set": "The test recordings differ from those of earlier rounds.",
-    "invalid-name": "A name is already used, missing or malformed.",
     "invalid-history": "The state file of nightly runs is damaged, or leakmel did not write it.",
     "invalid-visits": "A table of visits has a row that cannot be used.",
 }

@@ -55,7 +55,7 @@ from leakmel.learn.plans import (
     plan_training,
     training_kinds,
 )
-from .retrain.round_record import Round, RoundRules
+from .retrain.rounds import Round, RoundRules
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -282,12 +282,12 @@ def run_retraining(
 def promotion_plot(
     done: Round,
 ) -> "go.Figure":
-    "Draw the figures of champion and challenger on the test set that decides, with confidence intervals."
+    "Draw the figures of champion and challenger on the test set, with confidence intervals."
     import plotly.graph_objects as go
 
     from leakmel.insight.plots import label_colour, f32, styled_figure
 
-    c = next(iter(done.duels.values()))
+    c = done.duels["testing"]
     traces = []
     for k, scored in enumerate((c.champion, c.challenger)):
         values = [scored.figures[f] for f in FIGURES]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -90,14 +89,12 @@ def measure_labels(path: Path, sizes: Sequence[int], seed: int) -> list[dict[str
     import torch
     from leakmel.learn.data.segments import Segments
     from leakmel.learn.data.splits import recordings_table
-    from leakmel.learn.embed.embed import embed_rows
-    from leakmel.learn.embed.features import open_embedder
+    from leakmel.learn.embed.embed import embed_rows, open_embedder
     from leakmel.learn.metrics.voting import vote_scores
-    from leakmel.learn.model.detector import Detector, score_rows
+    from leakmel.learn.model.detector import score_rows
     from leakmel.learn.model.settings import TrainSettings, with_length
     from leakmel.learn.train.folds import FoldTrainer, joined_groups
     from leakmel.learn.train.pretraining import PRETRAIN_STEPS, Pretraining
-    from leakmel.learn.train.state import new_net
 
     torch.set_num_threads(1)
     found = []
@@ -124,13 +121,9 @@ def measure_labels(path: Path, sizes: Sequence[int], seed: int) -> list[dict[str
         given = (data.training.sources, rows, data.task, TrainSettings(channels=settings.channels), groups)
         trainers = {"network": FoldTrainer(*given, n_threads=1)}
         trainers["pretrained"] = FoldTrainer(*given, n_threads=1, pretrained=pretrained)
-        net = new_net(replace(data, pretrained=pretrained), settings)
-        layers = Detector(net.eval(), data.task, data.training.sources[0].spec)
+        spec = data.training.sources[0].spec
         recordings = trainers["network"].ds
-        vectors = {
-            "bands": embed_rows(recordings, open_embedder(None, layers.spec), progress="none").vectors,
-            "layers": embed_rows(recordings, open_embedder(layers), progress="none").vectors,
-        }
+        vectors = {"bands": embed_rows(recordings, open_embedder(None, spec), progress="none").vectors}
         held_out = Segments(
             data.training.sources, level="recording", rows=rows[test], task=data.task, progress="none"
         )

@@ -23,8 +23,7 @@ from leakmel.learn.retrain.promotion import weights_digest
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.retrain.round_record import RoundRules
-from leakmel.learn.retrain.rounds import retrain
+from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.model.settings import TrainSettings
 from tiny_training import tiny_words
 
@@ -135,12 +134,6 @@ def test_new_recordings_become_a_champion(
         paths = [os.fsdecode(p) for p in new.files["path"]]
     (tmp_path / "heard.csv").write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
     out, common = tmp_path / "rounds", words_of(place, small_sets, tmp_path / "rounds")
-    also = [
-        word
-        for part in ("TESTING", "VALIDATION")
-        for word in ("--also", f"far={place / 'far' / f'{part}_DATASET.H5'}")
-    ]
-
     by_rule(monkeypatch, True)
     first = run_json(
         say,
@@ -150,13 +143,10 @@ def test_new_recordings_become_a_champion(
         place / "run",
         "--human-labels",
         tmp_path / "heard.csv",
-        *also,
         *common,
     )
     assert (first["number"], first["replaced"], first["folder"]) == (1, True, str(out / "round-0001"))
-    assert {n: t["recordings"] for n, t in first["testing"].items()} == {"testing": 3, "far": 6}, (
-        "both files of the further network"
-    )
+    assert {n: t["recordings"] for n, t in first["testing"].items()} == {"testing": 3}
     assert {row["path"]: row["class"] for row in first["human_labels"]} == {
         paths[0]: "NOLEAK",
         paths[1]: "LEAK",
@@ -165,20 +155,15 @@ def test_new_recordings_become_a_champion(
         load_detector(place / "run" / "model.pt")
     )
 
-    second = run_json(say, "retrain", place / "one.h5", place / "two.h5", *also, *common)
+    second = run_json(say, "retrain", place / "one.h5", place / "two.h5", *common)
     assert (second["number"], second["replaced"], second["champion"]["round"]) == (2, True, 1)
     assert second["new"]["files"] == ["one.h5", "two.h5"]
     assert days_of(kept(out / "round-0002")) == {"2026-11-03", "2026-11-04"}, (
         "learned, each with labels of its own"
     )
-    assert list(second["earlier"]["of_rounds"]) == ["1"]
 
     by_rule(monkeypatch, False)
-    third = run_json(say, "retrain", place / "new.h5", "--earlier-share", "2", *also, *common)
-    assert third["earlier"]["of_rounds"]["2"] == len(
-        [row for row in kept(out / "round-0002") if row["segments"]]
-    ), "learned again, all of it"
-    assert third["earlier"]["missing"] == []
+    third = run_json(say, "retrain", place / "new.h5", *common)
     assert (third["replaced"], third["champion"]["round"]) == (False, 2)
     assert json.loads((out / "champion.json").read_text())["model"] == "round-0002/model.pt"
 
@@ -518,12 +503,6 @@ def test_options_of_retrain_reach_the_call(
             small_sets,
             "--validation",
             place / "far",
-            "--also",
-            f"a={place / 'far'}",
-            "--also",
-            f"b={validation}",
-            "--also",
-            f"a={validation}",
             "--human-labels",
             "h.csv",
             "--group",
@@ -536,8 +515,6 @@ def test_options_of_retrain_reach_the_call(
             "--quiet",
             "--keep-share",
             "0.4",
-            "--earlier-share",
-            "0",
             "--loader",
             "stream",
             "--amp",
@@ -555,7 +532,6 @@ def test_options_of_retrain_reach_the_call(
         "replay": [training, far["TRAINING"]],
         "testing": [testing, far["TESTING"]],
         "validation": [validation, far["VALIDATION"]],
-        "also": {"a": [far["TESTING"], validation], "b": [validation]},
         "out": str(tmp_path / "x"),
         "human_labels": "h.csv",
         "group": "folder",
@@ -563,7 +539,7 @@ def test_options_of_retrain_reach_the_call(
         "resume": "never",
         "device": "cpu",
         "progress": "none",
-        "rules": RoundRules(keep_share=0.4, earlier_share=0.0),
+        "rules": RoundRules(keep_share=0.4),
         "settings": {"loader": "stream", "amp": "off"},
         "checkpoints": CheckpointSettings(fsync=False, checkpoint_steps=5),
     }
@@ -580,12 +556,7 @@ def test_retrain_defaults_are_used(
         == 2
     )
     assert (call["champion"], call["validation"], call["human_labels"]) == (None, None, None)
-    assert (call["rules"], call["checkpoints"], call["settings"], call["also"]) == (
-        RoundRules(),
-        CheckpointSettings(),
-        {},
-        {},
-    )
+    assert (call["rules"], call["checkpoints"], call["settings"]) == (RoundRules(), CheckpointSettings(), {})
     usual = {n: p.default for n, p in inspect.signature(retrain).parameters.items()}
     for name in ("group", "resume", "allow_leaky_split", "device"):
         assert call[name] == usual[name]
@@ -616,7 +587,7 @@ def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.Monk
     }
     status, text, _ = say("retrain", "--help-all")
     assert status == 0
-    of_round = {"champion", "replay", "testing", "also", "human-labels", "resume"}
+    of_round = {"champion", "replay", "testing", "human-labels", "resume"}
     assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (
         names(TrainSettings) - OF_NET
     )
@@ -735,18 +706,8 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
     ("status", "message", "words"),
     [
         (2, "the folder has no champion yet", ""),
-        (
-            2,
-            "The option --also needs the name of the test set; found '/.*'; expected --also NAME=FILE",
-            "--champion RUN --also FAR",
-        ),
-        (2, "needs the name of the test set; found 'far='", "--champion RUN --also far="),
-        (2, "needs the name of the test set; found '=/", "--champion RUN --also =FAR"),
-        (
-            2,
-            "the name of a further test set is reserved for the first one; found 'testing'",
-            "--champion RUN --also testing=FAR",
-        ),
+        (2, "unknown option --also", "--champion RUN --also far=FAR"),
+        (2, "unknown option --earlier-share", "--champion RUN --earlier-share 1"),
         (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
         (2, "unknown option --channels", "--champion RUN --channels 4,8"),
         (2, "unknown option --dropout", "--champion RUN --dropout 0.2"),
@@ -774,8 +735,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
             "the folder has no validation data set; expected VALIDATION_DATASET.H5",
             "--champion RUN --validation MINE",
         ),
-        (1, "the folder has no testing data set", "--champion RUN --also far=MINE"),
-        (1, "nowhere: the data set does not exist", "--champion RUN --also far=nowhere"),
+        (1, "nowhere: the data set does not exist", "--champion RUN --testing nowhere"),
         (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
     ],
 )

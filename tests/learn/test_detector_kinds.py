@@ -36,8 +36,7 @@ from leakmel.learn.model.spectral import (
     spectral_features,
     window_numbers,
 )
-from leakmel.learn.retrain.round_record import round_settings
-from leakmel.learn.retrain.rounds import fine_tune
+from leakmel.learn.retrain.rounds import fine_tune, round_settings
 from leakmel.learn.retrain.selection import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds

@@ -18,19 +18,17 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.cli import main
 from leakmel.learn.embed import embed as module
-from leakmel.learn.embed.embed import embed_recordings, embed_rows
-from leakmel.learn.embed.features import open_embedder
+from leakmel.learn.embed.embed import embed_recordings, embed_rows, open_embedder
 from leakmel.learn.embed.similar import SAME_CONTENT, SAME_FEATURES, nearest
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.classifiers import from_plain, to_plain
-from leakmel.learn.model.net import LeakNet, segment_images
+from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, from_plain, to_plain
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.detector import Detector
-from leakmel.learn.model.spectral import fit_spectral, spectral_features
+from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.predict.readers import find_recordings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUIET = {"progress": "none", "device": "cpu"}
+QUIET = {"progress": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +66,35 @@ def spectral(small_sets) -> Detector:
         return Detector(fitted, make_task(ds.class_names), ds.spec)
 
 
-def test_the_net_embedding_is_the_mean_of_its_last_hidden_layer(built):
-    detector = made_detector()
-    found = lm.embed(detector, built, **QUIET)
+def test_a_network_has_no_embeddings(folder, built, tmp_path, capsys):
+    network = made_detector()
+    for source in (folder, built):
+        with raises("not-spectral", says="cnn"):
+            lm.embed(network, source, **QUIET)
+    with raises("not-spectral"):
+        lm.similar(folder / "LEAK/copy.wav", built, model=network, **QUIET)
+    model = network.save(tmp_path / "model.pt")
+    words = ["embed", str(folder), "--out", str(tmp_path / "e.npz"), "--json"]
+    assert main([*words, "--model", str(model)]) == 2
+    assert json.loads(capsys.readouterr().out)["code"] == "not-spectral"
+    assert not (tmp_path / "e.npz").exists()
+
+
+def test_a_blend_has_the_embeddings_of_its_spectral_part(built, spectral):
     with lm.open_dataset(built) as ds:
-        ds_rows = Segments([ds], level="recording", with_labels=False)
-        row, n = ds.mels[ds_rows.rows[2]], int(ds_rows.segment_counts[2])
-        with torch.inference_mode():
-            net = detector.classifier
-            assert isinstance(net, LeakNet)
-            by_hand = net.features(segment_images(torch.from_numpy(row)))[:n].mean(0)
-        assert ds.files["path"][ds_rows.rows[2]] == found.paths[2].decode()
-    assert found.vectors.shape == (len(ds_rows.rows), 8)
-    assert found.vectors.dtype == np.float32
-    assert np.allclose(found.vectors[2], by_hand, atol=1e-5)
+        spec = ds.spec
+    alone = replace(spectral, spec=spec)
+    blend = BlendClassifier(
+        BlendSettings(0, (1.0, 1.0), (0.0, 0.0)), [*spectral.members, *made_detector().members]
+    )
+    one, other = (lm.embed(d, built, **QUIET) for d in (alone, replace(alone, classifier=blend)))
+    assert (one.kind, one.identity) == (other.kind, other.identity)
+    assert np.array_equal(one.vectors, other.vectors)
 
 
-@pytest.mark.parametrize("model", [None, "cnn"])
 @pytest.mark.parametrize("length", ["spec", "whole"])
-def test_embeddings_do_not_depend_on_batches_and_threads(folder, model, length):
-    embedder = open_embedder(model and made_detector(), SPEC)
+def test_embeddings_do_not_depend_on_batches_and_threads(folder, length):
+    embedder = open_embedder(None, SPEC)
     found, given = find_recordings(folder, progress="none"), {"length": length, "progress": "none"}
     one, other = (
         embed_recordings(found, embedder, files_per_batch=n, read_workers=w, **given)
@@ -102,9 +109,9 @@ def test_embeddings_do_not_depend_on_batches_and_threads(folder, model, length):
     assert {r.code for r in one.rejections} == {"too_short", "not_wav"} or len(one.rejections) == 2
 
 
-@pytest.mark.parametrize("model", [None, "cnn"])
-def test_a_data_set_gives_the_embeddings_of_its_folder(folder, built, model):
-    detector = model and made_detector()
+@pytest.mark.parametrize("model", [None, "spectral"])
+def test_a_data_set_gives_the_embeddings_of_its_folder(folder, built, spectral, model):
+    detector = model and replace(spectral, spec=SPEC)
     rows = lm.embed(detector, built, **QUIET)
     files = lm.embed(detector, folder, spec=None if model else SPEC, engine="cpu", **QUIET)
     by_path = dict(zip(files.paths, files.vectors))
@@ -286,22 +293,26 @@ def test_figures_show_query_and_neighbours(folder, built, tmp_path):
     assert np.isnan(np.asarray(gone.figure(1).data[1].z, float)).all()
 
 
-def test_wrong_input_is_named(folder, built, tmp_path):
-    stored = lm.embed(made_detector(), built, **QUIET)
+def test_wrong_input_is_named(folder, built, spectral, tmp_path):
+    detector = replace(spectral, spec=SPEC)
+    stored = lm.embed(detector, built, **QUIET)
     query = folder / "LEAK/long.wav"
     with raises("other-embeddings"):
         lm.similar(query, stored, **QUIET)
+    weights = {name: v.clone() for name, v in detector.classifier.state_dict().items()}
+    other = SpectralClassifier(detector.classifier.settings)
+    other.load_state_dict(weights | {"bias": weights["bias"] + 1})
     with raises("other-embeddings"):
-        lm.similar(query, stored, model=made_detector(seed=1), **QUIET)
+        lm.similar(query, stored, model=replace(detector, classifier=other), **QUIET)
     with raises("features-differ"):
-        lm.embed(made_detector(lm.MelSpec.preset("disjoint", n_mels=32, duration_s=1.0)), built, **QUIET)
+        lm.embed(replace(spectral, spec=lm.MelSpec.preset("disjoint", sample_rate=8000)), built, **QUIET)
     for name, code in (
         ("broken.wav", "query-rejected"),
         ("NOLEAK/short.wav", "query-rejected"),
         ("none.wav", "file-missing"),
     ):
         with raises(code):
-            lm.similar(folder / name, stored, model=made_detector(), **QUIET)
+            lm.similar(folder / name, stored, model=detector, **QUIET)
     with raises("out-of-range"):
         lm.similar(query, stored, k=0, **QUIET)
     empty = tmp_path / "empty"
@@ -310,7 +321,7 @@ def test_wrong_input_is_named(folder, built, tmp_path):
         lm.embed(None, empty, spec=SPEC, **QUIET)
 
 
-def test_options_that_would_be_ignored_are_refused(folder, built, tmp_path, capsys):
+def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_path, capsys):
     "Embeddings know how recordings were read: the query is read in the same way."
     query = folder / "LEAK/long.wav"
     stored = lm.embed(None, folder, spec=SPEC, length="whole", out=tmp_path / "e.npz", **QUIET)
@@ -325,12 +336,12 @@ def test_options_that_would_be_ignored_are_refused(folder, built, tmp_path, caps
     assert (
         lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"
     )  # an earlier file
-    words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--device", "cpu", "--json"]
+    words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--json"]
     assert main([*words, "--sample-rate", "8000"]) == 1
     body = json.loads(capsys.readouterr().out)
     assert body["code"] == "other-embeddings"
     assert f"sample_rate 8000, not {RATE}" in body["error"]
-    for model, source in ((made_detector(), folder), (None, built)):
+    for model, source in ((spectral, folder), (None, built)):
         with raises("unused-option"):
             lm.embed(model, source, spec={"sample_rate": 8000}, **QUIET)
     with raises("unused-option"):
@@ -338,7 +349,7 @@ def test_options_that_would_be_ignored_are_refused(folder, built, tmp_path, caps
 
 
 def test_commands(folder, tmp_path, capsys):
-    features = ["--duration-s", "1", "--device", "cpu"]
+    features = ["--duration-s", "1"]
     words = [*features, "--json"]
     assert main(["embed", str(folder), "--out", str(tmp_path / "e.npz"), *words]) == 0
     body = json.loads(capsys.readouterr().out)

@@ -50,9 +50,9 @@ def test_every_table_holds_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert f"LEAK/{SHOWN}" in scored.table["path"].tolist()
     assert scored.rejected["path"].tolist() == ["LEAK/broken\\xff.wav"]
     for source in (root, built.path):
-        vectors = lm.embed(None, source, **QUIET)
+        vectors = lm.embed(None, source, progress="none")
         assert f"LEAK/{SHOWN}" in vectors.table["path"].tolist()
-    near = lm.similar(root / "LEAK" / RAW, vectors, k=3, **QUIET)
+    near = lm.similar(root / "LEAK" / RAW, vectors, k=3, progress="none")
     assert near.table["path"][0] == f"LEAK/{SHOWN}"
     assert "\\xff" in near._repr_html_()
     suggested = lm.suggest(root, detector, n=6, **QUIET)

@@ -37,7 +37,7 @@ HOW: dict[str, Any] = {
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::leakmel.learn.retrain.replay.ReplayWarning"),
+    pytest.mark.filterwarnings("ignore::leakmel.learn.retrain.rounds.EarlierLabelsWarning"),
 ]
 
 

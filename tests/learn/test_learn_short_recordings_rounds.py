@@ -1,29 +1,23 @@
 "Retraining rounds with recordings shorter than a row: the padding after them changes neither selection nor training."
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 import leakmel as lm
 from errors import raises
 from leakmel.audio.synth import write_wav
-from leakmel.audio.wav import digest_of
-from leakmel.learn.model.locate import RECORD, round_folder
 from leakmel.learn.retrain.promotion import weights_digest
-from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths
 from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
-from leakmel.learn.retrain.replay import open_round_segments
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.retrain.selection import SegmentSubset, source_digest
+from leakmel.learn.retrain.selection import SegmentSubset
 from leakmel.learn.train.inputs import TooShortWarning
 from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.data.task import make_task
@@ -215,9 +209,6 @@ def test_longer_rows_give_the_same_round(network, tmp_path):
         2,
     ]
     assert "; 2 too short, left out" in repr(done[1])
-    again = open_round_segments(tmp_path / "2", 1, TASK)
-    assert np.array_equal(again.kept, done[1].selection.choice.kept)
-    again.recordings.close()
 
 
 def test_selected_rows_report_the_number_of_too_short_recordings(network, tmp_path):
@@ -228,23 +219,3 @@ def test_selected_rows_report_the_number_of_too_short_recordings(network, tmp_pa
     assert str(caught[0].message).startswith("new recordings: 2 of 16 recordings are shorter")
     assert (done.record["new"]["recordings"], done.record["new"]["too_short"]) == (14, 2)
     new.close()
-
-
-def test_padding_in_an_earlier_round_is_not_replayed(network, tmp_path):
-    here = round_folder(tmp_path, 1)
-    here.mkdir()
-    with lm.open_dataset(network[2.0]["new"]) as ds:
-        output = (
-            pd.DataFrame({"path": "x", "class": "LEAK", "segments": "0 3 7", "row": np.arange(len(ds))})
-            .to_csv(index=False)
-            .encode()
-        )
-        sources = [{"path": str(ds.path), "digest": source_digest(ds)}]
-    write_whole(here / "kept.csv", output)
-    write_whole(
-        here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(output)}).encode()
-    )
-    again = open_round_segments(tmp_path, 1, TASK)
-    assert len(again.kept) == 14
-    assert np.array_equal(again.kept, np.isin(np.arange(8), [0, 3, 7]) & again.recordings.segment_mask)
-    again.recordings.close()

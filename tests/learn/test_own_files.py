@@ -145,8 +145,8 @@ def tuned(tmp: Path) -> Case:
 def embeddings(tmp: Path) -> Case:
     for k in range(4):
         put(tmp / "r", f"LEAK/{k}.wav", noise(k, 3000 + k))
-    lm.embed(None, tmp / "r", out=tmp / "e.npz", spec=SPEC, **QUIET)
-    use = lambda: lm.similar(tmp / "r" / "LEAK" / "1.wav", tmp / "e.npz", **QUIET).table.to_csv()  # noqa: E731
+    lm.embed(None, tmp / "r", out=tmp / "e.npz", spec=SPEC, progress="none")
+    use = lambda: lm.similar(tmp / "r" / "LEAK" / "1.wav", tmp / "e.npz", progress="none").table.to_csv()  # noqa: E731
     return Case(path=tmp / "e.npz", use=use)
 
 

@@ -109,7 +109,7 @@ def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):
 def test_names_of_files_are_no_html(folder, tmp_path):
     app = lm.review(folder, labels=tmp_path / "l.csv", by="<b>", n=99, controls=True, progress="none")
     for _ in range(12):
-        shown = [app.facts, app.status, *(text for _, _, text in (*app.neighbours, *app.alike))]
+        shown = [app.facts, app.status, *(text for _, text in app.others)]
         assert not any("<img" in w.value or "by <b>" in w.value for w in shown)
         app.buttons["n"].click()
     assert "finished" in app.facts.value

@@ -15,7 +15,7 @@ from leakmel.audio.labels import Decision, current_labels
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.review.queues import QUEUES, make_queue
+from leakmel.learn.review.session import QUEUES, make_queue
 from leakmel.learn.review.recordings import ReviewRecordings, read_score_table, review_recordings
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}

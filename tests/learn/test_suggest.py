@@ -18,8 +18,15 @@ from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.provenance import Provenance, _short_digests
 from leakmel.learn.review.recordings import read_score_table, review_recordings
-from leakmel.learn.review.sampling import KINDS, SampleMix, SamplePool, choose_recordings, sample_mix
-from leakmel.learn.review.suggest import SUGGESTION_COLUMNS, band_statistics
+from leakmel.learn.embed.embed import band_statistics
+from leakmel.learn.review.suggest import (
+    KINDS,
+    SUGGESTION_COLUMNS,
+    SampleMix,
+    SamplePool,
+    choose_recordings,
+    sample_mix,
+)
 
 QUIET = {"device": "cpu", "progress": "none"}
 
@@ -87,11 +94,20 @@ def test_invalid_mix_is_refused(text):
     assert e.value.code in ("out-of-range", "unknown-value")
 
 
-@pytest.mark.parametrize("given", [{"n": 0}, {"n": True}, {"n": 3, "per_sensor": 0}])
-def test_numbers_out_of_range_are_refused(given):
+@pytest.mark.parametrize("given", [{"n": 0}, {"n": 3, "per_sensor": 0}, {"n": 3, "seed": -1}])
+def test_numbers_out_of_range_are_refused(folder, given):
     with pytest.raises(LeakmelError) as e:
-        choose_recordings(pool_of(), **given)
+        lm.suggest(folder, made_detector(), **given, **QUIET)
     assert e.value.code == "out-of-range"
+
+
+def test_band_statistics_of_what_cannot_be_read_are_not_known(folder):
+    paths = [s.path for s in lm.suggest(folder, made_detector(), n=2, **QUIET).items]
+    paths.insert(1, b"missing.wav")
+    found = band_statistics(folder, paths, required_spec(made_detector()), progress="none")
+    assert np.isfinite(found).all(1).tolist() == [True, False, True]
+    alone = band_statistics(folder, paths[1:2], required_spec(made_detector()), progress="none")
+    assert np.isnan(alone).all()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from leakmel.learn.run_plans import (
     retraining_kinds,
     search_kinds,
 )
-from leakmel.learn.retrain.round_record import RoundRules
+from leakmel.learn.retrain.rounds import RoundRules
 from leakmel.locate.plans import correlation_kinds
 from leakmel.ops.tune import tune_kinds
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds

@@ -8,8 +8,14 @@ __all__ = [
     "FORMAT",
     "Embeddings",
     "load_embeddings",
+    "band_sums",
+    "band_features",
+    "Embedder",
+    "open_embedder",
     "EmbeddingScorer",
     "embed_recordings",
+    "listed",
+    "band_statistics",
     "embed_rows",
     "opened_model",
     "other_features",
@@ -28,21 +34,30 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ...audio.conform import native
+from ...audio.listing import make_listing
+from ...audio.naming import Naming
+from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
 from ...core.own_files import read_own, sealed
 from ...core.progress import Progress
-from ...core.store import output_path
+from ...core.store import is_url, output_path
 from ...core.threads import run_threads
-from ...dataset.file.reader import MelDataset, read_rows
+from ...dataset.file.reader import read_rows
 from ...dataset.file.schema import Rejected
 from ...dataset.run.inputs import SpecLike, decide_spec
 from ..data.segments import DataSource, Segments, close_opened, open_sources, source_list
-from .features import Embedder, open_embedder
-from ..model.detector import Detector, load_detector, spec_differences
-from ..model.devices import pick_device
+from ..model.detector import Detector, load_detector, required_spec, spec_differences
 from ..model.files import require_kind, write_whole
 from ..model.locate import model_file
-from ..predict.readers import RecordingList, RecordingReaders, RowBlock, find_recordings
+from ..model.spectral import SpectralClassifier
+from leakmel.learn.predict.readers import (
+    ParsedNames,
+    RecordingList,
+    RecordingReaders,
+    RowBlock,
+    find_recordings,
+)
+from ..predict.scored import to_categories
 from ..predict.scoring import ScoringThread, block_sizes, reader_engine
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
@@ -54,7 +69,6 @@ Model = str | os.PathLike | Detector | None
 
 # %% ../../../nbs/learn/embed/embed.ipynb #c6015ea4
 FORMAT = "leakmel embeddings 1"
-_MAGIC = b"PK\x03\x04"
 _ARRAYS = {"vectors": ("<f4", 2), "rows": ("<i8", 1), "about": ("|u1", 1)}
 _TEXTS = ("paths", "labels", "digests")
 
@@ -171,35 +185,18 @@ def _texts(arrays: dict[str, np.ndarray], name: str, n: int) -> list[bytes]:
 
 
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:
-    "Read the arrays of a file; raises ValueError for compressed ones and other kinds."
+    "Read the arrays of a file; raises ValueError for compressed ones, for pickles and for other kinds."
     kinds = _ARRAYS | {name: ("|u1", 1) for name in _TEXTS} | {f"{name}_ends": ("<i8", 1) for name in _TEXTS}
     whole = read_own(path)
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         infos = archive.infolist()
-        if sorted(i.filename for i in infos) != sorted(f"{name}.npy" for name in kinds):
-            raise ValueError("other parts than expected")
-        if any(i.compress_type != zipfile.ZIP_STORED or i.file_size != i.compress_size for i in infos):
-            raise ValueError("compressed parts")
-        if sum(i.file_size for i in infos) > len(whole):
-            raise ValueError("parts that are larger than the file")
-        found = {}
-        for name, (kind, n_axes) in kinds.items():
-            with archive.open(f"{name}.npy") as f:
-                content = f.read()
-            head = io.BytesIO(content)
-            version = np.lib.format.read_magic(head)
-            if version != (1, 0):
-                raise ValueError(f"version {version} of {name}")
-            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(head)
-            size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            if (
-                dtype != np.dtype(kind)
-                or len(shape) != n_axes
-                or is_fortran
-                or size != len(content) - head.tell()
-            ):
-                raise ValueError(f"{name} is {dtype} {shape}")
-            found[name] = np.frombuffer(content, dtype, offset=head.tell()).reshape(shape)
+    if sum(i.file_size for i in infos) > len(whole) or any(i.compress_type for i in infos):
+        raise ValueError("compressed parts, or parts that are larger than the file")
+    with np.load(io.BytesIO(whole), allow_pickle=False) as parts:
+        found = {name: parts[name] for name in kinds}
+    for name, (kind, n_axes) in kinds.items():
+        if found[name].dtype != np.dtype(kind) or found[name].ndim != n_axes:
+            raise ValueError(f"{name} is {found[name].dtype} {found[name].shape}")
     return found
 
 
@@ -254,43 +251,101 @@ def load_embeddings(
         ) from e
 
 
+# %% ../../../nbs/learn/embed/embed.ipynb #2e395ff3
+def band_sums(
+    rows: np.ndarray,  # [B, L, S, M, T] dB
+    counts: np.ndarray,  # [B] int, segments that each row has: the first ones
+) -> (
+    np.ndarray
+):  # [B, 2*M] float64: sums over the segments of the mean of each band in dB, and of its square in dB^2
+    "Sum the moments of the bands over the segments of each row."
+    found = []
+    for row, n in zip(rows, counts.tolist()):
+        frames = row[:n].astype(np.float64)
+        found.append(np.concatenate([x.mean((1, 3)).sum(0) for x in (frames, np.square(frames))]))
+    return np.stack(found)
+
+
+def band_features(
+    moments: np.ndarray,  # [n, 2*M] float64, of `band_sums`, mean over the segments
+    keep_level: bool = False,  # the level as a last feature
+) -> np.ndarray:  # [n, 2*M (+ 1)] float64 dB: shape, then standard deviation of the bands
+    "Compute the band statistics of recordings, as `window_features` does."
+    mean, square = np.split(moments, 2, axis=1)
+    level = mean.mean(1, keepdims=True)
+    spread = np.sqrt(np.maximum(square - mean**2, 0))
+    return np.concatenate([mean - level, spread] + ([level] if keep_level else []), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Embedder:
+    "Band statistics as embeddings of recordings."
+
+    name: str  # "band statistics", or "spectral"
+    spec: MelSpec
+    identity: str  # digest of model and spec: embeddings with equal ones can be compared
+    keep_level: bool = False
+    centre: np.ndarray | float = 0.0  # [d] dB, is subtracted
+    scale: np.ndarray | float = 1.0  # [d] dB, divides
+
+    def finish(
+        self,
+        means: np.ndarray,  # [n, 2*M] float64, mean over the segments of each recording
+    ) -> np.ndarray:  # [n, d] float32
+        "Make the embeddings of recordings."
+        return ((band_features(means, self.keep_level) - self.centre) / self.scale).astype(np.float32)
+
+
+def open_embedder(
+    model: Detector | None,  # None: band statistics in dB
+    spec: MelSpec,  # of the recordings; of no meaning with a model
+    keep_level: bool = False,  # without a model: the level as a last value
+) -> Embedder:  # raises UsageError for a detector without band statistics or without a spec
+    "Make the embedder of a detector, or of none."
+    if model is None:
+        name = "band statistics"
+        return Embedder(name, spec, digest_of(f"{name} 1 {spec.fingerprint()}".encode()), keep_level)
+    own = next((m for m in model.members if isinstance(m, SpectralClassifier)), None)
+    if own is None:
+        raise UsageError(
+            "a network has no embeddings",
+            code="not-spectral",
+            found=f"a detector of the kind {model.kind}",
+            expected="a detector of the kind spectral or blend",
+            remedy="leave the model out: band statistics need no training",
+        )
+    spec = required_spec(model)
+    weights = digest_of(b"".join(v.cpu().numpy().tobytes() for v in own.state_dict().values()))
+    identity = digest_of(f"{own.kind} {weights} {spec.fingerprint()}".encode())
+    centre, scale = (own.get_buffer(name).cpu().numpy() for name in ("centre", "scale"))
+    return Embedder(own.kind, spec, identity, own.settings.keep_level, centre, scale)
+
+
 # %% ../../../nbs/learn/embed/embed.ipynb #9f8c5344
+_FINISHED = 8192  # embeddings that are made at once
+
+
 class EmbeddingScorer:
-    "Features and vectors of blocks of recordings; has the interface of a scorer of predictions."
+    "Sums of blocks of recordings; has the interface of a scorer of predictions."
 
     depth = 1  # blocks that may be under way at once
 
-    def __init__(self, embedder: Embedder, engine: Engine, readers: RecordingReaders):
-        self.embedder = embedder
+    def __init__(self, engine: Engine, readers: RecordingReaders):
         self.engine = engine
         self.readers = readers
         self.host_array = engine.host_array
-        self.vectors = np.tile(
-            embedder.finish(np.zeros((1, embedder.size))), (len(readers.facts), 1)
-        )  # [n, d]
-        self._open = dict[int, np.ndarray]()  # sums of recordings whose rows have not all arrived
-        self._block: RowBlock | None = None
+        self.sums = np.zeros((len(readers.facts), 2 * readers.spec.n_mels))  # as of `band_sums`
 
     def start(self, block: RowBlock) -> None:
         "Compute a block."
         n = block.n
         if self.readers.engine is None:
             block.moments[:n] = self.engine.run(block.input, block.mels[:n])
-        sums = self.embedder.row_sums(block.mels[:n], block.counts[:n])
-        whole = dict[int, np.ndarray]()
-        for k, end, own in zip(block.files[:n].tolist(), (block.firsts + block.counts)[:n].tolist(), sums):
-            total = self._open.pop(k, 0) + own
-            if self.readers.n_long[k]:  # 0: the recording was refused
-                (whole if end == self.readers.n_long[k] else self._open)[k] = total
-        if whole:
-            files = list(whole)
-            means = np.stack(list(whole.values())) / self.readers.n_long[files][:, None]
-            self.vectors[files] = self.embedder.finish(means)
+        np.add.at(self.sums, block.files[:n], band_sums(block.mels[:n], block.counts[:n]))
         self._block = block
 
     def finish(self) -> RowBlock:
         "Return the block that was computed."
-        assert self._block is not None
         return self._block
 
 
@@ -311,14 +366,16 @@ def embed_recordings(
     with open_engine(engine, spec, device="cpu") as opened, Progress(n, label=label, show=progress) as bar:
         readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, reader_engine(opened))
         with readers.copies:
-            scorer = EmbeddingScorer(embedder, opened, readers)
+            scorer = EmbeddingScorer(opened, readers)
             thread = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)  # type: ignore[arg-type]
             run_threads(
                 readers.lanes, thread.finished, lambda: bar.update(thread.n_done + len(readers.rejected))
             )
     good = np.flatnonzero(readers.facts["good"])
+    parts = (good[a : a + _FINISHED] for a in range(0, len(good), _FINISHED))
+    vectors = [embedder.finish(scorer.sums[k] / readers.n_long[k, None]) for k in parts]
     return Embeddings(
-        vectors=scorer.vectors[good],
+        vectors=np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32),
         paths=tuple(found.listing.paths[k] for k in good.tolist()),
         labels=tuple(found.labels[k] for k in good.tolist()),
         digests=tuple(d.decode() for d in readers.facts["digest"][good].tolist()),
@@ -333,15 +390,34 @@ def embed_recordings(
     )
 
 
+def listed(
+    folder: Path,  # absolute path or URL
+    paths: Sequence[bytes],  # relative to it
+) -> RecordingList:
+    "List given recordings; those that do not exist are rejected when they are read."
+    listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
+    return RecordingList(listing, to_categories([""] * len(paths)), ParsedNames(list(paths)))
+
+
+def band_statistics(
+    folder: Path,  # of the recordings, absolute path or URL
+    paths: Sequence[bytes],  # relative to it
+    spec: MelSpec,
+    *,
+    progress: str = "auto",
+) -> np.ndarray:  # [n, 2*M + 1] float32 dB, the level last; NaN for a recording that cannot be read any more
+    "Compute the band statistics of some recordings of a folder."
+    found = np.full((len(paths), 2 * spec.n_mels + 1), np.nan, np.float32)
+    if len(paths):
+        done = embed_recordings(listed(folder, paths), open_embedder(None, spec, True), progress=progress)
+        places = {path: k for k, path in enumerate(paths)}
+        for path, vector in zip(done.paths, done.vectors):
+            found[places[path]] = vector
+    return found
+
+
 # %% ../../../nbs/learn/embed/embed.ipynb #ac771532
 _BLOCK_BYTES = 16 << 20  # of rows that are read at once
-
-
-def _column(source: MelDataset, name: str, rows: np.ndarray) -> list[bytes]:
-    "Return a column of texts of some rows of a data set; empty texts where it has none."
-    if f"files/{name}" not in source.file:
-        return [b""] * len(rows)
-    return [bytes(x) for x in source.file[f"files/{name}"][:][rows].tolist()]
 
 
 def embed_rows(
@@ -363,17 +439,20 @@ def embed_rows(
                 remedy="build the data set with the spec of the detector, or give the folder of the recordings",
             )
     step = rows_per_block or max(1, _BLOCK_BYTES // (2 * int(np.prod(ds.row_shape))))
-    vectors, paths, digests, labels = list[np.ndarray](), list[bytes](), list[bytes](), list[str]()
+    vectors, order = list[np.ndarray](), list[np.ndarray]()
+    paths, digests, labels = list[bytes](), list[bytes](), list[str]()
     with Progress(len(ds.rows), label="embeddings", show=progress) as bar:
         for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
             mine = np.flatnonzero((ds.rows >= start) & (ds.rows < end))
             rows = ds.rows[mine] - start
-            paths += _column(source, "path", rows)
-            digests += _column(source, "digest", rows)
+            order.append(ds.rows[mine])
+            for name, column in (("path", paths), ("digest", digests)):
+                stored = source.file.get(f"files/{name}")
+                column += [b""] * len(rows) if stored is None else stored[:][rows].tolist()
             labels += [source.class_names[k] for k in source.labels[rows].tolist()]
             for at in range(0, len(mine), step):
                 some, counts = rows[at : at + step], ds.segment_counts[mine[at : at + step]]
-                sums = embedder.row_sums(read_rows(source.mels, some), counts)
+                sums = band_sums(read_rows(source.mels, some), counts)
                 vectors.append(embedder.finish(sums / counts[:, None]))
                 if not np.isfinite(vectors[-1]).all():
                     raise DataError(
@@ -383,15 +462,12 @@ def embed_rows(
                         remedy="check the data set with leakmel verify",
                     )
                 bar.update(bar.n_done + len(some))
-    order = np.concatenate(
-        [np.flatnonzero((ds.rows >= a) & (ds.rows < b)) for a, b in zip(ds.starts, ds.starts[1:])]
-    )
     return Embeddings(
-        vectors=np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32),
+        vectors=np.concatenate(vectors),
         paths=tuple(paths),
         labels=tuple(labels),
         digests=tuple(os.fsdecode(d) for d in digests),
-        rows=ds.rows[order],
+        rows=np.concatenate(order),
         sources=tuple(os.path.abspath(s.path) for s in ds.sources),
         kind=embedder.name,
         identity=embedder.identity,
@@ -431,13 +507,11 @@ def _require_unused(spec: SpecLike, used: MelSpec, whose: str) -> None:
 
 def is_folder(source: Any) -> bool:
     "Whether a source is a folder of recordings, or the URL of one, and not data sets."
-    from leakmel.core.store import is_url
-
     return isinstance(source, (str, os.PathLike)) and (is_url(source) or os.path.isdir(source))
 
 
 def embed(
-    model: Model,  # detector, its file or folder, as for `predict`; None: band statistics, which need no training
+    model: Model,  # detector of the kind spectral or blend, which standardises them, as for `predict`; None: band statistics in dB
     source: DataSource
     | Sequence[
         DataSource
@@ -447,20 +521,18 @@ def embed(
     spec: SpecLike = None,  # folder without a model: features; None: `disjoint` with the rate and length of most recordings
     length: str = "spec",  # folder: "spec": as much of a recording as a row of a data set holds; "whole": all of it
     engine: str = "auto",  # folder: as for `predict`
-    device: str = "auto",  # of a network: "auto", "cpu", "cuda" or "cuda:1"
     files_per_batch: int | None = None,  # recordings that are computed together; no effect on the result
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> Embeddings:  # raises LeakmelError
     "Compute one vector for each recording; recordings that sound alike have vectors that are near each other."
     detector = opened_model(model)
-    on = pick_device(device)
     target = None if out is None else _checked_target(out)
     native()  # an import; not part of the time
     if is_folder(source):
         found = find_recordings(source, progress=progress)  # type: ignore[arg-type]
         if detector is None:
             spec = decide_spec(spec, [found.listing]).spec
-        embedder = open_embedder(detector, spec, on)  # type: ignore[arg-type]
+        embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         _require_unused(spec, embedder.spec, "detector")
         given: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
         done = embed_recordings(found, embedder, progress=progress, **given)
@@ -469,7 +541,7 @@ def embed(
         opened = open_sources(sources, same_labels=False)
         try:
             ds = Segments(opened, level="recording", with_labels=False, preload_to_ram=False, progress="none")
-            embedder = open_embedder(detector, opened[0].spec, on)
+            embedder = open_embedder(detector, opened[0].spec)
             _require_unused(spec, opened[0].spec, "data set")
             if length != "spec":
                 raise UsageError(

@@ -7,7 +7,6 @@ __all__ = [
     "SAME_CONTENT",
     "SAME_FEATURES",
     "Collection",
-    "value_scales",
     "nearest",
     "Neighbour",
     "SimilarRecordings",
@@ -25,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.listing import make_listing
-from ...audio.naming import Naming
 from ...audio.wav import read_wav
 from ...core.errors import DataError, RecordingError, UsageError, missing_remedy, show_path
 from ...core.store import is_url
@@ -39,15 +36,13 @@ from leakmel.learn.embed.embed import (
     Model,
     embed,
     embed_recordings,
+    listed,
     load_embeddings,
+    open_embedder,
     other_features,
     opened_model,
 )
-from .features import open_embedder
 from ..evaluate.plots import ScoredSpectrogram, _picture
-from ..model.devices import pick_device
-from ..predict.readers import ParsedNames, RecordingList
-from ..predict.scored import to_categories
 from ...mel.engines import log_mel
 from ...mel.spec import MelSpec
 
@@ -60,21 +55,8 @@ _BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
-def value_scales(
-    vectors: np.ndarray,  # [n, d] float32, n at least 1
-    block: int = _BLOCK,  # recordings at once
-) -> np.ndarray:  # [d] float64
-    "Return the standard deviation of each value; 1 where it does not vary."
-    mean = sum(vectors[a : a + block].sum(0, dtype=np.float64) for a in range(0, len(vectors), block)) / len(
-        vectors
-    )
-    parts = (np.square(vectors[a : a + block] - mean).sum(0) for a in range(0, len(vectors), block))
-    deviation = np.sqrt(sum(parts) / len(vectors))
-    return np.where(deviation > _MIN_DEVIATION, deviation, 1.0)
-
-
 def nearest(
-    vectors: np.ndarray,  # [n, d] float32
+    vectors: np.ndarray,  # [n, d] float32, n at least 1
     query: np.ndarray,  # [d]
     k: int,  # neighbours, at least 1
     *,
@@ -83,16 +65,13 @@ def nearest(
     np.ndarray, np.ndarray
 ]:  # [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first
     "Find the nearest vectors by comparing all."
-    scales = value_scales(vectors, block)
-    numbers, distances = np.zeros(0, np.int64), np.zeros(0)
-    for a in range(0, len(vectors), block):
-        apart = (vectors[a : a + block].astype(np.float64) - query) / scales
-        found = np.sqrt(np.square(apart).mean(1))
-        numbers = np.concatenate([numbers, np.arange(a, a + len(found))])
-        distances = np.concatenate([distances, found])
-        order = np.lexsort((numbers, distances))[:k]
-        numbers, distances = numbers[order], distances[order]
-    return numbers, distances
+    blocks = [vectors[a : a + block] for a in range(0, len(vectors), block)]
+    mean = sum(x.sum(0, dtype=np.float64) for x in blocks) / len(vectors)
+    deviation = np.sqrt(sum(np.square(x - mean).sum(0) for x in blocks) / len(vectors))
+    scales = np.where(deviation > _MIN_DEVIATION, deviation, 1.0)
+    apart = np.concatenate([np.sqrt(np.square((x - query) / scales).mean(1)) for x in blocks])
+    order = np.argsort(apart, kind="stable")[:k]
+    return order, apart[order]
 
 
 # %% ../../../nbs/learn/embed/similar.ipynb #1f525c4a
@@ -269,20 +248,6 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
 Collection = DataSource | Sequence[DataSource] | Embeddings
 
 
-def _one_recording(path: Path) -> RecordingList:  # raises DataError
-    "List a single recording."
-    if not path.is_file():
-        raise DataError(
-            "the recording does not exist, or is not a regular file",
-            code="file-missing",
-            path=path,
-            remedy=missing_remedy(path, "give a WAV file"),
-        )
-    st, name = path.stat(), os.fsencode(path.name)
-    listing = make_listing("", path.parent, [(name, st.st_size, st.st_mtime_ns)], [""], ("",), Naming())
-    return RecordingList(listing, to_categories([""]), ParsedNames([name]))
-
-
 def _embeddings_of(among: Collection, model: Model, given: dict[str, Any]) -> Embeddings:
     "Compute embeddings, or take stored ones."
     if isinstance(among, Embeddings):
@@ -311,26 +276,31 @@ def similar(
     query: str | os.PathLike,  # WAV file
     among: Collection,  # data set, several with equal features, folder of recordings, embeddings, or their file (.npz)
     *,
-    model: Model = None,  # detector, its file or folder; None: band statistics, which need no training
+    model: Model = None,  # as for `embed`
     k: int = 10,  # recordings to find
     spec: SpecLike = None,  # folder without a model: features, as for `embed`
     length: str
     | None = None,  # of the query and of recordings of a folder: "spec", or "whole" for all of a recording; None: as stored, else "spec"
     engine: str = "auto",  # as for `predict`
-    device: str = "auto",  # of a network
     progress: str = "auto",
 ) -> SimilarRecordings:  # raises LeakmelError
     "Find the recordings that are most similar to a recording, by exact search."
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise UsageError("k must be a whole number of at least 1", code="out-of-range", found=repr(k))
     path = Path(os.path.abspath(query))
-    one = _one_recording(path)
+    if not path.is_file():
+        raise DataError(
+            "the recording does not exist, or is not a regular file",
+            code="file-missing",
+            path=path,
+            remedy=missing_remedy(path, "give a WAV file"),
+        )
     detector = opened_model(model)
     given: dict[str, Any] = {"length": length or "spec", "engine": engine, "progress": progress}
-    found = _embeddings_of(among, detector, given | {"device": device, "spec": spec})
+    found = _embeddings_of(among, detector, given | {"spec": spec})
     _require_stored(found, spec, length)
     given["length"] = length = length or found.length or "spec"
-    embedder = open_embedder(detector, found.spec, pick_device(device))
+    embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
         raise DataError(
             "the embeddings were computed with another model or other features",
@@ -340,6 +310,7 @@ def similar(
             expected=embedder.name,
             remedy="name the model that computed them, or compute them again",
         )
+    one = listed(path.parent, [os.fsencode(path.name)])
     own = embed_recordings(one, embedder, **given | {"progress": "none"})
     if not len(own):
         why = own.rejections[0]

@@ -18,7 +18,6 @@ __all__ = [
     "require_digest",
     "champion_file",
     "load_champion",
-    "load_first_champion",
     "model_file",
 ]
 
@@ -183,14 +182,6 @@ def load_champion(
 ) -> Detector:  # raises DataError as `champion_file` does
     "Load the current champion."
     return load_detector(champion_file(Path(folder)))
-
-
-def load_first_champion(
-    folder: Path,  # of the rounds
-    lineage: Lineage,
-) -> Detector:  # raises DataError as `champion_file` does
-    "Load the detector that was champion before the first round."
-    return load_detector(champion_file(folder, lineage.champions[0]))
 
 
 # %% ../../../nbs/learn/model/locate.ipynb #0a9c6030

@@ -6,8 +6,10 @@
 __all__ = [
     "UNLABELLED",
     "read_human_labels",
-    "recording_digests",
     "recording_paths",
+    "content_digests",
+    "labels_by_content",
+    "apply_human_labels",
     "LabelledSegments",
     "whole_recordings",
     "SegmentSubset",
@@ -23,19 +25,18 @@ __all__ = [
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #d4d585c9
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ...audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
 from ...audio.wav import digest_of
 from ...core.comparison import match_texts
 from ...core.errors import DataError, UsageError, show_path
-from ...core.monitor import free_memory, size_text
 from ...dataset.file.reader import MelDataset
-from ..data.segments import Segments, load_items
+from ..data.segments import Segments
+from ..data.splits import recordings_table
 from ..data.task import LEFT_OUT, Task, find_label
 from ..metrics.voting import segments_needed
 from ..model.detector import Detector
@@ -64,7 +65,7 @@ def read_human_labels(
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
     check_paths(current, paths, file)
-    found = relabel(current, paths, recording_digests(recordings), [""] * len(paths))
+    found = relabel(current, paths, _column(recordings, "digest"), [""] * len(paths))
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:
@@ -81,14 +82,9 @@ def read_human_labels(
     return classes
 
 
-def recording_digests(
-    recordings: Segments,
-) -> list[str]:  # [n] of the chosen rows; "" where a data set does not store them
-    "Return the digest of the payload of each recording."
-    found: list[str] = []
-    for source in recordings.sources:
-        stored = source.file.get("files/digest")
-        found += [""] * len(source) if stored is None else [d.decode() for d in stored[:].tolist()]
+def _column(recordings: Segments, name: str) -> list[str]:
+    "Return a column of the chosen recordings, with empty texts where a data set does not have it."
+    found = [text for source in recordings.sources for text in source.files.get(name, [""] * len(source))]
     return [found[k] for k in recordings.rows]
 
 
@@ -96,17 +92,51 @@ def recording_paths(
     recordings: Segments,
 ) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
     "Return the path of each recording."
-    found: list[bytes] = []
     for source in recordings.sources:
-        files = source.files
-        if "path" not in files:
+        if "path" not in source.files:
             raise DataError(
                 "the data set does not store the paths of its recordings",
                 code="paths-missing",
                 path=source.path,
             )
-        found += [os.fsencode(p) for p in files["path"]]
-    return [found[k] for k in recordings.rows]
+    return [os.fsencode(p) for p in _column(recordings, "path")]
+
+
+# %% ../../../nbs/learn/retrain/selection.ipynb #fc15f3da
+def content_digests(
+    ds: Segments,
+) -> list[str]:  # [n], equal where the samples are; empty where that is not known
+    "Return the content digests of recordings."
+    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
+
+
+def labels_by_content(
+    recordings: Segments,
+    labels: np.ndarray,  # [n] int of `read_human_labels`
+) -> dict[str, int]:  # content -> class; raises DataError if copies of a recording have different labels
+    "Return labels by people, by content digest."
+    found: dict[str, int] = {}
+    content = content_digests(recordings)
+    for i in np.flatnonzero(labels != UNLABELLED).tolist():
+        if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
+            raise DataError(
+                "the table gives different labels to recordings with the same samples",
+                code="labels-contradict",
+                path=recordings.sources[0].path,
+                found=show_path(recording_paths(recordings)[i]),
+                remedy="remove it, or its copies, from the table",
+            )
+    return found
+
+
+def apply_human_labels(
+    recordings: Segments,
+    classes: np.ndarray,  # [n] int
+    labels: Mapping[str, int],  # of `labels_by_content`
+) -> np.ndarray:  # [n] int64
+    "Replace the classes of recordings whose content people have labelled."
+    known = zip(content_digests(recordings), classes.tolist())
+    return np.array([labels.get(content, k) for content, k in known], np.int64)
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #8ff51637
@@ -117,9 +147,6 @@ class LabelledSegments:
     recordings: Segments  # level "recording"
     kept: np.ndarray  # [n, L] bool; none behind the end of a recording
     classes: np.ndarray  # [n] int64, classes of the model; -1: left out
-
-    def __repr__(self) -> str:
-        return f"LabelledSegments({int(self.kept[self.classes != LEFT_OUT].sum()):,} long segments of {len(self.classes):,} recordings)"
 
 
 def whole_recordings(
@@ -147,22 +174,16 @@ class SegmentSubset(Segments):
         self.level = "long"
         self.task = task
         self.row_shape = choices[0].recordings.row_shape
-        self.preloaded = None
         self.sources = [source for c in choices for source in c.recordings.sources]
         self.starts = np.cumsum([0, *map(len, self.sources)])
         self.rows, self.numbers, self.labels = _items_of(choices)
-        if preload_to_ram is True or preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2:
-            self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
+        self.n_too_short = 0
+        self.preload(preload_to_ram, progress)
 
     @property
     def counts(self) -> np.ndarray:
         "[n] int64: each item stands alone."
         return np.ones(len(self.rows), np.int64)
-
-    @property
-    def n_bytes(self) -> int:
-        "Bytes of the chosen items."
-        return len(self.rows) * int(np.prod(self.item_shape)) * self.kind.itemsize
 
     def places(self, items: np.ndarray) -> np.ndarray:
         "[B] where items lie among all items of the data sets."
@@ -171,9 +192,6 @@ class SegmentSubset(Segments):
     def close(self) -> None:
         "Release the memory; the data sets stay open."
         self.preloaded = None
-
-    def __repr__(self) -> str:
-        return f"SegmentSubset({len(self):,} x {self.level} {self.item_shape} of {len(np.unique(self.rows)):,} recordings, {size_text(self.n_bytes)})"
 
 
 def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
@@ -256,9 +274,6 @@ class Selection:
             }
         return found
 
-    def __repr__(self) -> str:
-        return f"Selection({self.choice}; {int(self.by_human.sum()):,} labelled by people, {self.n_overruled:,} of them against the detector)"
-
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #94f0b1c1
 def select_segments(
@@ -319,30 +334,14 @@ def selection_csv(
     import pandas as pd
 
     choice = selection.choice
-
-    def name(k: int) -> str:
-        return "" if k == LEFT_OUT else show_path(task.model_names[k])
-
-    rows = [
-        {
-            "path": show_path(p),
-            "class": name(k),
-            "by": "human" if h else "prediction",
-            "predicted": name(q),
-            "score": repr(float(s)),
-            "segments": " ".join(map(str, np.flatnonzero(kept).tolist())),
-            "row": row,
-        }
-        for p, k, h, q, s, kept, row in zip(
-            recording_paths(choice.recordings),
-            choice.classes.tolist(),
-            selection.by_human,
-            selection.predicted.tolist(),
-            selection.score,
-            choice.kept,
-            choice.recordings.rows.tolist(),
-        )
-    ]
-    return pd.DataFrame(
-        rows, columns=["path", "class", "by", "predicted", "score", "segments", "row"]
-    ).to_csv(index=False)
+    names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
+    columns = {
+        "path": list(map(show_path, recording_paths(choice.recordings))),
+        "class": names[choice.classes],
+        "by": np.where(selection.by_human, "human", "prediction"),
+        "predicted": names[selection.predicted],
+        "score": [repr(float(s)) for s in selection.score],
+        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in choice.kept],
+        "row": choice.recordings.rows,
+    }
+    return pd.DataFrame(columns).to_csv(index=False)

@@ -7,6 +7,7 @@ __all__ = [
     "MAX_SIMILAR",
     "N_NEIGHBOURS",
     "N_SIMILAR",
+    "REVIEW",
     "neighbours_of",
     "SimilarRecordings",
     "queue_html",
@@ -14,28 +15,42 @@ __all__ = [
     "review_kinds",
     "review_of",
     "review",
+    "write_review",
+    "lab_command",
+    "review_parameters",
 ]
 
 # %% ../../../nbs/learn/review/app.ipynb #4a735ff8
-import math, os, uuid
+import importlib.util, json, math, os, sys, uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import leakmel
+
 from ...audio.manifest import Manifest
 from ...audio.wav import Recording, read_wav
-from ...core.errors import LeakmelError, RecordingError, show_path
+from leakmel.core.errors import (
+    LeakmelError,
+    MissingPackageError,
+    RecordingError,
+    UsageError,
+    show_path,
+    write_error,
+)
 from ...core.parameters import Kinds
+from ...core.run_plan import run_folder
 from ...insight.explore_view import shows_controls
+from ..embed.embed import band_statistics
+from ..embed.similar import nearest
 from ..model.detector import Detector
 from .listening import playback, player_html, spectrogram_svg
-from .queues import QUEUES
 from .recordings import ReviewRecording, ReviewRecordings, review_recordings
-from .session import ReviewSession
-from .suggest import band_statistics
+from .session import QUEUES, ReviewSession
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/app.ipynb #b29d92d1
@@ -64,24 +79,19 @@ class SimilarRecordings:
 
     def __init__(self, found: ReviewRecordings, progress: str = "auto"):
         self.found = found
-        labelled = [i for i, r in enumerate(found.recordings) if r.label and not r.silent]
-        even = np.unique(np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int))
-        self.indices = [labelled[k] for k in even.tolist()] if labelled else []
-        rate, duration_s = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)[0][
-            0
-        ]
+        labelled = np.array([i for i, r in enumerate(found.recordings) if r.label and not r.silent], int)
+        even = np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int)
+        self.indices = labelled[np.unique(even)]
+        common = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)
+        (rate, duration_s), _ = common[0]
         try:
-            self.spec: MelSpec | None = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
+            self.spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
         except LeakmelError:  # too short for the windows of the preset
-            self.spec, self.indices = None, []
+            self.indices = self.indices[:0]
+            return
         self.features = self._statistics(self.indices, progress)
-        rows = self.features[np.isfinite(self.features).all(1)]
-        self.mean = rows.mean(0) if len(rows) else 0.0
-        self.spread = np.maximum(rows.std(0), 1e-6) if len(rows) else 1.0
 
     def _statistics(self, indices: Sequence[int], progress: str) -> np.ndarray:
-        if self.spec is None or not indices:
-            return np.zeros((0, 1), np.float32)
         paths = [os.fsencode(self.found.recordings[i].path) for i in indices]
         return band_statistics(self.found.folder, paths, self.spec, progress=progress)
 
@@ -89,21 +99,20 @@ class SimilarRecordings:
         self,
         index: int,
         n: int = N_SIMILAR,
-    ) -> list[tuple[int, float]]:  # recordings and their cosine, the most similar first
+    ) -> list[tuple[int, float]]:  # recordings and their similarity, the most similar first
         "Find labelled recordings of other sensors that are similar."
-        if not self.indices:
-            return []
         own = self.found.recordings[index]
-        at = self.indices.index(index) if index in self.indices else None
-        x = self._statistics([index], "none")[0] if at is None else self.features[at]
-        a, b = (self.features - self.mean) / self.spread, (x - self.mean) / self.spread
-        cosine = a @ b / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b), 1e-9)
-        pairs = []
-        for i, c in zip(self.indices, cosine.tolist()):
+        others = []
+        for k, i in enumerate(self.indices):
             r = self.found.recordings[i]
-            if math.isfinite(c) and r.digest != own.digest and not (own.sensor and r.sensor == own.sensor):
-                pairs.append((i, c))
-        return sorted(pairs, key=lambda p: -p[1])[:n]
+            is_other = r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
+            if is_other and np.isfinite(self.features[k]).all():
+                others.append(k)
+        if not others or not np.isfinite(x := self._statistics([index], "none")[0]).all():
+            return []
+        numbers, distances = nearest(self.features[others], x, n)
+        indices = self.indices[others][numbers].tolist()
+        return [(i, 1 / (1 + d)) for i, d in zip(indices, distances.tolist())]
 
 
 # %% ../../../nbs/learn/review/app.ipynb #d62dc054
@@ -231,7 +240,7 @@ class ReviewApp:
         self.controls = shows_controls(controls)
         self.similar = SimilarRecordings(session.found, progress)
         self.n_shown = 0
-        self.places: dict[int, int] = {}  # id of a play button -> recording
+        self.shown: list[tuple[int, str]] = []  # other recordings, and why they are listed
         self.message = ""
         self.name = f"lm-review-{uuid.uuid4().hex[:12]}"
         if self.controls:
@@ -244,27 +253,21 @@ class ReviewApp:
         from IPython.display import HTML, display
 
         if not self.controls:
-            parts = (_facts_html(self.session), _recording_html(self.session, False), self._others_text())
+            lines = (f"<li>{_row_text(self.session, i)}, {why}</li>" for i, why in self._others())
+            parts = (_facts_html(self.session), _recording_html(self.session, False), "<ul>", *lines, "</ul>")
             display(HTML(queue_html(self.session) + "".join(parts)))
             return
         script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
         display(self.box)
         display(HTML(f"<script>{script}</script>"))
 
-    def _others_text(self) -> str:
-        "Return neighbours and similar recordings as lists, where there are no buttons."
+    def _others(self) -> list[tuple[int, str]]:
+        "List neighbours, then similar recordings, each with what it has in common."
         item = self.session.item
         if item is None:
-            return ""
-        lists = (
-            ("Same sensor", neighbours_of(self.session.found, item.index)),
-            ("Most similar recordings with a label", [i for i, _ in self.similar.of(item.index)]),
-        )
-        return "".join(
-            f"<p style='margin-bottom:0'>{title}</p><ul>{''.join(f'<li>{_row_text(self.session, i)}</li>' for i in rows)}</ul>"
-            for title, rows in lists
-            if rows
-        )
+            return []
+        near = [(i, "same sensor") for i in neighbours_of(self.session.found, item.index)]
+        return near + [(i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)]
 
     def _make_widgets(self) -> None:
         "Make the widgets, once; later only their values change."
@@ -298,20 +301,13 @@ class ReviewApp:
             layout={"width": "360px"},
         )
         self.buttons = self._make_buttons()
-        self.neighbours = [self._other_row() for _ in range(N_NEIGHBOURS)]
-        self.alike = [self._other_row() for _ in range(N_SIMILAR)]
+        self.others = [self._other_row(k) for k in range(N_NEIGHBOURS + N_SIMILAR)]
         self.other_sound = w.HTML(layout=wide)
-        self.titles = [w.HTML(layout=wide), w.HTML(layout=wide)]
         self.disagreements = w.HTML(layout=wide)
         self.queue.observe(lambda change: self._begin(change["new"]), "value")
         self.by.observe(self._renamed, "value")
         self.band.observe(lambda _: self._show_sound(), "value")
         line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
-        column = w.Layout(flex="1 1 420px", min_width="0", padding="0 12px 0 0")
-        columns = [
-            w.VBox([title, *(row for row, _, _ in rows)], layout=column)
-            for title, rows in zip(self.titles, (self.neighbours, self.alike), strict=True)
-        ]
         self.box = w.VBox(
             [
                 w.HBox([self.queue, self.by, self.band], layout=line),
@@ -319,7 +315,7 @@ class ReviewApp:
                 self.facts,
                 w.HBox([*self.buttons.values(), self.note], layout=line),
                 self.sound,
-                w.HBox(columns, layout=w.Layout(flex_flow="row wrap", width="100%")),
+                w.HBox([row for row, _ in self.others], layout=line),
                 self.other_sound,
                 self.disagreements,
             ],
@@ -350,15 +346,14 @@ class ReviewApp:
             buttons[key] = button
         return buttons
 
-    def _other_row(self) -> tuple[Any, Any, Any]:
-        "Make a row with a play button; `places` has its recording."
+    def _other_row(self, k: int) -> tuple[Any, Any]:
+        "Make the row of another recording, with a play button."
         import ipywidgets as w
 
         button = w.Button(description="play", icon="play", layout={"width": "72px", "flex": "0 0 auto"})
         text = w.HTML(layout={"flex": "1 1 auto", "min_width": "0"})
-        row = w.HBox([button, text], layout={"align_items": "center", "width": "100%"})
-        button.on_click(lambda _: self._play(self.places[id(button)]))
-        return row, button, text
+        button.on_click(lambda _: self._play(self.shown[k][0]))
+        return w.HBox([button, text], layout={"align_items": "center", "flex": "1 1 420px"}), text
 
     def _on_button(self, act: str) -> Callable[[Any], None]:
         def pressed(_: Any) -> None:
@@ -404,22 +399,13 @@ class ReviewApp:
 
     def _show_others(self) -> None:
         "Fill the rows of neighbours and similar recordings."
-        item, found = self.session.item, self.session.found
-        near = neighbours_of(found, item.index) if item else []
-        alike = self.similar.of(item.index) if item else []
-        self.places = {}
-        lists = ([(i, "") for i in near], [(i, f", similarity {c:.2f}") for i, c in alike])
-        titles = ("Same sensor", "Most similar recordings with a label, of other sensors")
-        for title, widget, rows, shown in zip(
-            titles, self.titles, (self.neighbours, self.alike), lists, strict=True
-        ):
-            widget.value = f"<b>{title}</b>{'' if shown else ': none'}" if item else ""
-            for k, (row, button, text) in enumerate(rows):
-                row.layout.display = "" if k < len(shown) else "none"
-                if k < len(shown):
-                    self.places[id(button)] = shown[k][0]
-                    line = _row_text(self.session, shown[k][0]) + shown[k][1]
-                    text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
+        self.shown = self._others()
+        for k, (row, text) in enumerate(self.others):
+            row.layout.display = "" if k < len(self.shown) else "none"
+            if k < len(self.shown):
+                i, why = self.shown[k]
+                line = f"{_row_text(self.session, i)}, {why}"
+                text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
 
     def show(self) -> None:
         "Show the state of the session."
@@ -496,3 +482,72 @@ def review(
         first = "suggested"
     wanted: dict[str, Any] = {"queue": queue or first, "n": n, "other_label": other_label, "seed": seed}
     return ReviewApp(ReviewSession(found, labels, by=by, **wanted), controls=controls, progress=progress)
+
+
+# %% ../../../nbs/learn/review/app.ipynb #5005fc49
+REVIEW = "review.ipynb"
+
+
+def write_review(
+    parameters: Mapping[str, object],  # of review.ipynb, plain values
+    out: str | None = None,  # folder; None: a new one below runs/
+) -> Path:  # the notebook; raises OutputError
+    "Write a copy of review.ipynb with other parameters."
+    installed = Path(leakmel.__file__).parent / "notebooks" / REVIEW
+    notebook = json.loads(installed.read_text(encoding="utf-8"))
+    at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
+    lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
+    cell: dict[str, Any] = {"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []}
+    cell |= {"metadata": {"tags": ["injected-parameters"]}, "source": lines}
+    notebook["cells"].insert(at + 1, cell)
+    path = run_folder(out, "review") / REVIEW
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as f:
+            json.dump(notebook, f, indent=1, ensure_ascii=True)
+    except OSError as e:
+        raise write_error(e, path) from e
+    return path
+
+
+def lab_command(
+    notebook: Path,
+    browser: bool = True,  # open a browser
+) -> list[str]:  # raises MissingPackageError
+    "Return the command that opens a notebook in JupyterLab, on this machine only."
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise MissingPackageError(
+            "JupyterLab is not installed",
+            code="missing-package",
+            remedy="install it: pip install 'leakmel[learn,notebook]'",
+        )
+    words = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"]
+    words += [f"--ServerApp.root_dir={notebook.parent}", f"--LabApp.default_url=/lab/tree/{notebook.name}"]
+    words += ["--allow-root"] if os.geteuid() == 0 else []
+    return words if browser else [*words, "--no-browser"]
+
+
+def review_parameters(
+    folder: str,
+    model: str | None,
+    tables: list[str],
+    queue: str,
+    labels: str,
+    by: str,
+    n: int,
+) -> dict[str, object]:  # raises UsageError
+    "Return the parameters of review.ipynb, with absolute paths."
+    if any("," in table for table in tables):
+        raise UsageError(
+            "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
+        )
+    full = [os.path.abspath(os.path.expanduser(table)) for table in tables]
+    return {
+        "data_root": os.path.abspath(os.path.expanduser(folder)),
+        "model": None if model is None else os.path.abspath(os.path.expanduser(model)),
+        "tables": ",".join(full),
+        "queue": queue,
+        "n": n,
+        "labels": os.path.abspath(os.path.expanduser(labels)),
+        "by": by,
+    }

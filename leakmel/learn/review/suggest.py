@@ -4,92 +4,202 @@
 
 # %% auto #0
 __all__ = [
-    "MAX_FEATURES",
+    "KINDS",
+    "MAX_GROUPS",
     "SUGGESTION_COLUMNS",
-    "band_statistics",
+    "MAX_FEATURES",
+    "SampleMix",
+    "sample_mix",
+    "SamplePool",
+    "Choice",
+    "choose_recordings",
     "Suggestion",
     "check_suggestions_file",
     "Suggestions",
     "labelled_recordings",
-    "digest_text",
     "suggest",
 ]
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000003
-import base64, csv, os
+import base64, os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ...audio.labels import read_labels
 from ...audio.manifest import Manifest
 from ...audio.tables import csv_table, read_text
-from ...audio.wav import read_wav
 from ...core.comparison import match_texts, text_key
-from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
-from ...core.progress import Progress
-from ...core.store import LocalCopies
-from ...dataset.file.writer import replacing
-from ..data.segments import conform_recording, segment_count
+from ...core.errors import DataError, OutputError, UsageError, show_path
+from ..embed.embed import band_statistics
 from ..model.detector import Detector, load_detector, required_spec
+from ..model.files import write_whole
 from ..model.locate import model_file
-from ..model.spectral import segment_statistics, window_features
 from ..predict.predict import Predictions, predict
 from ..predict.scored import ScoredRecording
-from .sampling import Choice, SampleMix, SamplePool, choose_recordings
-from ...mel.engines import open_engine
-from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# %% ../../../nbs/learn/review/suggest.ipynb #su000005
-MAX_FEATURES = 4000  # recordings
+# %% ../../../nbs/learn/review/suggest.ipynb #sa000005
+KINDS = ("uncertain", "diverse", "random")
 
 
-def band_statistics(
-    folder: Path,  # of the recordings, absolute path or URL
-    paths: Sequence[bytes],  # relative to it
-    spec: MelSpec,
-    *,
-    progress: str = "auto",
-) -> np.ndarray:  # [n, 2*M + 1] float32 dB; NaN for a recording that cannot be read any more
-    "Compute the band statistics of recordings."
-    found = np.full((len(paths), 2 * spec.n_mels + 1), np.nan, np.float32)
-    with (
-        LocalCopies(folder) as copies,
-        open_engine("auto", spec, device="cpu") as engine,
-        Progress(len(paths), label="band statistics", show=progress) as bar,
-    ):
+@dataclass(frozen=True)
+class SampleMix:
+    "Shares of the kinds of recordings that are chosen; their sum is 1."
 
-        def of_one(path: bytes) -> np.ndarray | None:
-            try:
-                with copies.of([path]) as local:
-                    samples, _ = conform_recording(read_wav(local[path]), spec, "spec")
-            except (RecordingError, OSError):
-                return None
-            row = np.zeros((1, spec.n_samples), samples.dtype)
-            row[0, : len(samples)] = samples
-            mels = np.empty((1, *spec.row_shape), np.float16)
-            engine.run(row, mels)
-            has = torch.arange(spec.row_shape[0])[None] < segment_count(len(samples), spec)
-            mean, variance = segment_statistics(torch.from_numpy(mels))
-            whole, _ = window_features(mean, variance, has, torch.zeros_like(has, dtype=torch.long), 1, True)
-            return whole[0, 0].numpy()
+    uncertain: float = 0.4
+    diverse: float = 0.4
+    random: float = 0.2  # test set: never trained on
 
-        with ThreadPoolExecutor(engine.workers) as threads:
-            for k, values in enumerate(threads.map(of_one, paths)):
-                if values is not None:
-                    found[k] = values
-                bar.update(k + 1)
+    def __post_init__(self) -> None:
+        shares = [getattr(self, kind) for kind in KINDS]
+        is_right = all(isinstance(x, int | float) and 0 <= x <= 1 for x in shares)
+        if not is_right or abs(sum(shares) - 1) > 1e-6:
+            raise UsageError(
+                "the shares of uncertain, diverse and random recordings must be from 0 to 1, with the sum 1",
+                code="out-of-range",
+                found=str(self),
+            )
+
+    def counts(
+        self,
+        n: int,  # recordings
+    ) -> dict[str, int]:  # of each kind, with the sum n
+        "Compute the number of recordings of each kind."
+        exact = {kind: getattr(self, kind) * n for kind in KINDS}
+        found = {kind: int(x) for kind, x in exact.items()}
+        by_remainder = sorted(KINDS, key=lambda kind: found[kind] - exact[kind])
+        for kind in by_remainder[: n - sum(found.values())]:
+            found[kind] += 1
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
+
+
+def sample_mix(
+    text: str,  # "uncertain=0.4,diverse=0.4,random=0.2"; kinds that are left out have the share 0
+) -> SampleMix:  # raises UsageError
+    "Read a mix."
+    shares = dict.fromkeys(KINDS, 0.0)
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        try:
+            shares[name.strip()]  # only the three kinds
+            shares[name.strip()] = float(value)
+        except (KeyError, ValueError):
+            raise UsageError(
+                "the mix of recordings is not understood",
+                code="unknown-value",
+                found=repr(text),
+                expected="uncertain=0.4,diverse=0.4,random=0.2",
+            ) from None
+    return SampleMix(**shares)
+
+
+# %% ../../../nbs/learn/review/suggest.ipynb #sa000008
+MAX_GROUPS = 256  # of k-means
+
+
+@dataclass(frozen=True, eq=False)
+class SamplePool:
+    "Recordings of a folder: those that may be chosen, and those that have a label."
+
+    distance: np.ndarray  # [n] of the probability of a leak from the decision threshold, 0 to 1
+    features: np.ndarray  # [n, F] dB; NaN: not known, such a recording is never diverse
+    sensor: np.ndarray  # [n] of texts; "": not known, and without a limit
+    is_open: np.ndarray  # [n] bool, may be chosen
+    is_labelled: np.ndarray  # [n] bool, has a label or was trained on; never chosen
+
+    def __len__(self) -> int:
+        return len(self.distance)
+
+
+@dataclass(frozen=True)
+class Choice:
+    "A recording that was chosen."
+
+    index: int  # in the pool
+    kind: str  # of KINDS
+    n_group: int = 0  # diverse: recordings of the group that it represents
+
+
+class _Quota:
+    "Recordings that are chosen, with a limit per sensor."
+
+    def __init__(self, pool: SamplePool, per_sensor: int):
+        self.sensor = pool.sensor
+        self.is_free = pool.is_open & ~pool.is_labelled
+        self.per_sensor = per_sensor
+        self.taken = Counter[str]()
+
+    def take(self, i: int) -> None:
+        self.is_free[i] = False
+        self.taken[self.sensor[i]] += 1
+
+    def allows(self, i: int) -> bool:
+        name = self.sensor[i]
+        return bool(self.is_free[i]) and (name == "" or self.taken[name] < self.per_sensor)
+
+
+def _diverse(pool: SamplePool, quota: _Quota, n: int, seed: int) -> list[Choice]:
+    "Choose central recordings of the largest groups without a label."
+    from sklearn.cluster import KMeans
+    from sklearn.preprocessing import StandardScaler
+
+    known = np.flatnonzero(np.isfinite(pool.features).all(1) & (pool.is_open | pool.is_labelled))
+    if not n or not len(known):
+        return []
+    x = StandardScaler().fit_transform(pool.features[known])
+    has_label = ~quota.is_free[known]  # random recordings, chosen before, have a label soon
+    n_groups = min(n + int(has_label.sum()), MAX_GROUPS, len(np.unique(x, axis=0)))
+    groups: Any = KMeans(n_groups, n_init=1, random_state=seed % (1 << 32)).fit(x)
+    to_centre = np.linalg.norm(x - groups.cluster_centers_[groups.labels_], axis=1)
+    size = np.bincount(groups.labels_, minlength=n_groups)
+    n_labels = np.bincount(groups.labels_, weights=has_label, minlength=n_groups)
+    found: list[Choice] = []
+    for g in np.lexsort((-size, n_labels)).tolist():
+        mine = np.flatnonzero(groups.labels_ == g)
+        near = known[mine[np.argsort(to_centre[mine], kind="stable")]].tolist()
+        best = next((i for i in near if quota.allows(i)), None)
+        if best is not None and len(found) < n:
+            quota.take(best)
+            found.append(Choice(best, "diverse", int(size[g])))
     return found
+
+
+def choose_recordings(
+    pool: SamplePool,
+    n: int,  # recordings, at least 1; fewer where there are no more
+    mix: SampleMix = SampleMix(),
+    *,
+    per_sensor: int = 3,  # uncertain and diverse recordings of a sensor at the most
+    seed: int = 0,
+) -> list[Choice]:  # uncertain first, then diverse, then random
+    "Choose recordings to label."
+    quota = _Quota(pool, per_sensor)
+    counts = mix.counts(n)
+    free = np.flatnonzero(quota.is_free)
+    drawn = np.random.default_rng(seed).permutation(free)[: counts["random"]].tolist()
+    quota.is_free[drawn] = False
+    diverse = _diverse(pool, quota, counts["diverse"], seed)
+    uncertain: list[Choice] = []
+    for i in np.argsort(pool.distance, kind="stable").tolist():
+        if len(uncertain) == n - len(drawn) - len(diverse):  # they also replace diverse ones that are missing
+            break
+        if quota.allows(i):
+            quota.take(i)
+            uncertain.append(Choice(i, "uncertain"))
+    if not counts["uncertain"]:
+        uncertain = []
+    return [*uncertain, *diverse, *(Choice(i, "random") for i in sorted(drawn))]
 
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000007
@@ -197,17 +307,8 @@ class Suggestions:
     ) -> Path:  # raises OutputError
         "Write the table."
         target = check_suggestions_file(out, self.folder)
-        with replacing(target) as new:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("w", encoding="utf-8", newline="") as f:
-                writer = csv.DictWriter(f, SUGGESTION_COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                for s in self.items:
-                    values = {k: "" if v != v else v for k, v in s.row.items()}
-                    numbers = {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
-                    writer.writerow(values | numbers)
-                f.flush()
-                os.fsync(f.fileno())
+        text = self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        write_whole(target, text.encode())
         return target
 
     @property
@@ -279,21 +380,15 @@ def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
     return found - {""}
 
 
-@dataclass(frozen=True, eq=False)
-class _Status:
-    "Recordings that may be chosen, and why others may not."
-
-    is_open: np.ndarray  # [n] bool
-    is_labelled: np.ndarray  # [n] bool
-    left_out: dict[str, int]
+_LABELLED = ("labelled", "in the training of the model", "suggested earlier")
 
 
-def _status(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set[str]) -> _Status:
-    "Decide which recordings may be chosen; the first reason counts."
+def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set[str]) -> np.ndarray:
+    "[n] texts: why a recording cannot be chosen, the first reason that holds; empty: it can."
     seen: set[str] = set()
     reasons: list[str] = []
     for s in scored:
-        digest = digest_text(s)
+        digest = s.facts["digest"].decode()
         why = ""
         if digest in labelled or os.fsdecode(s.path) in labelled:
             why = "labelled"
@@ -307,20 +402,13 @@ def _status(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set[
             why = "copies"
         seen.update({digest} - {""})
         reasons.append(why)
-    counts = Counter(reasons)
-    known = ("labelled", "in the training of the model", "suggested earlier", "silent", "copies")
-    names = np.array(reasons, object)
-    is_labelled = np.isin(names, known[:3])
-    return _Status(names == "", is_labelled, {name: counts[name] for name in known})
-
-
-def digest_text(recording: ScoredRecording) -> str:
-    "Return the digest of the samples of a recording, as in a data set."
-    digest = recording.facts["digest"]
-    return digest.decode() if isinstance(digest, bytes) else str(digest)
+    return np.array(reasons, object)
 
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000011
+MAX_FEATURES = 4000  # recordings whose band statistics are computed
+
+
 def _reason(choice: Choice, probability: float, threshold: float, is_calibrated: bool) -> str:
     "Say why a recording was chosen."
     if choice.kind == "random":
@@ -332,10 +420,9 @@ def _reason(choice: Choice, probability: float, threshold: float, is_calibrated:
     return f"{name} {probability:.2f}, threshold {threshold:.2f}"
 
 
-def _features(done: Predictions, status: _Status, seed: int, progress: str) -> np.ndarray:
-    "Band statistics of a random part of the recordings that count; NaN for the others."
-    counts = np.flatnonzero(status.is_open | status.is_labelled)
-    some = np.sort(np.random.default_rng(seed).permutation(counts)[:MAX_FEATURES])
+def _features(done: Predictions, counts: np.ndarray, seed: int, progress: str) -> np.ndarray:
+    "Band statistics of a random part of the recordings that count, [n] bool; NaN for the others."
+    some = np.sort(np.random.default_rng(seed).permutation(np.flatnonzero(counts))[:MAX_FEATURES])
     found = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
     paths = [done.scored[i].path for i in some]
     found[some] = band_statistics(done.folder, paths, done.spec, progress=progress)
@@ -377,21 +464,23 @@ def suggest(
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
         )
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
-    status = _status(done.scored, labelled, known)
+    reasons = _reasons(done.scored, labelled, known)
+    is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
     score = done.score
     calibration = done.calibration
     probability = score if calibration is None else calibration.probability(score)
     at = done.rule.threshold
     threshold = at if calibration is None else float(calibration.probability(at))
     sensor = done.scored.sensor.array(convert=text_key)
-    features = _features(done, status, seed, progress)
-    pool = SamplePool(np.abs(probability - threshold), features, sensor, status.is_open, status.is_labelled)
+    features = _features(done, is_open | is_labelled, seed, progress)
+    pool = SamplePool(np.abs(probability - threshold), features, sensor, is_open, is_labelled)
     items = []
     for c in choose_recordings(pool, n, mix, per_sensor=per_sensor, seed=seed):
         s, p = done.scored[c.index], float(probability[c.index])
         why = _reason(c, p, threshold, calibration is not None)
         p = p if calibration is not None else float("nan")
-        items.append(Suggestion(s.path, s.sensor, c.kind, why, p, float(score[c.index]), digest_text(s)))
+        digest = s.facts["digest"].decode()
+        items.append(Suggestion(s.path, s.sensor, c.kind, why, p, float(score[c.index]), digest))
     found = Suggestions(
         folder=done.folder,
         items=tuple(items),
@@ -400,7 +489,8 @@ def suggest(
         n=n,
         per_sensor=per_sensor,
         n_scored=len(done),
-        left_out=status.left_out | {"rejected": len(done.rejections)},
+        left_out={name: int((reasons == name).sum()) for name in (*_LABELLED, "silent", "copies")}
+        | {"rejected": len(done.rejections)},
         threshold=threshold,
         is_calibrated=calibration is not None,
         provenance_known=detector.provenance.is_complete,
