@@ -15,9 +15,8 @@ from typing import Any
 from ...core.errors import DataError, UsageError, missing_remedy
 from ...core.progress import Progress
 from ...core.store import output_path
-from ...dataset.export.folder import new_folder, require_package, tree_size
 from ...dataset.export.formats import ExportResult
-from ...dataset.export.tables import parse_time, write_table
+from ...dataset.export.tables import new_folder, parse_time, require_package, tree_size, write_table
 from .history import HISTORY_FILE, History
 
 # %% ../../../nbs/learn/nightly/history_tables.ipynb #f0310005

@@ -29,7 +29,7 @@ from ..data.task import LEFT_OUT
 from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
 from ..metrics.voting import DecisionRule, choose_rule
-from ..model.card import write_card
+from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, class_scores, load_detector, score_rows
 from ..model.devices import pick_device
