@@ -4,12 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "T",
     "GROUP_FIELDS",
     "NO_LABEL_IN_TABLE",
     "stored_folder",
-    "write_manifest",
-    "read_manifest",
     "Manifest",
     "shared_groups",
     "predict_command",
@@ -30,7 +27,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from shlex import join
-from typing import Any, TYPE_CHECKING, TypeVar
+from typing import Any, TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -83,7 +80,6 @@ from ..core.text_columns import text_column
 
 if TYPE_CHECKING:
     import pandas as pd
-T = TypeVar("T")
 
 # %% ../../nbs/audio/manifest.ipynb #mf000004
 _FORMAT = "leakmel manifest 1"
@@ -104,55 +100,35 @@ def _texts_array(texts: Sequence[str]) -> np.ndarray:
     return _bytes_array(json.dumps(list(texts)).encode())
 
 
-def write_manifest(
-    file: str | os.PathLike,
-    facts: dict[str, Any],  # of the manifest, for JSON
+def _stored_arrays(
+    facts: Mapping[str, Any],  # of the manifest, for JSON
     listings: Sequence[Listing],
     unmatched: Sequence[bytes],  # paths that do not match a pattern
-) -> Path:  # raises OutputError
-    "Store the facts and listings of a manifest; a file with this name is replaced."
-    path = Path(os.path.abspath(file))
-    head: dict[str, Any] = {
-        "format": _FORMAT,
-        "facts": facts,
-        "listings": [
-            {
-                "split": x.split,
-                "folder": os.fspath(x.folder),
-                "naming": asdict(x.naming),
-                "has_parts": x.parts is not None,
-                "extra": list(x.extra),
-            }
-            for x in listings
-        ],
-    }
+) -> dict[str, np.ndarray]:
+    "Return what a stored manifest holds."
+    own = [
+        {
+            "split": x.split,
+            "folder": os.fspath(x.folder),
+            "naming": asdict(x.naming),
+            "has_parts": x.parts is not None,
+            "extra": list(x.extra),
+        }
+        for x in listings
+    ]
+    head = {"format": _FORMAT, "facts": facts, "listings": own}
     arrays = {"head": _bytes_array(json.dumps(head).encode())}
     arrays["unmatched"] = _bytes_array(b"\0".join(unmatched))
     for k, x in enumerate(listings):
         arrays[f"{k}/paths"] = _bytes_array(b"\0".join(x.paths))
-        arrays[f"{k}/sizes"], arrays[f"{k}/mtimes_ns"], arrays[f"{k}/label_ids"] = (
-            x.sizes,
-            x.mtimes_ns,
-            x.label_ids,
-        )
+        arrays |= {f"{k}/{name}": getattr(x, name) for name in ("sizes", "mtimes_ns", "label_ids")}
         if x.parts is not None:
             for name, values in zip(NameParts._fields, zip(*x.parts)):
                 is_text = name != "gain"
                 arrays[f"{k}/name/{name}"] = _texts_array(values) if is_text else np.array(values, np.float64)
         for j, texts in enumerate(x.extra.values()):
             arrays[f"{k}/extra/{j}"] = _texts_array(texts)
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.unlink(missing_ok=True)  # never written through a link
-        with open(new, "xb") as f, io.BytesIO() as content:
-            np.savez(content, allow_pickle=False, **arrays)
-            f.write(sealed(content.getvalue()))
-        os.replace(new, path)
-    except OSError as e:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise write_error(e, path) from e
-    return path
+    return arrays
 
 
 # %% ../../nbs/audio/manifest.ipynb #mf000005
@@ -203,45 +179,32 @@ def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.
     )
 
 
-def read_manifest(
-    file: str | os.PathLike,  # of `write_manifest`
-    make: Callable[
-        [dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]], T
-    ],  # facts, listings, unmatched paths
-) -> (
-    T
-):  # what `make` returns; raises DataError, also where `make` raises ValueError, TypeError or LookupError
-    "Read a stored manifest."
-    try:
-        with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
-            head = json.loads(stored["head"].tobytes())
-            if head["format"] != _FORMAT:
-                raise ValueError(f"the format is {head['format']!r}")
-            listings = []
-            for k, x in enumerate(head["listings"]):
-                own = {n.removeprefix(f"{k}/"): stored[n] for n in stored.files if n.startswith(f"{k}/")}
-                listings.append(_listing_of(x, len(head["facts"]["label_names"]), own))
-            unmatched = tuple(_paths_of(stored["unmatched"]))
-        return make(head["facts"], tuple(listings), unmatched)
-    except (
-        RuntimeError,  # encrypted, or a compression that the zip module lacks, or too deep
-        zlib.error,
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        EOFError,
-        BadZipFile,
-        LeakmelError,
-    ) as e:
-        is_missing = isinstance(e, FileNotFoundError)
-        raise DataError(
-            "there is no such manifest" if is_missing else "the file is not a manifest, or it is damaged",
-            code="no-manifest",
-            path=file,
-            found=f"{type(e).__name__}: {e}"[:200],
-            expected="a file of Manifest.save or leakmel scan --save",
-        ) from e
+_UNREADABLE = (
+    RuntimeError,  # encrypted, or a compression that the zip module lacks, or too deep
+    zlib.error,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    BadZipFile,
+    LeakmelError,
+)
+
+
+def _read_stored(
+    file: str | os.PathLike,  # of `Manifest.save`
+) -> tuple[dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]]:  # raises _UNREADABLE
+    "Read facts, listings and unmatched paths."
+    with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
+        head = json.loads(stored["head"].tobytes())
+        if head["format"] != _FORMAT:
+            raise ValueError(f"the format is {head['format']!r}")
+        listings = []
+        for k, x in enumerate(head["listings"]):
+            own = {n.removeprefix(f"{k}/"): stored[n] for n in stored.files if n.startswith(f"{k}/")}
+            listings.append(_listing_of(x, len(head["facts"]["label_names"]), own))
+        return head["facts"], tuple(listings), tuple(_paths_of(stored["unmatched"]))
 
 
 # %% ../../nbs/audio/manifest.ipynb #5218fcf8
@@ -307,17 +270,28 @@ class Manifest:
             "people": dict(self.people),
             "part_of": self.part_of,
         }
-        return write_manifest(file, facts, self.listings, self.unmatched)
+        path = Path(os.path.abspath(file))
+        new = path.with_name(f".{path.name}.new")
+        try:
+            new.unlink(missing_ok=True)  # never written through a link
+            with open(new, "xb") as f, io.BytesIO() as content:
+                arrays = _stored_arrays(facts, self.listings, self.unmatched)
+                np.savez(content, allow_pickle=False, **arrays)
+                f.write(sealed(content.getvalue()))
+            os.replace(new, path)
+        except OSError as e:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise write_error(e, path) from e
+        return path
 
     @staticmethod
     def load(
         file: str | os.PathLike,  # of `save`
     ) -> "Manifest":  # raises DataError
         "Read a stored manifest; the folder is not listed again."
-
-        def make(
-            facts: dict[str, Any], listings: tuple[Listing, ...], unmatched: tuple[bytes, ...]
-        ) -> "Manifest":
+        try:
+            facts, listings, unmatched = _read_stored(file)
             table, part_of, root = facts["table_path"], facts["part_of"], stored_folder(facts["root"])
             if any(x.folder not in (root, root / x.folder.name) or x.folder.name == ".." for x in listings):
                 raise ValueError("a folder of the listing is not that of its root")
@@ -335,8 +309,15 @@ class Manifest:
                 people=dict(facts["people"]),
                 part_of=None if part_of is None else tuple(part_of),
             )
-
-        return read_manifest(file, make)
+        except _UNREADABLE as e:
+            is_missing = isinstance(e, FileNotFoundError)
+            raise DataError(
+                "there is no such manifest" if is_missing else "the file is not a manifest, or it is damaged",
+                code="no-manifest",
+                path=file,
+                found=f"{type(e).__name__}: {e}"[:200],
+                expected="a file of Manifest.save or leakmel scan --save",
+            ) from e
 
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."

@@ -247,10 +247,6 @@ def draw_scene(
     rng: np.random.Generator,
 ) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
     "Draw the events of one recording."
-    if label not in LABELS:
-        raise UsageError(
-            "the label is unknown", code="unknown-label", found=repr(label), expected=" or ".join(LABELS)
-        )
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
     scene = Scene(

@@ -187,12 +187,12 @@ def n_rejected(data: MelDataset) -> int:
     return len(data.file["rejected/path"])
 
 
-def rejected_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
+def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
     "Yield split, path, code and message of the rejected files, page by page."
     group = source.data.file["rejected"]
     n = n_rejected(source.data)
-    for start in range(0, n, step):
-        stop = min(n, start + step)
+    for start in range(0, n, PAGE):
+        stop = min(n, start + PAGE)
         page: dict[str, Any] = {"split": [source.split] * (stop - start)}
         with _reading(source.data.path):
             page |= _path_columns(_column(group, "path", n), start, stop)
