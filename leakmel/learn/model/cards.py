@@ -243,7 +243,8 @@ def model_card(
     from leakmel.learn.model.card import evaluation_text, steps_of
 
     scores = detector.held_out
-    has_scores = scores is not None and not scores.truth.all()
+    if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
+        scores = None
     training = detector.record.get("training")
     return filled(
         _MODEL_CARD.lstrip(),
@@ -251,8 +252,8 @@ def model_card(
         name=name,
         evaluation_text=evaluation_text,
         training=training if isinstance(training, dict) else {},
-        budgets=[alarm_threshold(scores, n) for n in _BUDGETS] if has_scores else [],
-        calibration=fit_calibration(scores) if has_scores else None,
+        budgets=[] if scores is None else [alarm_threshold(scores, n) for n in _BUDGETS],
+        calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],
         license=license or NOT_GIVEN,
