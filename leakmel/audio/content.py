@@ -28,7 +28,7 @@ __all__ = [
 
 # %% ../../nbs/audio/content.ipynb #ae5bd657
 import math, os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,7 +101,8 @@ class Columns:
 CLIPPED_SHARE = 0.01  # of the samples at full scale
 DC_OFFSET = 0.01  # of full scale
 FLOAT_PEAK = 2.0  # of float samples; a recorder or a filter may exceed 1 a little
-_FAULTS = {
+_FAULTS = {  # word of the status -> what it means
+    "opposite_phase": "the channels cancel each other; build with channels='first' and check the wiring",
     "unread_samples": "the header declares {n:,} samples, and more bytes that belong to no chunk follow: these samples are not in the row; "
     "repair the header, for example by sox --ignore-length",
     "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, a program padded it, "
@@ -118,57 +119,54 @@ def _most_common(values: np.ndarray) -> tuple[float, int]:
     return found[counts.argmax()], int(counts.max())
 
 
-def _odd_recordings(c: Columns) -> Iterator[Problem]:
-    "Find recordings with a different rate, length or channel count, and those that are clipped, silent or off-centre."
+def _formats(c: Columns) -> Iterator[Problem]:
+    "Find recordings with a different rate, length or channel count."
     rate, n_rate = _most_common(c.sample_rate)
-    for i in np.flatnonzero(c.sample_rate != rate).tolist():
-        yield Problem(
-            "other_rate",
-            c.show(i),
-            f"the sample rate is {c.sample_rate[i]} Hz; {n_rate:,} of {len(c):,} recordings have {rate} Hz",
-        )
     length, n_length = _most_common(c.duration_s)
+    for i in np.flatnonzero(c.sample_rate != rate).tolist():
+        most = f"{n_rate:,} of {len(c):,} recordings have {rate} Hz"
+        yield Problem("other_rate", c.show(i), f"the sample rate is {c.sample_rate[i]} Hz; {most}")
     for i in np.flatnonzero(np.abs(c.duration_s - length) * rate >= SAME_LENGTH).tolist():
-        yield Problem(
-            "other_length",
-            c.show(i),
-            f"the length is {c.duration_s[i]:.6g} s; {n_length:,} of {len(c):,} recordings have {length:.6g} s",
-        )
+        most = f"{n_length:,} of {len(c):,} recordings have {length:.6g} s"
+        yield Problem("other_length", c.show(i), f"the length is {c.duration_s[i]:.6g} s; {most}")
     for i in np.flatnonzero(c.channels > 1).tolist():
         message = "different channels; the row is their mean, or the first one with channels='first'"
         if b"identical_channels" in c.status[i]:
             message = "identical channels; the row is one of them"
         yield Problem("stereo", c.show(i), f"the recording has {c.channels[i]} {message}")
-        if b"opposite_phase" in c.status[i]:
-            yield Problem(
-                "opposite_phase",
-                c.show(i),
-                "the channels cancel each other; build with channels='first' and check the wiring",
+
+
+def _odd_recordings(c: Columns) -> Iterator[Problem]:
+    "Find recordings whose samples are faulty, clipped, silent or off-centre."
+    is_clipped = c.clipped_share >= CLIPPED_SHARE
+    peak = np.zeros(len(c)) if c.peak is None else c.peak
+    is_integer = is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > FLOAT_PEAK)
+    is_off = (np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer
+    found: tuple[tuple[str, np.ndarray, Callable[[int], str]], ...] = (
+        *(
+            (
+                kind,
+                np.strings.find(c.status, kind.encode()) >= 0,
+                lambda i, text=text: text.format(n=c.n_samples[i]),
             )
-    for kind, message in _FAULTS.items():
-        for i in np.flatnonzero(np.strings.find(c.status, kind.encode()) >= 0).tolist():
-            yield Problem(kind, c.show(i), message.format(n=c.n_samples[i]))
-    is_integer = np.zeros(len(c), bool)
-    if c.peak is not None:
-        is_integer = (
-            np.strings.startswith(c.encoding, b"float")
-            & (c.peak > FLOAT_PEAK)
-            & (c.clipped_share >= CLIPPED_SHARE)
-        )
-        for i in np.flatnonzero(is_integer).tolist():
-            yield Problem("float_scale", c.show(i), integer_scale(float(c.peak[i])))
-    for i in np.flatnonzero((c.clipped_share >= CLIPPED_SHARE) & ~is_integer).tolist():
-        yield Problem(
+            for kind, text in _FAULTS.items()
+        ),
+        ("float_scale", is_integer, lambda i: integer_scale(float(peak[i]))),
+        (
             "clipped",
-            c.show(i),
-            f"{100 * c.clipped_share[i]:.1f} % of the samples are at full scale; lower the gain",
-        )
-    for i in np.flatnonzero(c.silent).tolist():
-        yield Problem("silent", c.show(i), "all samples are equal within one 16-bit step")
-    for i in np.flatnonzero((np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer).tolist():
-        yield Problem(
-            "dc_offset", c.show(i), f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale"
-        )
+            is_clipped & ~is_integer,
+            lambda i: f"{100 * c.clipped_share[i]:.1f} % of the samples are at full scale; lower the gain",
+        ),
+        ("silent", c.silent, lambda i: "all samples are equal within one 16-bit step"),
+        (
+            "dc_offset",
+            is_off,
+            lambda i: f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale",
+        ),
+    )
+    for kind, is_found, message in found:
+        for i in np.flatnonzero(is_found).tolist():
+            yield Problem(kind, c.show(i), message(i))
 
 
 # %% ../../nbs/audio/content.ipynb #81b1af96
@@ -332,6 +330,7 @@ def content_problems(
     "Run all content checks."
     if len(columns) == 0:
         return
+    yield from _formats(columns)
     yield from _odd_recordings(columns)
     yield from _dead_sensors(columns)
     yield from _duplicates(columns, before)

@@ -44,8 +44,7 @@ from types import ModuleType
 
 import numpy as np
 
-from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_name
-from .naming import Naming
+from .naming import NameParts, Naming, SPLITS, columns_of_names, parse_name, split_name
 from .problems import Problem, how_many, show_place
 from .wav import MACHINE_FAULTS, close_read
 from leakmel.core.errors import (

@@ -6,6 +6,7 @@
 __all__ = [
     "GROUP_FIELDS",
     "NO_LABEL_IN_TABLE",
+    "stored_folder",
     "Manifest",
     "shared_groups",
     "predict_command",
@@ -16,22 +17,34 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
-import os, stat, time
+import io, json, os, stat, time, zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from shlex import join
-from typing import TYPE_CHECKING, Any
+from typing import Any, TYPE_CHECKING
+from zipfile import BadZipFile
 
 import numpy as np
 
 from .content import content_columns, content_problems, read_content
-from .file_names import SPLITS, NameParts, split_name
+from leakmel.audio.naming import (
+    NameParts,
+    Naming,
+    PatternPreview,
+    SPLITS,
+    pattern_naming,
+    preview_names,
+    split_name,
+    unread_fields,
+)
 from leakmel.audio.listing import (
+    DRY,
     FileEntry,
     FoundFiles,
     Listing,
@@ -46,8 +59,6 @@ from leakmel.audio.listing import (
     passed_over_note,
     split_folders,
 )
-from .manifest_file import read_manifest, stored_folder, write_manifest
-from .naming import Naming, PatternPreview, pattern_naming, preview_names, unread_fields
 from leakmel.audio.problems import (
     Problem,
     ProblemReport,
@@ -57,17 +68,144 @@ from leakmel.audio.problems import (
     show_place,
     twin_problems,
 )
-from .wav import MACHINE_FAULTS
 from .tables import NameTable, missing_files, paths_below_root, read_table, table_columns
+from .wav import MACHINE_FAULTS
 from ..core.comparison import text_key
-from ..core.errors import DataError, UsageError, show_path
+from ..core.errors import DataError, LeakmelError, UsageError, show_path, write_error
+from ..core.own_files import read_own, sealed
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
+from ..core.store import StorePath, absolute_folder, is_url, names_in, store_path
 from ..core.text_columns import text_column
-from ..core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# %% ../../nbs/audio/manifest.ipynb #mf000004
+_FORMAT = "leakmel manifest 1"
+
+
+def _bytes_array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def stored_folder(
+    text: str,
+) -> Path:  # raises UsageError
+    "Return a stored folder or URL."
+    return store_path(text) if is_url(text) else Path(text)
+
+
+def _texts_array(texts: Sequence[str]) -> np.ndarray:
+    return _bytes_array(json.dumps(list(texts)).encode())
+
+
+def _stored_arrays(
+    facts: Mapping[str, Any],  # of the manifest, for JSON
+    listings: Sequence[Listing],
+    unmatched: Sequence[bytes],  # paths that do not match a pattern
+) -> dict[str, np.ndarray]:
+    "Return what a stored manifest holds."
+    own = [
+        {
+            "split": x.split,
+            "folder": os.fspath(x.folder),
+            "naming": asdict(x.naming),
+            "has_parts": x.parts is not None,
+            "extra": list(x.extra),
+        }
+        for x in listings
+    ]
+    head = {"format": _FORMAT, "facts": facts, "listings": own}
+    arrays = {"head": _bytes_array(json.dumps(head).encode())}
+    arrays["unmatched"] = _bytes_array(b"\0".join(unmatched))
+    for k, x in enumerate(listings):
+        arrays[f"{k}/paths"] = _bytes_array(b"\0".join(x.paths))
+        arrays |= {f"{k}/{name}": getattr(x, name) for name in ("sizes", "mtimes_ns", "label_ids")}
+        if x.parts is not None:
+            for name, values in zip(NameParts._fields, zip(*x.parts)):
+                is_text = name != "gain"
+                arrays[f"{k}/name/{name}"] = _texts_array(values) if is_text else np.array(values, np.float64)
+        for j, texts in enumerate(x.extra.values()):
+            arrays[f"{k}/extra/{j}"] = _texts_array(texts)
+    return arrays
+
+
+# %% ../../nbs/audio/manifest.ipynb #mf000005
+def _paths_of(array: np.ndarray) -> list[bytes]:
+    "Return stored paths; raises ValueError for a path that leads out of the folder."
+    joined = array.tobytes()
+    if joined and (b"\0/" in (framed := b"\0" + joined + b"\0") or b"/../" in framed.replace(b"\0", b"/")):
+        raise ValueError("a path leads out of the data folder")
+    return joined.split(b"\0") if joined else []
+
+
+def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
+    "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
+    paths = _paths_of(arrays["paths"])
+    n = len(paths)
+    columns = {
+        name: arrays[name].astype(kind)
+        for name, kind in (("sizes", np.int64), ("mtimes_ns", np.int64), ("label_ids", np.int16))
+    }
+    ids = columns["label_ids"]
+    if any(values.shape != (n,) for values in columns.values()) or (
+        n and not DRY <= ids.min() <= ids.max() < n_labels
+    ):
+        raise ValueError("the columns do not belong together")
+
+    def texts(name: str) -> list[str]:
+        values = json.loads(arrays[name].tobytes())
+        if len(values) != n or not all(isinstance(v, str) for v in values):
+            raise ValueError("a column of texts is invalid")
+        return values
+
+    parts = None
+    if head["has_parts"]:
+        gains = arrays["name/gain"].astype(np.float64)
+        values = [gains.tolist() if name == "gain" else texts(f"name/{name}") for name in NameParts._fields]
+        parts = tuple(map(NameParts, *values)) if n else ()
+        if len(parts) != n:
+            raise ValueError("the columns do not belong together")
+    extra = {str(name): texts(f"extra/{j}") for j, name in enumerate(head["extra"])}
+    return Listing(
+        str(head["split"]),
+        stored_folder(head["folder"]),
+        paths,
+        **columns,
+        naming=Naming(**head["naming"]),
+        parts=parts,
+        extra=extra,
+    )
+
+
+_UNREADABLE = (
+    RuntimeError,  # encrypted, or a compression that the zip module lacks, or too deep
+    zlib.error,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    BadZipFile,
+    LeakmelError,
+)
+
+
+def _read_stored(
+    file: str | os.PathLike,  # of `Manifest.save`
+) -> tuple[dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]]:  # raises _UNREADABLE
+    "Read facts, listings and unmatched paths."
+    with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
+        head = json.loads(stored["head"].tobytes())
+        if head["format"] != _FORMAT:
+            raise ValueError(f"the format is {head['format']!r}")
+        listings = []
+        for k, x in enumerate(head["listings"]):
+            own = {n.removeprefix(f"{k}/"): stored[n] for n in stored.files if n.startswith(f"{k}/")}
+            listings.append(_listing_of(x, len(head["facts"]["label_names"]), own))
+        return head["facts"], tuple(listings), tuple(_paths_of(stored["unmatched"]))
+
 
 # %% ../../nbs/audio/manifest.ipynb #5218fcf8
 GROUP_FIELDS = ("sensor", "session", "folder")
@@ -132,17 +270,28 @@ class Manifest:
             "people": dict(self.people),
             "part_of": self.part_of,
         }
-        return write_manifest(file, facts, self.listings, self.unmatched)
+        path = Path(os.path.abspath(file))
+        new = path.with_name(f".{path.name}.new")
+        try:
+            new.unlink(missing_ok=True)  # never written through a link
+            with open(new, "xb") as f, io.BytesIO() as content:
+                arrays = _stored_arrays(facts, self.listings, self.unmatched)
+                np.savez(content, allow_pickle=False, **arrays)
+                f.write(sealed(content.getvalue()))
+            os.replace(new, path)
+        except OSError as e:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise write_error(e, path) from e
+        return path
 
     @staticmethod
     def load(
         file: str | os.PathLike,  # of `save`
     ) -> "Manifest":  # raises DataError
         "Read a stored manifest; the folder is not listed again."
-
-        def make(
-            facts: dict[str, Any], listings: tuple[Listing, ...], unmatched: tuple[bytes, ...]
-        ) -> "Manifest":
+        try:
+            facts, listings, unmatched = _read_stored(file)
             table, part_of, root = facts["table_path"], facts["part_of"], stored_folder(facts["root"])
             if any(x.folder not in (root, root / x.folder.name) or x.folder.name == ".." for x in listings):
                 raise ValueError("a folder of the listing is not that of its root")
@@ -160,8 +309,15 @@ class Manifest:
                 people=dict(facts["people"]),
                 part_of=None if part_of is None else tuple(part_of),
             )
-
-        return read_manifest(file, make)
+        except _UNREADABLE as e:
+            is_missing = isinstance(e, FileNotFoundError)
+            raise DataError(
+                "there is no such manifest" if is_missing else "the file is not a manifest, or it is damaged",
+                code="no-manifest",
+                path=file,
+                found=f"{type(e).__name__}: {e}"[:200],
+                expected="a file of Manifest.save or leakmel scan --save",
+            ) from e
 
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."

@@ -4,8 +4,19 @@
 
 # %% auto #0
 __all__ = [
+    "SPLITS",
+    "TIME_FORMS",
+    "TIME_BYTES",
+    "NAME_COLUMNS",
     "FIELDS",
     "Token",
+    "split_name",
+    "whole_time",
+    "iso_time",
+    "number_in",
+    "NameParts",
+    "parse_name",
+    "columns_of_names",
     "pattern_tokens",
     "match_pattern",
     "ParsedPath",
@@ -19,24 +30,212 @@ __all__ = [
 # %% ../../nbs/audio/naming.ipynb #124a3035
 import json, math, os, re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
-from leakmel.audio.file_names import (
-    TIME_FORMS,
-    NameParts,
-    iso_time,
-    number_in,
-    parse_name,
-    split_name,
-    whole_time,
-)
+import numpy as np
+from numpy import strings
+
 from .problems import show_place
+from ..core.comparison import text_key
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
+
+# %% ../../nbs/audio/naming.ipynb #9acc1d22
+SPLITS = ("TRAINING", "VALIDATION", "TESTING")
+_ALIASES = {
+    "training": "TRAINING",
+    "train": "TRAINING",
+    "validation": "VALIDATION",
+    "valid": "VALIDATION",
+    "val": "VALIDATION",
+    "testing": "TESTING",
+    "test": "TESTING",
+}
+
+
+@lru_cache(4096)
+def split_name(
+    folder: str,  # name of a folder, or what a user typed
+) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
+    "The split a folder name stands for."
+    return _ALIASES.get(re.sub(r"^dataset[_ -]", "", text_key(folder).casefold()))
+
+
+# %% ../../nbs/audio/naming.ipynb #07094184
+_TIME = re.compile(
+    # date and time of day; AudioMoth writes a T behind the time of a triggered recording, Song Meter a $ before it
+    r"(\d{4})([-_.]?)(\d\d)\2(\d\d)[-_T $](\d\d)(?:([-_.:]?)(\d\d)\6(\d\d)|:(\d\d))T?"
+    # fractions of a second, and the zone
+    r"(?:[.,](\d{1,6})|[-_](\d{3}))?(Z|[+-]\d\d:?\d\d)?",
+    re.ASCII,
+)
+_TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z])", re.ASCII)
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
+
+
+def _iso(m: re.Match | None) -> str:
+    "Return the time of a match; empty without one, and for a day or an hour that does not exist."
+    if m is None:
+        return ""
+    year, _, month, day, hour, _, minute, second, short_minute, decimals, thousandths, zone = m.groups()
+    fraction = decimals or thousandths
+    text = f"{year}-{month}-{day}T{hour}:{minute or short_minute}:{second or '00'}"
+    try:
+        return datetime.fromisoformat(text + (f".{fraction}" if fraction else "") + (zone or "")).isoformat()
+    except ValueError:
+        return ""
+
+
+def whole_time(
+    text: str,
+) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
+    "A time that is the whole text, in ISO 8601."
+    return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
+
+
+def iso_time(
+    text: str,  # a time as in TIME_FORMS, or a name with one such time of the years 1900 to 2099
+) -> str:  # ISO 8601, with a zone where the text has one; empty if there is no time, or more than one
+    "A time as loggers and tables write it, in ISO 8601."
+    if time := whole_time(text):
+        return time
+    found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
+    return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
+
+
+TIME_FORMS = "20251110_020000, 20251110T020000, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, with milliseconds (_123, .123) and a zone (Z, +0100) or without"
+
+
+@lru_cache(4096)
+def number_in(
+    text: str,
+) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
+    "The number in the part of a name."
+    found = _NUMBER.search(text)
+    value = float(found.group()) if found else math.nan
+    return value if abs(value) < 3e38 else math.nan
+
+
+# %% ../../nbs/audio/naming.ipynb #f16ddcf7
+class NameParts(NamedTuple):
+    "What the name of a recording says; empty where it does not."
+
+    sensor: str = ""
+    recording: str = ""
+    start_time: str = ""  # ISO 8601
+    gain: float = math.nan  # a number in the name
+    session: str = ""
+    folder: str = ""  # folders below the label's folder, joined by "/"
+
+
+def parse_name(
+    path: bytes,  # of a recording, relative to the folder of its split
+) -> NameParts:
+    "The parts of a logger's file name, and the folders it lies in."
+    *folders, name = os.fsdecode(path).split("/")
+    parts = (name.rpartition(".")[0] or name).split("~")
+    folder = "/".join(folders[1:])
+    if len(parts) != 4:
+        return NameParts(folder=folder)
+    return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
+
+
+# %% ../../nbs/audio/naming.ipynb #62ec4fb2
+TIME_BYTES = 19  # of a column of times, at the least
+_SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
+_DASHES = tuple(zip((4, 7, 10, 13, 16), b"--T::"))
+_MOVES = [(0, 0, 4), (5, 4, 2), (8, 6, 2), (11, 9, 2), (14, 11, 2), (17, 13, 2)]  # to, from, how many
+
+
+def _times(texts: np.ndarray) -> np.ndarray:
+    "`iso_time` of a column."
+    wide = texts.astype(f"S{max(15, texts.dtype.itemsize)}")
+    letters = wide.view(np.uint8).reshape(len(wide), wide.dtype.itemsize)
+    digits = (letters[:, :15] >= ord("0")) & (letters[:, :15] <= ord("9"))
+    usual = (digits == _SHAPE).all(axis=1) & (letters[:, 8] == ord("_")) & (letters[:, 15:] == 0).all(axis=1)
+    usual &= (letters[:, :4] != ord("0")).any(axis=1)  # NumPy has a year 0
+    column = np.zeros((len(wide), TIME_BYTES), np.uint8)
+    for to, start, n in _MOVES:
+        column[:, to : to + n] = letters[:, start : start + n]
+    for at, letter in _DASHES:
+        column[:, at] = letter
+    column[~usual] = 0
+    times = column.view(f"S{TIME_BYTES}").ravel()
+    try:
+        times[usual].astype("M8[s]")  # raises for a day or an hour that does not exist
+    except ValueError:
+        usual[:] = False
+    rest = np.flatnonzero(~usual & (texts != b""))
+    others = [os.fsencode(iso_time(os.fsdecode(texts[i]))) for i in rest]
+    times = times.astype(f"S{max([TIME_BYTES, *map(len, others)])}")
+    times[rest] = others
+    return times
+
+
+# %% ../../nbs/audio/naming.ipynb #d7c032a0
+_AT_ONCE = 8192  # names that are cut together
+_MOST_BYTES = 1 << 22  # of their columns: names times the longest of them
+
+
+def _blocks(paths: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    "Neighbouring paths that are cut together."
+    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
+    begin = 0
+    while begin < len(lengths):
+        longest = np.maximum.accumulate(lengths[begin : begin + _AT_ONCE])
+        n = max(1, int(np.searchsorted(longest * np.arange(1, len(longest) + 1), _MOST_BYTES, "right")))
+        yield paths[begin : begin + n]
+        begin += n
+
+
+# %% ../../nbs/audio/naming.ipynb #76841f24
+def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.ndarray]:
+    "`columns_of_names` of some thousand paths."
+    folder, _, name = strings.rpartition(np.array(paths, "S"), b"/")
+    stem = strings.rpartition(name, b".")[0]
+    rest = np.where(stem == b"", name, stem)
+    stem = np.where(strings.count(rest, b"~") == 3, rest, b"")
+    sensor, _, rest = strings.partition(stem, b"~")
+    rest, _, gain = strings.rpartition(rest, b"~")
+    make = {
+        "sensor": lambda: _shortest(sensor),
+        "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
+        "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
+        "gain": lambda: _numbers(gain),
+        "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
+    }
+    return {name: make[name]() for name in wanted}
+
+
+def _numbers(texts: np.ndarray) -> np.ndarray:
+    "`number_in` of a column."
+    distinct, which = np.unique(texts, return_inverse=True)
+    return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
+
+
+def _shortest(texts: np.ndarray) -> np.ndarray:
+    "Return a column that is as wide as its longest text."
+    return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
+
+
+NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")
+
+
+def columns_of_names(
+    paths: Sequence[bytes],  # relative to the folder of their split
+    wanted: Collection[str] = NAME_COLUMNS,
+) -> dict[str, np.ndarray]:  # sensor, recording, start_time, folder: S; gain: float64
+    "What `parse_name` says of each path, as columns; text as the bytes it has in the path."
+    parts = [_columns(block, wanted) for block in _blocks(paths)]
+    if not parts:
+        return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
+    return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
+
 
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")

@@ -4,9 +4,30 @@
 
 # %% auto #0
 __all__ = [
+    "SAMPLE_RATE",
+    "N_SAMPLES",
+    "N_BINS",
+    "GRID_HZ",
+    "N_TONES",
+    "N_SENSORS",
+    "LABELS",
     "WAV_BYTES",
     "SPLIT_SIZES",
     "MIN_FILES",
+    "from_db",
+    "resonance",
+    "bump",
+    "unit_power",
+    "random_bins",
+    "noise_bins",
+    "Sensor",
+    "stream",
+    "make_sensor",
+    "Scene",
+    "draw_scene",
+    "hiss_power",
+    "render",
+    "make_recording",
     "wav_bytes",
     "write_wav",
     "split_counts",
@@ -22,27 +43,307 @@ __all__ = [
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
 import os, shutil, struct, time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
-from leakmel.audio.scenes import (
-    LABELS,
-    N_SAMPLES,
-    N_SENSORS,
-    SAMPLE_RATE,
-    Sensor,
-    draw_scene,
-    make_recording,
-    make_sensor,
-    render,
-    stream,
-)
 from .wav import canonical_header
 from ..core.errors import OutputError, SpaceError, UsageError, write_error
+
+# %% ../../nbs/audio/synth.ipynb #a2aac2ad
+SAMPLE_RATE = 4096  # Hz
+N_SAMPLES = 40960  # in a recording of 10 s
+N_BINS = N_SAMPLES // 2 + 1  # bins of the transform of a recording, 0.1 Hz apart
+_SPREAD = 8  # bins per point of the shape grid
+GRID_HZ = np.arange(-(-N_BINS // _SPREAD), dtype=np.float32) * np.float32(
+    _SPREAD * SAMPLE_RATE / N_SAMPLES
+)  # [G]
+_OCTAVES = np.log2(np.maximum(GRID_HZ, np.float32(1)))  # [G]
+
+
+def from_db(
+    db: Any,  # dB, number or array
+) -> Any:  # the same as a ratio of powers
+    "Convert a level in dB to a ratio of powers."
+    return 10 ** (db / 10)
+
+
+def resonance(
+    f_hz: float,  # resonance frequency, Hz
+    q: float,  # quality: f_hz over the width at half power
+) -> np.ndarray:  # float32 [G], 1 at the peak
+    "Return the power response of a resonator over the shape grid."
+    detune = GRID_HZ / np.float32(f_hz) - np.float32(f_hz) / np.maximum(GRID_HZ, np.float32(0.4))
+    return 1 / (1 + np.float32(q * q) * detune * detune)
+
+
+def bump(
+    f_hz: float,  # centre
+    octaves: float,  # half width
+) -> np.ndarray:  # float32 [G], 1 at the centre
+    "Return a broad band of noise: a bell curve over the logarithm of the frequency."
+    z = (_OCTAVES - np.float32(np.log2(f_hz))) / np.float32(octaves)
+    return np.exp(np.float32(-0.5) * z * z)
+
+
+def unit_power(
+    shape: np.ndarray,  # power over the shape grid [G]
+) -> np.ndarray:  # float32 [G], the bins together have power 1
+    "Scale a shape so that noise of this colour has a mean square of 1."
+    return (shape / (_SPREAD * shape.sum())).astype(np.float32, copy=False)
+
+
+# %% ../../nbs/audio/synth.ipynb #73a3125a
+def random_bins(
+    amplitude: np.ndarray,  # root of the mean square of each bin's parts, float32 [K]
+    rng: np.random.Generator,
+) -> np.ndarray:  # complex64 [K]
+    "Draw independent random bins of mean zero."
+    parts = rng.random(2 * len(amplitude), dtype=np.float32)
+    parts -= np.float32(0.5)
+    parts *= np.float32(np.sqrt(12))  # mean square 1
+    bins = parts.view(np.complex64)
+    bins *= amplitude
+    return bins
+
+
+def noise_bins(
+    power: np.ndarray,  # power over the shape grid [G], sum times 8 = mean square of the noise
+    rng: np.random.Generator,
+) -> np.ndarray:  # complex64 [F], to be given to irfft
+    "Draw the spectrum of Gaussian noise with the given power spectrum."
+    return random_bins(np.repeat(np.sqrt(power) * np.float32(N_SAMPLES / 2), _SPREAD)[:N_BINS], rng)
+
+
+# %% ../../nbs/audio/synth.ipynb #1b31b9bd
+N_TONES = 8
+
+
+@dataclass(frozen=True)
+class Sensor:
+    "Properties of a logger and its place that are the same in all its recordings."
+
+    name: str
+    level_db: float  # typical level, dB re full scale
+    floor_db: float  # electronics, dB re the typical level
+    tilt_db: float  # dB per octave, on top of the flow's own
+    mounting: tuple[tuple[float, float, float], ...]  # resonances: Hz, Q, dB
+    pipe_hz: tuple[float, ...]  # modes of the pipe
+    pipe_q: float  # their quality
+    hum_db: float  # pumps, dB re the typical level
+    hum_share: float  # share of recordings in which a pump runs
+    tones: tuple[tuple[float, float], ...]  # lines of the hum: Hz (multiples of 0.1), share of its power
+    traffic: float  # mean number of vehicles in a recording
+    tap_share: float  # share of recordings in which a tap is opened
+    gain: int  # setting of the amplifier, a number in the name of the file
+    dc_offset: float  # in units of one 16-bit step
+
+    def __repr__(self) -> str:
+        return f"Sensor({self.name}, {self.level_db:.0f} dBFS, gain {self.gain})"
+
+    @cached_property
+    def colour(self) -> np.ndarray:
+        "Power response of mounting and amplifier over the shape grid, float32 [G]."
+        shape = from_db(np.float32(self.tilt_db) * (_OCTAVES - 8)) * (GRID_HZ / (GRID_HZ + 8)) ** 2
+        for f_hz, q, db in self.mounting:
+            shape = shape * (1 + np.float32(from_db(db)) * resonance(f_hz, q))
+        return shape.astype(np.float32)
+
+    @cached_property
+    def modes(self) -> np.ndarray:
+        "Resonances of the pipe over the shape grid, float32 [modes, G]."
+        return np.stack([resonance(f, self.pipe_q) for f in self.pipe_hz])
+
+    @cached_property
+    def background(self) -> tuple[np.ndarray, np.ndarray]:
+        "Colours of the flow and of the electronics, float32 [G] each, power 1."
+        flow = self.colour * from_db(-7 * np.maximum(_OCTAVES - 6, 0)) + np.float32(1e-4) * self.colour
+        return unit_power(flow), unit_power(np.ones_like(GRID_HZ))
+
+
+# %% ../../nbs/audio/synth.ipynb #e1cb3582
+N_SENSORS = 40
+
+
+def stream(
+    seed: int,  # of the whole set
+    *key: int,  # purpose of the random numbers, then index
+) -> np.random.Generator:
+    "Return an independent random generator for each purpose and index, whatever the order of work."
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+def _tones(rng: np.random.Generator) -> tuple[tuple[float, float], ...]:
+    "Draw the lines of pumps: harmonics of the mains, and of a shaft that turns slightly slower than half the mains."
+    shaft_hz = rng.uniform(23.8, 24.9)
+    blades = rng.integers(5, 8)
+    f_hz = [50.0 * k for k in (1, 2, 3, 4, 6)] + [shaft_hz, shaft_hz * blades, 2 * shaft_hz * blades]
+    share = rng.dirichlet(np.full(N_TONES, 0.8))
+    return tuple((round(float(f), 1), float(s)) for f, s in zip(f_hz, share))
+
+
+def make_sensor(
+    index: int,  # from 0
+    seed: int = 0,
+) -> Sensor:
+    "Draw a sensor and its place."
+    rng = stream(seed, 0, index)
+    f_first = rng.uniform(60, 140)
+    stretch = rng.uniform(0, 0.02)
+    return Sensor(
+        name=f"{'HA'[index % 4 == 3]}{101 + 7 * index}",  # H: hydrophone, A: accelerometer
+        level_db=rng.normal(-38, 2.5),
+        floor_db=rng.normal(-26, 4),
+        tilt_db=rng.normal(0, 1.2),
+        mounting=tuple(
+            (float(np.exp(rng.uniform(np.log(90), np.log(1800)))), rng.uniform(1.5, 12), rng.uniform(0, 11))
+            for _ in range(4)
+        ),
+        pipe_hz=tuple(float(f_first * k * (1 + stretch * k)) for k in range(1, 13)),
+        pipe_q=rng.uniform(6, 25),
+        hum_db=rng.normal(-5, 4),
+        hum_share=rng.uniform(0.2, 0.9),
+        tones=_tones(rng),
+        traffic=rng.uniform(0.2, 2.5),
+        tap_share=rng.uniform(0.5, 0.85),
+        gain=int(rng.choice([8, 12, 16, 24, 32])),
+        dc_offset=rng.normal(0, 15),
+    )
+
+
+# %% ../../nbs/audio/synth.ipynb #97fa39d4
+LABELS = ("LEAK", "NOLEAK")
+
+
+@dataclass(frozen=True)
+class Scene:
+    "Events of one recording; levels in dB re the sensor's typical level, None for absent events."
+
+    gain: int  # setting of the amplifier
+    flow_db: float
+    leak_db: float | None
+    leak_hz: float  # centre of the hiss
+    leak_octaves: float  # its half width
+    leak_place: float  # where on the pipe, 0 to 0.5 of its length; decides which modes ring
+    hum_db: float | None
+    vehicles: tuple[tuple[float, float, float], ...]  # time s, level dB, duration s
+    tap_db: float | None
+    tap_hz: float
+    tap_span_s: tuple[float, float]  # opened, closed
+
+
+# %% ../../nbs/audio/synth.ipynb #eb8818b0
+_LOUD_DB = -12.0  # re full scale; noise of this level reaches full scale in about one of 15,000 samples
+
+
+def draw_scene(
+    sensor: Sensor,
+    label: str,  # one of LABELS
+    rng: np.random.Generator,
+) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
+    "Draw the events of one recording."
+    step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
+    opened_s = rng.uniform(-1, 8)
+    scene = Scene(
+        gain=int(sensor.gain * step),
+        flow_db=rng.normal(0, 2.5),
+        leak_db=rng.normal(4, 5) if label == "LEAK" else None,
+        leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
+        leak_octaves=rng.uniform(0.5, 1.1),
+        leak_place=rng.uniform(0.05, 0.5),
+        hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
+        vehicles=tuple(
+            (rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2))
+            for _ in range(rng.poisson(sensor.traffic))
+        ),
+        tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
+        tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
+        tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)),
+    )
+    power = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
+    level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power)
+    return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
+
+
+# %% ../../nbs/audio/synth.ipynb #81072225
+_MODE_NUMBERS = np.arange(1, 13)
+
+
+def hiss_power(
+    sensor: Sensor,
+    f_hz: float,  # centre of the band
+    octaves: float,  # its half width
+    place: float,  # of the source on the pipe, 0 to 0.5 of its length
+) -> np.ndarray:  # float32 [G], power 1
+    "Return the power spectrum of water that escapes through an opening, as the sensor records it."
+    weights = np.sin(np.pi * place * _MODE_NUMBERS).astype(np.float32) ** 2
+    rings = np.einsum(
+        "k,kg->g", weights, sensor.modes
+    )  # not BLAS: its threads may change the order of the sum
+    return unit_power(bump(f_hz, octaves) * (np.float32(0.12) + rings) * sensor.colour)
+
+
+# %% ../../nbs/audio/synth.ipynb #6462a32d
+_LOW = 16  # times slower than the recording
+_LOW_SAMPLES = N_SAMPLES // _LOW
+_LOW_S = np.arange(_LOW_SAMPLES, dtype=np.float32) * np.float32(_LOW / SAMPLE_RATE)
+_RUMBLE = np.sqrt(unit_power(bump(22, 0.8))).repeat(_SPREAD)[: _LOW_SAMPLES // 2 + 1] * np.float32(
+    _LOW_SAMPLES / 2
+)
+_KNOT = 1024  # samples between two points of the envelope of a tap
+_RAMP = np.arange(_KNOT, dtype=np.float32) / np.float32(_KNOT)
+
+
+def render(
+    sensor: Sensor,
+    scene: Scene,
+    rng: np.random.Generator,
+) -> np.ndarray:  # int16 [N]
+    "Compute the samples of a scene as the sensor records it."
+    flow, floor = sensor.background
+    power = flow * np.float32(from_db(scene.flow_db)) + floor * np.float32(from_db(sensor.floor_db))
+    if scene.leak_db is not None:
+        hiss = hiss_power(sensor, scene.leak_hz, scene.leak_octaves, scene.leak_place)
+        power = power + hiss * np.float32(from_db(scene.leak_db))
+    bins = noise_bins(power, rng)
+    if scene.hum_db is not None:
+        f_hz, share = np.array(sensor.tones).T
+        amplitude = np.sqrt(2 * from_db(scene.hum_db) * share) * (N_SAMPLES / 2)
+        lines = (amplitude * np.exp(2j * np.pi * rng.random(N_TONES))).astype(np.complex64)
+        np.add.at(bins, np.rint(f_hz * N_SAMPLES / SAMPLE_RATE).astype(int), lines)
+    if scene.vehicles:
+        rumble = np.fft.irfft(random_bins(_RUMBLE, rng), _LOW_SAMPLES)
+        swell = np.zeros_like(rumble)
+        for passes_s, db, duration_s in scene.vehicles:
+            z = (_LOW_S - np.float32(passes_s)) / np.float32(duration_s)
+            swell += np.float32(np.sqrt(from_db(db))) * np.exp(np.float32(-0.5) * z**2)
+        bins[: _LOW_SAMPLES // 2 + 1] += np.fft.rfft(rumble * swell) * np.float32(_LOW)
+    x = np.fft.irfft(bins, N_SAMPLES)
+    if scene.tap_db is not None:
+        power = hiss_power(sensor, scene.tap_hz, 0.8, rng.uniform(0.05, 0.5))
+        noise = np.fft.irfft(noise_bins(power * np.float32(from_db(scene.tap_db)), rng), N_SAMPLES)
+        at_s = np.arange(N_SAMPLES // _KNOT + 1) * (_KNOT / SAMPLE_RATE)
+        is_open = (at_s >= scene.tap_span_s[0]) & (at_s < scene.tap_span_s[1])
+        knots = (is_open * np.sqrt(from_db(rng.normal(0, 2, len(at_s))))).astype(np.float32)
+        x += noise * (knots[:-1, None] + np.diff(knots)[:, None] * _RAMP).ravel()
+    x *= np.float32(32768 * np.sqrt(from_db(sensor.level_db)) * scene.gain / sensor.gain)
+    x += np.float32(sensor.dc_offset)
+    return np.clip(np.rint(x, out=x), -32768, 32767, out=x).astype(np.int16)
+
+
+def make_recording(
+    sensor: Sensor,
+    label: str,  # one of LABELS
+    rng: np.random.Generator,  # the recording follows from its state
+) -> np.ndarray:  # int16 [N], 10 s at 4,096 Hz
+    "Draw a scene and render it."
+    return render(sensor, draw_scene(sensor, label, rng), rng)
+
 
 # %% ../../nbs/audio/synth.ipynb #7a07404b
 WAV_BYTES = 44 + 2 * N_SAMPLES

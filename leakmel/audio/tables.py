@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from .file_names import TIME_FORMS, NameParts, iso_time, split_name
+from .naming import TIME_FORMS, NameParts, iso_time, split_name
 from .problems import Problem, how_many
 from .wav import digest_of
 from ..core.comparison import match_texts, text_key

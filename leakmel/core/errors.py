@@ -300,7 +300,7 @@ EXTRAS = {
     "dask": "cluster",
     "distributed": "cluster",
     "obstore": "store",
-    "pooch": "sets",
+    "requests": "sets",
     "rarfile": "sets",
     "onnx": "onnx",
     "onnxruntime": "onnx",

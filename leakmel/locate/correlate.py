@@ -21,7 +21,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ..audio.file_names import iso_time, parse_name
+from ..audio.naming import iso_time, parse_name
 from ..audio.wav import Recording, read_wav
 from ..core.errors import DataError, UsageError, show_path
 from leakmel.locate.cross_spectra import (

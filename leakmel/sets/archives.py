@@ -21,7 +21,6 @@ import errno, io, lzma, os, re, stat, struct, tempfile, zipfile, zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,45 +69,15 @@ def checked_parts(
 
 
 # %% ../../nbs/sets/archives.ipynb #dd28c546
-@dataclass(frozen=True)
-class _Entry:
-    "A file of an open archive."
-
-    name: str
-    size: int  # bytes, as it claims
-    is_link: bool
-    is_encrypted: bool
-    open: Callable[[], IO[bytes]]
+def _is_link(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
+    "Whether a member of an archive is a link; copies within a RAR archive count as links."
+    if isinstance(info, zipfile.ZipInfo):
+        return stat.S_ISLNK(info.external_attr >> 16)
+    return info.is_symlink() or getattr(info, "file_redir", None) is not None
 
 
-def _zip_entries(archive: zipfile.ZipFile) -> list[_Entry]:
-    "List the files of a ZIP archive."
-    return [
-        _Entry(
-            i.filename,
-            i.file_size,
-            stat.S_ISLNK(i.external_attr >> 16),
-            bool(i.flag_bits & 1),
-            partial(archive.open, i),
-        )
-        for i in archive.infolist()
-        if not i.is_dir()
-    ]
-
-
-def _rar_entries(archive: Any) -> list[_Entry]:  # of rarfile.RarFile
-    "List the files of a RAR archive; copies within the archive count as links."
-    return [
-        _Entry(
-            i.filename,
-            i.file_size or 0,
-            i.is_symlink() or getattr(i, "file_redir", None) is not None,
-            i.needs_password(),
-            partial(archive.open, i),
-        )
-        for i in archive.infolist()
-        if not i.is_dir()
-    ]
+def _is_encrypted(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
+    return bool(info.flag_bits & 1) if isinstance(info, zipfile.ZipInfo) else info.needs_password()
 
 
 def _no_rar_program(path: Path) -> DataError:  # to be raised
@@ -166,24 +135,23 @@ _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.erro
 def _opened(
     path: Path,
     shown: Path,  # for messages
-) -> Iterator[list[_Entry]]:
+) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
     "Open an archive; errors of both libraries become DataError."
     if path.suffix.lower() == ".zip":
         _require_small_directory(path, shown)
         damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, *_DAMAGED)
         programs: tuple[type[Exception], ...] = ()
         opener: Callable[..., Any] = zipfile.ZipFile
-        entries: Callable[[Any], list[_Entry]] = _zip_entries
     else:
         try:
             import rarfile
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
         damaged, programs = (rarfile.Error, *_DAMAGED), (rarfile.RarCannotExec,)
-        opener, entries = rarfile.RarFile, _rar_entries
+        opener = rarfile.RarFile
     try:
         with opener(path) as archive:
-            yield entries(archive)
+            yield archive
     except programs as e:
         raise _no_rar_program(shown) from e
     except damaged as e:
@@ -211,22 +179,18 @@ class _Budget:
         if self.members < 0:
             raise unsafe_archive(archive, f"it holds more than {MAX_MEMBERS:,} files")
 
-    def read(self, entry: _Entry, most: int, archive: Path, out: IO[bytes]) -> None:
-        "Copy a member to `out`, at most as many bytes as it claims."
-        if entry.size > min(most, self.n_bytes):
-            raise unsafe_archive(
-                archive, "a file in it is too large", f"{show_path(entry.name)}: {entry.size:,} bytes"
-            )
-        left = entry.size
-        with entry.open() as f:
+    def read(self, archive: Any, info: Any, most: int, shown: Path, out: IO[bytes]) -> None:
+        "Copy a member of an archive to `out`, at most as many bytes as it claims."
+        left, name = info.file_size or 0, show_path(info.filename)
+        if left > min(most, self.n_bytes):
+            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {left:,} bytes")
+        self.n_bytes -= left
+        with archive.open(info) as f:
             while left and (block := f.read(min(left, 1 << 20))):
                 out.write(block)
                 left -= len(block)
             if left or f.read(1):
-                raise unsafe_archive(
-                    archive, "a file in it is not as long as it claims", show_path(entry.name)
-                )
-        self.n_bytes -= entry.size
+                raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
 
 
 Choice = Callable[[tuple[str, ...]], bool]
@@ -247,21 +211,22 @@ def _archive_members(
     depth: int,
 ) -> Iterator[Member]:
     "Yield the wanted files of an archive."
-    with _opened(path, shown) as entries:
-        budget.count(len(entries), shown)
-        named = sorted((checked_parts(e.name, shown), k) for k, e in enumerate(entries))
+    with _opened(path, shown) as archive:
+        infos = [info for info in archive.infolist() if not info.is_dir()]
+        budget.count(len(infos), shown)
+        named = sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos))
         for parts, k in named:
-            entry, full = entries[k], (*above, *parts)
-            if entry.is_link:
-                raise unsafe_archive(shown, "it contains a link", show_path(entry.name)[:200])
+            info, full = infos[k], (*above, *parts)
+            if _is_link(info):
+                raise unsafe_archive(shown, "it contains a link", show_path(info.filename)[:200])
             inner = parts[-1].lower().endswith(ARCHIVES) and is_archive(full)
             if _is_hidden(parts) or not (inner or is_file(full)):
                 continue
-            if entry.is_encrypted:
-                raise unsafe_archive(shown, "a file in it is encrypted", show_path(entry.name)[:200])
+            if _is_encrypted(info):
+                raise unsafe_archive(shown, "a file in it is encrypted", show_path(info.filename)[:200])
             if not inner:
                 out = io.BytesIO()
-                budget.read(entry, MAX_FILE_BYTES, shown, out)
+                budget.read(archive, info, MAX_FILE_BYTES, shown, out)
                 yield Member(full, out.getvalue())
             elif depth >= _MAX_DEPTH:
                 raise unsafe_archive(shown, "it contains archives in archives in archives")
@@ -269,7 +234,7 @@ def _archive_members(
                 with tempfile.TemporaryDirectory(prefix="leakmel-") as folder:
                     copy = Path(folder) / f"inner{Path(parts[-1]).suffix.lower()}"
                     with copy.open("wb") as f:
-                        budget.read(entry, MAX_ARCHIVE_BYTES, shown, f)
+                        budget.read(archive, info, MAX_ARCHIVE_BYTES, shown, f)
                     below = shown.joinpath(*parts)
                     yield from _archive_members(copy, below, full, is_file, is_archive, budget, depth + 1)
 

@@ -4,8 +4,15 @@
 
 # %% auto #0
 __all__ = [
+    "MAX_FILES",
     "SET_FILE",
     "README",
+    "RemoteFile",
+    "published_files",
+    "sha256_of",
+    "require_checksums",
+    "download_files",
+    "require_space",
     "offer_text",
     "ask_user",
     "is_attended",
@@ -15,23 +22,369 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
-import os, re, shutil, sys
+import hashlib, os, re, shutil, sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
+from urllib.parse import urlsplit
 
-from ..core.errors import DataError, OutputError, UsageError, missing_remedy, show_path, write_error
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    SpaceError,
+    UsageError,
+    missing_package,
+    missing_remedy,
+    show_path,
+    write_error,
+)
 from ..core.locks import OwnerLock, flock, locked_error
 from ..core.own_files import read_own_json, sealed_json
+from ..core.progress import Progress
 from ..core.run_plan import user_path
-from .archives import ARCHIVES, Member, read_members
+from .archives import ARCHIVES, Member, checked_parts, read_members
 from .catalogue import LeakSet, set_named
-from .convert import RECORDINGS, TABLE, Conversion, convert
-from .download import download_files, published_files, require_checksums, require_space, sha256_of
+from .convert import Conversion, RECORDINGS, TABLE, convert
+
+
+# %% ../../nbs/sets/fetch.ipynb #88b3e00e
+@dataclass(frozen=True)
+class RemoteFile:
+    "A file of a record."
+
+    parts: tuple[str, ...]  # folders and name
+    url: str
+    size: int  # bytes
+    checksum: str  # "md5:..." or "sha256:..."; empty: none is published
+
+    @property
+    def path(self) -> str:
+        "Folders and name as text."
+        return "/".join(self.parts)
+
+
+_CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
+_TIMEOUT_S = (15, 60)  # to connect, and between two blocks
+_HEADERS = {"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"}
+MAX_FILES = 2_000
+
+
+def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> RemoteFile:
+    "Check the facts of a file of a record."
+    at, there = urlsplit(record), urlsplit(str(url))
+    is_near = (there.scheme, there.netloc) == (at.scheme, at.netloc)
+    if not isinstance(size, int) or size < 0 or not (there.scheme == "https" or is_near):
+        raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
+    path.encode()  # a lone surrogate is an error here, and not later in the name of a file
+    text = str(checksum or "").lower()
+    return RemoteFile(
+        checked_parts(path, Path(path)), str(url), size, text if _CHECKSUM.fullmatch(text) else ""
+    )
+
+
+def _zenodo_files(record: Any, address: str) -> Iterator[RemoteFile]:
+    "Yield the files of a record of Zenodo."
+    for f in record["files"]:
+        yield _remote_file(f["key"], f["links"]["self"], f["size"], f.get("checksum"), address)
+
+
+def _mendeley_path(folders: dict[str, Any], key: str) -> str:
+    "Return the path of a folder, with / at its end."
+    names: list[str] = []
+    while key in folders and len(names) < 20:
+        names.insert(0, folders[key]["name"])
+        key = folders[key].get("parent_id") or ""
+    return "".join(f"{name}/" for name in names)
+
+
+def _mendeley_files(files: Any, folder: str, address: str) -> Iterator[RemoteFile]:
+    "Yield the files of a folder of a record of Mendeley Data."
+    for f in files:
+        about = f["content_details"]
+        sha256 = about.get("sha256_hash")
+        checksum = f"sha256:{sha256}" if sha256 else ""
+        size = f.get("size", about.get("size"))
+        yield _remote_file(f"{folder}{f['filename']}", about["download_url"], size, checksum, address)
+
+
+# %% ../../nbs/sets/fetch.ipynb #e62de70d
+def _by_hand(s: LeakSet) -> str:
+    "Sentence on the way without this download."
+    return f"or download the files from {s.page} by hand and give them: --from PATH"
+
+
+def _requests() -> Any:  # raises MissingPackageError
+    "Import the package for HTTP."
+    try:
+        import requests
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e
+    return requests
+
+
+def _unreachable(s: LeakSet, url: str, reason: object) -> MachineError:  # to be raised
+    "Error for a server that does not answer."
+    return MachineError(
+        f"the server {urlsplit(url).netloc} cannot be reached ({reason})",
+        code="set-unreachable",
+        remedy=f"check the network and run the same command again, which continues, {_by_hand(s)}",
+    )
+
+
+def _refused(s: LeakSet, url: str, status: int) -> DataError:  # to be raised
+    "Error for an answer that is not the file."
+    return DataError(
+        f"the server {urlsplit(url).netloc} refused the request",
+        code="set-refused",
+        found=f"HTTP status {status}",
+        remedy=f"try again later, {_by_hand(s)}",
+    )
+
+
+def _get_json(s: LeakSet, url: str) -> Any:
+    "Request a part of a record."
+    requests = _requests()
+    try:
+        answer = requests.get(url, headers=_HEADERS, timeout=_TIMEOUT_S)
+    except requests.RequestException as e:
+        raise _unreachable(s, url, type(e).__name__) from e
+    if answer.status_code != 200:
+        raise _refused(s, url, answer.status_code)
+    return answer.json()
+
+
+def _listed(s: LeakSet) -> list[RemoteFile]:
+    "List all files of a record."
+    if not s.version:
+        return list(_zenodo_files(_get_json(s, s.record), s.record))
+    folders = {f["id"]: f for f in _get_json(s, f"{s.record}/folders/{s.version}")}
+    found: list[RemoteFile] = []
+    for key in ("root", *folders):
+        path = _mendeley_path(folders, key)
+        files = _get_json(s, f"{s.record}/files?folder_id={key}&version={s.version}")
+        found += _mendeley_files(files, path, s.record)
+    return found
+
+
+def published_files(
+    s: LeakSet,
+) -> list[RemoteFile]:  # the wanted ones, in the order of their paths; raises LeakmelError
+    "Read from the record of a set which files to download."
+    try:
+        files = _listed(s)
+        wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as e:  # not the JSON that is known
+        raise DataError(
+            f"the record of the set has another form than expected ({type(e).__name__}: {e})",
+            code="set-changed",
+            path=s.record,
+            remedy=f"look for a new version of leakmel, {_by_hand(s)}",
+        ) from e
+    if not wanted or len(wanted) > MAX_FILES:
+        raise DataError(
+            "the record of the set lists no file of recordings, or too many",
+            code="set-changed",
+            path=s.record,
+            found=f"{len(wanted):,} of {len(files):,} files" + "".join(f", {f.path}" for f in files[:5]),
+            remedy=f"look for a new version of leakmel, {_by_hand(s)}",
+        )
+    return wanted
+
+
+# %% ../../nbs/sets/fetch.ipynb #4bb3e13a
+_MAX_STALLS = 3  # attempts that bring nothing new
+
+
+class _Download:
+    "Download of a file that keeps what has arrived."
+
+    def __init__(self, s: LeakSet, file: RemoteFile, target: Path, bar: Progress):
+        self.set, self.file, self.target, self.bar = s, file, target, bar
+        self.partial = target.with_name(f"{target.name}.partial")
+        self.state = target.with_name(f"{target.name}.partial.json")
+        self.n_before = bar.n_done
+        self.reached = 0  # bytes of the file that are there
+
+    def run(self) -> None:
+        "Request the file until it is complete, and give it its name."
+        stalls, best = 0, -1
+        reached = self._have()
+        while reached < self.file.size or not self.partial.exists():
+            reached = self._attempt(self.file.url, self._have())
+            stalls, best = (0, reached) if reached > best else (stalls + 1, best)
+            if stalls >= _MAX_STALLS:
+                raise DataError(
+                    "the download broke off several times",
+                    code="download-interrupted",
+                    path=self.file.path,
+                    found=f"{best:,} bytes",
+                    expected=f"{self.file.size:,} bytes",
+                    remedy=f"run the same command again, which continues, {_by_hand(self.set)}",
+                )
+        os.replace(self.partial, self.target)
+        self.state.unlink(missing_ok=True)
+
+    def _have(self) -> int:
+        "Bytes that arrived and whose validator is known."
+        size = self.partial.stat().st_size if self.partial.exists() else 0
+        return size if size and self._validator() else 0
+
+    def _validator(self) -> str:
+        "Validator of the version of which a part has arrived."
+        with suppress(OSError, ValueError, AttributeError):
+            state = read_own_json(self.state)
+            return state["validator"] if state["url"] == self.file.url else ""
+        return ""
+
+    def _attempt(self, url: str, have: int) -> int:
+        "Request what is missing; return the number of bytes that have arrived, fewer than all if the answer broke off."
+        requests = _requests()
+        ask = {"Range": f"bytes={have}-", "If-Range": self._validator()} if have else {}
+        self.reached = have
+        try:
+            with requests.get(url, headers=_HEADERS | ask, timeout=_TIMEOUT_S, stream=True) as answer:
+                continues = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+                if answer.status_code == 416 or answer.status_code == 206 and not (have and continues):
+                    self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
+                    return 0
+                if answer.status_code not in (200, 206):
+                    raise _refused(self.set, url, answer.status_code)
+                if answer.status_code == 200:
+                    self._remember(answer.headers)
+                self._store(answer, have if answer.status_code == 206 else 0)
+        except requests.ConnectionError as e:
+            if self.reached == have:
+                raise _unreachable(self.set, url, type(e).__name__) from e
+        except (requests.exceptions.ChunkedEncodingError, requests.Timeout):
+            pass  # the next attempt goes on
+        except requests.RequestException as e:
+            raise _unreachable(self.set, url, type(e).__name__) from e
+        return self.reached
+
+    def _remember(self, headers: Any) -> None:
+        "Keep the validator of the version that arrives now; a weak one does not promise the same bytes."
+        tag = headers.get("ETag", "")
+        validator = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
+        self.state.write_text(sealed_json({"url": self.file.url, "validator": validator}).decode(), "utf-8")
+
+    def _store(self, answer: Any, have: int) -> None:
+        "Append the body of an answer to what has arrived."
+        with self.partial.open("ab" if have else "wb") as f:
+            for block in answer.iter_content(1 << 14):
+                if have + len(block) > self.file.size:
+                    self.partial.unlink()
+                    found = f"more than {self.file.size:,} bytes"
+                    raise _differs(self.set, self.file, "the file is longer than published", found)
+                f.write(block)
+                have += len(block)
+                self.reached = have
+                self.bar.update(self.n_before + have)
+
+
+def _differs(s: LeakSet, file: RemoteFile, message: str, found: str) -> DataError:  # to be raised
+    "Error for a file that is not the published one."
+    return DataError(
+        message,
+        code="checksum-differs",
+        path=file.path,
+        found=found,
+        expected=file.checksum or None,
+        remedy=f"it was deleted; run the same command again, {_by_hand(s)}",
+    )
+
+
+# %% ../../nbs/sets/fetch.ipynb #967bba53
+def sha256_of(path: Path) -> str:
+    "Compute the SHA-256 digest of a file, as hexadecimal digits."
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _difference(file: RemoteFile, path: Path) -> tuple[str, str] | None:  # property, and what was found
+    "Compare a file with the published size and checksum."
+    if (size := path.stat().st_size) != file.size:
+        return "size", f"{size:,} bytes"
+    if not file.checksum:
+        return None
+    kind = file.checksum.partition(":")[0]
+    with path.open("rb") as f:
+        found = f"{kind}:{hashlib.file_digest(f, kind).hexdigest()}"
+    return None if found == file.checksum else ("checksum", found)
+
+
+def require_checksums(
+    files: Sequence[RemoteFile],
+    is_accepted: bool,  # downloads that cannot be compared
+) -> None:  # raises UsageError
+    "Refuse files without a published checksum, unless that was accepted."
+    unknown = [f.path for f in files if not f.checksum]
+    if unknown and not is_accepted:
+        raise UsageError(
+            f"the record publishes no checksum for {len(unknown):,} of {len(files):,} files, so a download cannot be compared with it",
+            code="checksum-unknown",
+            found=", ".join(map(show_path, unknown[:3])),
+            remedy="accept that, and leakmel records the digests of what it gets (--accept-unverified, accept_unverified=True)",
+        )
+
+
+def download_files(
+    s: LeakSet,
+    files: Sequence[RemoteFile],
+    folder: Path,  # where complete and incomplete files stay
+    *,
+    progress: str = "auto",  # as for `core.progress.Progress`
+) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
+    "Download what is missing in the folder, and compare each file with its published checksum."
+    _requests()
+    facts, done = [], 0
+    with Progress(sum(f.size for f in files), unit="bytes", label=s.name, show=progress) as bar:
+        for file in files:
+            target = folder.joinpath(*file.parts)
+            bar.n_done = done
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if not target.exists() or _difference(file, target):
+                    _Download(s, file, target, bar).run()
+                    if found := _difference(file, target):
+                        target.unlink()
+                        raise _differs(s, file, f"the {found[0]} differs from the published one", found[1])
+                sha256 = sha256_of(target)
+            except OSError as e:
+                raise write_error(e, target) from e
+            done += file.size
+            bar.update(done)
+            facts.append(
+                {"name": file.path, "bytes": file.size, "sha256": sha256, "published": file.checksum}
+            )
+    return facts
+
+
+def require_space(
+    folder: Path,  # exists
+    n_bytes: int,  # of the download
+) -> None:  # raises SpaceError
+    "Refuse a download for which the file system has no room, with as much again for the recordings."
+    free = shutil.disk_usage(folder).free
+    if free < 4 * n_bytes:
+        raise SpaceError(
+            "there is not enough room for the download and its recordings",
+            code="no-space",
+            path=folder,
+            found=f"{free / 1e6:,.0f} MB free",
+            expected=f"{4 * n_bytes / 1e6:,.0f} MB",
+            remedy="free some space, or choose another folder",
+        )
 
 
 # %% ../../nbs/sets/fetch.ipynb #c51505f8

@@ -14,10 +14,9 @@ from unittest import mock
 import numpy as np
 
 import leakmel as lm
-from leakmel.audio.file_names import NameParts
+from leakmel.audio.naming import NameParts
 from leakmel.audio.listing import Listing
-from leakmel.audio.scenes import Sensor, draw_scene, make_sensor, render, stream
-from leakmel.audio.synth import write_wav
+from leakmel.audio.synth import Sensor, draw_scene, make_sensor, render, stream, write_wav
 from leakmel.dataset.run.pipeline import build_all
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.nightly import run as nightly_run

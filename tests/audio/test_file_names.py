@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio import file_names
-from leakmel.audio.file_names import columns_of_names
-from leakmel.audio.file_names import iso_time, parse_name, whole_time
+from leakmel.audio import naming
+from leakmel.audio.naming import columns_of_names, iso_time, parse_name, whole_time
 
 FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
@@ -81,13 +80,13 @@ def test_block_size_does_not_change_columns(at_once: int, monkeypatch: pytest.Mo
         b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)
     ] + [b"LEAK/plain.wav"]
     right = columns_of_names(paths)
-    monkeypatch.setattr(file_names, "_AT_ONCE", at_once)
+    monkeypatch.setattr(naming, "_AT_ONCE", at_once)
     cut = columns_of_names(paths)
     for field in FIELDS:
         assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
     check(paths)
-    monkeypatch.setattr(file_names, "_AT_ONCE", 8192)
-    monkeypatch.setattr(file_names, "_MOST_BYTES", 30 * at_once)
+    monkeypatch.setattr(naming, "_AT_ONCE", 8192)
+    monkeypatch.setattr(naming, "_MOST_BYTES", 30 * at_once)
     check(paths)
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from leakmel.audio.label_tracks import (
+from leakmel.audio.label_files import (
     TimeRange,
     label_of,
     read_label_track,

@@ -12,9 +12,8 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.audio.labels import Decision, current_labels, read_labels, relabel
-from leakmel.audio.label_tracks import TimeRange, label_of
+from leakmel.audio.label_files import TimeRange, label_of, relabel_manifest
 from leakmel.audio.manifest import Manifest, scan, shared_groups
-from leakmel.audio.relabel import relabel_manifest
 from leakmel.audio.synth import wav_bytes
 
 TWINS = {

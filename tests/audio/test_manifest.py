@@ -12,12 +12,10 @@ import pytest
 from errors import raises
 
 from leakmel.audio import manifest as manifest_module
-from leakmel.audio.manifest import Manifest, scan
-from leakmel.audio.manifest import hints, shared_groups
-from leakmel.audio.file_names import parse_name, split_name
+from leakmel.audio.manifest import Manifest, hints, scan, shared_groups
+from leakmel.audio.naming import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
-from leakmel.audio.synth import wav_bytes
-from leakmel.audio.synth import write_demo
+from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.dataset.run.pipeline import build
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 

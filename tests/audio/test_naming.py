@@ -22,8 +22,15 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.audio.manifest import Manifest, scan
-from leakmel.audio.file_names import NameParts, iso_time
-from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
+from leakmel.audio.naming import (
+    FIELDS,
+    NameParts,
+    Naming,
+    iso_time,
+    match_pattern,
+    pattern_naming,
+    pattern_tokens,
+)
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main

@@ -10,17 +10,23 @@ import soundfile
 from errors import raises
 
 from leakmel.audio import synth
-from leakmel.audio.scenes import (
+from leakmel.audio.synth import (
     LABELS,
+    MIN_FILES,
     N_SAMPLES,
     N_SENSORS,
     SAMPLE_RATE,
+    SPLIT_SIZES,
+    WAV_BYTES,
     make_recording,
     make_sensor,
+    plan_set,
+    split_counts,
+    split_sensors,
     stream,
+    write_demo,
+    write_wav,
 )
-from leakmel.audio.synth import MIN_FILES, split_counts, split_sensors
-from leakmel.audio.synth import SPLIT_SIZES, WAV_BYTES, plan_set, write_demo, write_wav
 from leakmel.core.errors import LeakmelError, OutputError, SpaceError, UsageError
 
 

@@ -27,7 +27,7 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset.export import formats, webdataset
+from leakmel.dataset.export import formats
 from leakmel.dataset.file.schema import (
     FILE_COLUMNS,
     Metadata,
@@ -323,7 +323,7 @@ def test_file_that_differs_is_not_published(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A byte of a tar file changes between writing and reading back."
-    write = webdataset._write
+    write = formats._write_tar
 
     def write_wrong(path: Path, *args: Any) -> None:
         write(path, *args)
@@ -331,7 +331,7 @@ def test_file_that_differs_is_not_published(
         content[512 + 200] ^= 1  # in the mels of the first sample
         path.write_bytes(content)
 
-    monkeypatch.setattr(webdataset, "_write", write_wrong)
+    monkeypatch.setattr(formats, "_write_tar", write_wrong)
     with raises("export-differs", VerifyError):
         lm.export_dataset(hostile, out=tmp_path / "out", to="webdataset", progress="none")
     assert list(tmp_path.iterdir()) == []

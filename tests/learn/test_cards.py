@@ -20,7 +20,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.cli_learn import run_predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
-from leakmel.dataset.export.croissant import croissant_text
+from leakmel.dataset.export.card import croissant_text
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.card import EvaluationRecord

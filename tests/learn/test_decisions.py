@@ -31,10 +31,10 @@ from leakmel.learn.model.card import (
     best_evaluation,
     evaluation_record,
     evaluation_result,
-    model_card,
     next_steps,
     record_from_plain,
 )
+from leakmel.learn.model.cards import model_card
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.run_plans import plan_evaluation, run_evaluation
 from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary

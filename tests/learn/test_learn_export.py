@@ -18,7 +18,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.learn.model import files
 from leakmel.learn.model.files import plain_bytes
 from leakmel.learn.model.detector import Detector, load_detector, image_shape
-from leakmel.learn.model.export import MelFeatures, SamplesToScores
+from leakmel.learn.model.onnx_graph import MelFeatures, SamplesToProbability
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.data.task import make_task
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
@@ -50,7 +50,7 @@ def made(preset: str, **changes: Any) -> Detector:
 def test_program_has_the_scores_of_the_detector(preset, changes):
     detector = made(preset, **changes)
     assert detector.spec is not None
-    program = SamplesToScores(detector)
+    program = SamplesToProbability(detector)
     for n in (1, 2, 5):
         x = (
             np.random.default_rng(n)
@@ -61,7 +61,7 @@ def test_program_has_the_scores_of_the_detector(preset, changes):
         right = detector.segment_scores(
             torch.from_numpy(reference_log_mel(x, detector.spec).astype(np.float16))
         )
-        found = program(torch.from_numpy(x))
+        found = program(torch.from_numpy(x))[-1]
         assert found.shape == right.shape == (n, detector.spec.row_shape[0])
         assert torch.allclose(found, right, atol=1e-3)
 
@@ -78,7 +78,7 @@ def test_a_detector_without_a_spec_is_refused():
     detector = made("disjoint")
     detector.spec = None
     with raises("no-spec", UsageError):
-        SamplesToScores(detector)
+        SamplesToProbability(detector)
 
 
 def write_other_archive(path: Path) -> None:

@@ -36,8 +36,7 @@ from leakmel.audio.listing import (
     is_recording_name,
     is_system_folder,
 )
-from ...audio.file_names import SPLITS
-from ...audio.naming import Naming
+from ...audio.naming import Naming, SPLITS
 from ...audio.tables import NameTable, paths_below_root
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
@@ -48,17 +47,21 @@ from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     EXTRA,
     LABELS,
+    Metadata,
     PARTS,
     ROWS,
-    SCHEMA_VERSION,
-    Metadata,
     Rejected,
+    SCHEMA_VERSION,
     create_rows,
     description,
+    extra_columns,
+    file_columns,
+    memory_file,
+    name_columns,
+    new_file,
     read_column,
     write_metadata,
 )
-from ..file.schema import extra_columns, file_columns, memory_file, name_columns, new_file
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde

@@ -17,7 +17,6 @@ __all__ = [
     "rejected_pages",
     "rows_of_block",
     "mel_block",
-    "require_digests",
 ]
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540003
@@ -57,6 +56,11 @@ class ExportSource:
         return int(np.prod(self.data.mels.shape[1:])) * self.data.mels.dtype.itemsize
 
 
+def _damaged(path: str | os.PathLike, text: str, found: str | None = None) -> VerifyError:
+    remedy = "copy the file again, or build the data set again"
+    return VerifyError(text, code="damaged-data-set", path=path, found=found, remedy=remedy)
+
+
 def open_sources(
     path: str | os.PathLike,  # a data set, or a folder with the data sets of the splits
     opened: ExitStack,  # closes them
@@ -80,12 +84,7 @@ def open_sources(
         data = opened.enter_context(open_dataset(file))
         stored = data.file.attrs.get(DIGEST_ATTRIBUTE)  # the earlier system stored none
         if stored is not None and stored != metadata_digest(data.file):
-            raise VerifyError(
-                "labels, columns or attributes do not match their digest",
-                code="damaged-data-set",
-                path=file,
-                remedy="copy the file again, or build the data set again",
-            )
+            raise _damaged(file, "labels, columns or attributes do not match their digest")
         split = str(data.file.attrs.get("split", ""))
         split = split.lower() if _PLAIN.fullmatch(split) else "all"
         if split in (s.split for s in sources):
@@ -114,13 +113,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError, ValueError, TypeError) as e:
-        raise VerifyError(
-            "a part of the data set cannot be read",
-            code="damaged-data-set",
-            path=path,
-            found=str(e)[:200],
-            remedy="copy the file again, or build the data set again",
-        ) from e
+        raise _damaged(path, "a part of the data set cannot be read", str(e)[:200]) from e
 
 
 def _text(value: bytes) -> str:
@@ -134,15 +127,9 @@ def _column(group: h5py.Group, name: str, n: int) -> h5py.Dataset:
     "Return a column; raises VerifyError for one that does not fit the data set."
     column = group.get(name)
     if not isinstance(column, h5py.Dataset) or column.shape != (n,) or column.dtype.kind not in "Siufb":
-        found = f"{column.shape}, {column.dtype}" if isinstance(column, h5py.Dataset) else column
-        raise VerifyError(
-            f"the column {show_path(name)} is missing or damaged",
-            code="damaged-data-set",
-            path=group.file.filename,
-            found=found,
-            expected=f"{n:,} values",
-            remedy="copy the file again, or build the data set again",
-        )
+        shape = getattr(column, "shape", None)
+        text = f"the column {show_path(name)} is missing or damaged: {shape} instead of {n:,} values"
+        raise _damaged(group.file.filename, text)
     return column
 
 
@@ -170,25 +157,21 @@ def column_page(
     stop: int,  # behind the last row
 ) -> dict[str, Any]:  # name -> list of texts, or array
     "Return the columns of some rows; raises VerifyError for a damaged file."
-    with _reading(source.data.path):
-        return _column_page(source, start, min(stop, len(source)))
-
-
-def _column_page(source: ExportSource, start: int, stop: int) -> dict[str, Any]:
     data, n = source.data, len(source)
-    files = data.file["files"]
-    labels = data.labels[start:stop]
-    page: dict[str, Any] = {
-        "row": np.arange(start, stop),
-        "split": [source.split] * (stop - start),
-        "label": [data.class_names[k] for k in labels.tolist()],
-        "label_id": labels.astype(np.int16),
-        **_path_columns(_column(files, "path", n), start, stop),
-        "row_digest": _values(_column(data.file["digests"], "rows", n), start, stop),
-    }
-    for name in column_names(data):
-        values = _values(_column(files, name, n), start, stop)
-        page[name] = values.astype(bool) if name == "silent" else values
+    stop = min(stop, n)
+    with _reading(data.path):
+        labels, files = data.labels[start:stop], data.file["files"]
+        page: dict[str, Any] = {
+            "row": np.arange(start, stop),
+            "split": [source.split] * (stop - start),
+            "label": [data.class_names[k] for k in labels.tolist()],
+            "label_id": labels.astype(np.int16),
+            **_path_columns(_column(files, "path", n), start, stop),
+            "row_digest": _values(_column(data.file["digests"], "rows", n), start, stop),
+        }
+        for name in column_names(data):
+            values = _values(_column(files, name, n), start, stop)
+            page[name] = values.astype(bool) if name == "silent" else values
     return page
 
 
@@ -204,12 +187,12 @@ def n_rejected(data: MelDataset) -> int:
     return len(data.file["rejected/path"])
 
 
-def rejected_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
+def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
     "Yield split, path, code and message of the rejected files, page by page."
     group = source.data.file["rejected"]
     n = n_rejected(source.data)
-    for start in range(0, n, step):
-        stop = min(n, start + step)
+    for start in range(0, n, PAGE):
+        stop = min(n, start + PAGE)
         page: dict[str, Any] = {"split": [source.split] * (stop - start)}
         with _reading(source.data.path):
             page |= _path_columns(_column(group, "path", n), start, stop)
@@ -228,27 +211,15 @@ def rows_of_block(source: ExportSource) -> int:
 
 def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n, L, S, M, T] float16
     "Read some rows of mels; raises VerifyError where a row does not match its digest."
-    stop = min(stop, len(source))
-    with _reading(source.data.path):
+    path, stop = source.data.path, min(stop, len(source))
+    with _reading(path):
         rows = read_rows(source.data.mels, np.arange(start, stop))
-    require_digests(source, start, rows, source.data.path)
-    return rows
-
-
-def require_digests(
-    source: ExportSource,
-    start: int,  # number of the first row
-    rows: np.ndarray,  # [n, L, S, M, T]
-    path: Path,  # that they were read from
-) -> None:
-    "Compare rows with the digests of the data set; raises VerifyError."
-    right = _column(source.data.file["digests"], "rows", len(source))[start : start + len(rows)]
+        right = _column(source.data.file["digests"], "rows", len(source))[start:stop]
     wrong = np.flatnonzero(digests_of(np.ascontiguousarray(rows)) != right)
-    if len(wrong) or len(right) != len(rows):
-        raise VerifyError(
+    if len(wrong):
+        raise _damaged(
+            path,
             "rows do not match their digest",
-            code="damaged-data-set" if path == source.data.path else "export-differs",
-            path=path,
-            found=f"{len(wrong):,} wrong rows, the first is row {start + (int(wrong[0]) if len(wrong) else 0)}",
-            remedy="run leakmel verify on the data set: build it again if it is damaged, otherwise export it again",
+            f"{len(wrong):,} wrong rows, the first is row {start + int(wrong[0])}",
         )
+    return rows

@@ -59,8 +59,7 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.file_names import TIME_BYTES, NameParts, columns_of_names
-from ...audio.naming import Naming
+from ...audio.naming import NameParts, Naming, TIME_BYTES, columns_of_names
 from ...audio.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
 from leakmel.core.errors import (
     DataError,

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.file_names import split_name
+from ...audio.naming import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
 from ...audio.manifest import Manifest, scan

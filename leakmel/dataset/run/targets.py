@@ -17,7 +17,7 @@ from pathlib import Path
 from ...audio.conform import native
 from ...audio.labels import LabelTable
 from ...audio.manifest import Listing, Manifest, check_manifest, split_name
-from ...audio.relabel import relabel_manifest
+from ...audio.label_files import relabel_manifest
 from ...core.errors import MachineError, UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress

@@ -34,10 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.file_names import TIME_FORMS, NameParts
+from ...audio.naming import TIME_FORMS, NameParts, pattern_tokens
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
-from ...audio.naming import pattern_tokens
 from ...audio.problems import twin_problems
 from ...audio.tables import has_columns
 from ...audio.wav import read_wav

@@ -74,12 +74,16 @@ class CheckRecordings:
         rows: np.ndarray,  # [k] indices
     ) -> "CheckRecordings":  # nothing is left out of it
         "Return some of the recordings."
-        truth, in_training = (x if x is None else x[rows] for x in (self.truth, self.in_training))
+        truth = None if self.truth is None else self.truth[rows]
         has_both = truth is not None and 0 < truth.sum() < len(truth)
-        samples = [self.samples[k] for k in rows.tolist()]
-        segments, score = self.segment_scores[rows], self.score[rows]
-        return CheckRecordings(
-            self.source, samples, segments, score, truth if has_both else None, in_training=in_training
+        return replace(
+            self,
+            samples=[self.samples[k] for k in rows.tolist()],
+            segment_scores=self.segment_scores[rows],
+            score=self.score[rows],
+            truth=truth if has_both else None,
+            n_left_out=0,
+            in_training=None if self.in_training is None else self.in_training[rows],
         )
 
     @property

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...dataset.export.folder import require_package
-from ...dataset.export.tables import Pages, write_table
+from ...dataset.export.tables import Pages, require_package, write_table
 
 # %% ../../../nbs/learn/predict/parquet.ipynb #f0260005
 SUFFIX = ".parquet"

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ...audio.conform import native
-from ...audio.file_names import columns_of_names
+from ...audio.naming import columns_of_names
 from ...audio.manifest import Manifest
 from ...audio.tables import has_columns
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ...audio.conform import add_faults, quality_figures
-from ...audio.file_names import NameParts, parse_name, split_name
+from ...audio.naming import NameParts, Naming, parse_name, split_name
 from leakmel.audio.listing import (
     FoundFiles,
     Listing,
@@ -38,7 +38,6 @@ from leakmel.audio.listing import (
     require_recordings,
 )
 from ...audio.manifest import Manifest, check_manifest, split_folders
-from ...audio.naming import Naming
 from ...audio.wav import Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import DelayedProgress

@@ -45,7 +45,7 @@ from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
 from ..metrics.metrics import FIGURES
 from ..metrics.voting import DecisionRule, choose_rule
-from ..model.card import write_card
+from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, check_features, class_scores, load_detector, score_rows
 from ..model.devices import pick_device

@@ -43,8 +43,8 @@ from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
 from ..data.task import BINARY, LEFT_OUT
-from ..model.cards import update_card
-from ..model.card import evaluation_result, evaluation_text, is_card, steps_of
+from ..model.cards import is_card, update_card
+from ..model.card import evaluation_result, evaluation_text, steps_of
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (

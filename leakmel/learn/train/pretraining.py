@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from ...audio.listing import FoundFiles, existing_folder, found_below, make_listing, require_recordings
 from ...audio.manifest import Manifest
-from ...audio.file_names import parse_name
-from ...audio.naming import Naming
+from ...audio.naming import Naming, parse_name
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, UsageError, show_path
 from ...core.progress import DelayedProgress, Progress, announce
