@@ -30,9 +30,8 @@ from ...core.errors import DataError, OutputError, SpaceError, UsageError, missi
 from ...core.own_files import digest_of_file, read_own, sealed
 from ...core.progress import Progress
 from ...core.store import output_path
-from ...dataset.export.folder import new_folder, require_package, tree_size
 from ...dataset.export.formats import ExportResult
-from ...dataset.export.tables import parse_time, write_table
+from ...dataset.export.tables import new_folder, parse_time, require_package, tree_size, write_table
 from ...dataset.file.writer import OutputLock, replacing
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
