@@ -8,7 +8,6 @@ __all__ = ["T", "stored_folder", "write_manifest", "read_manifest"]
 # %% ../../nbs/audio/manifest_file.ipynb #mf000003
 import io, json, os, zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +18,8 @@ import numpy as np
 from .file_names import NameParts
 from .listing import DRY, Listing
 from .naming import Naming
-from ..core.errors import DataError, LeakmelError, write_error
-from ..core.own_files import read_own, sealed
+from ..core.errors import DataError, LeakmelError
+from ..core.files import read_own, sealed, write_whole
 from ..core.store import is_url, store_path
 
 T = TypeVar("T")
@@ -81,18 +80,9 @@ def write_manifest(
                 arrays[f"{k}/name/{name}"] = _texts_array(values) if is_text else np.array(values, np.float64)
         for j, texts in enumerate(x.extra.values()):
             arrays[f"{k}/extra/{j}"] = _texts_array(texts)
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.unlink(missing_ok=True)  # never written through a link
-        with open(new, "xb") as f, io.BytesIO() as content:
-            np.savez(content, allow_pickle=False, **arrays)
-            f.write(sealed(content.getvalue()))
-        os.replace(new, path)
-    except OSError as e:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise write_error(e, path) from e
-    return path
+    with io.BytesIO() as content:
+        np.savez(content, allow_pickle=False, **arrays)
+        return write_whole(path, sealed(content.getvalue()), sync=False)
 
 
 # %% ../../nbs/audio/manifest_file.ipynb #mf000005

@@ -13,17 +13,18 @@ __all__ = [
     "owner_path",
     "OwnerLock",
     "lock_kind",
+    "OutputLock",
 ]
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, os, time
+import errno, fcntl, json, math, os, stat, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from .errors import OutputError, show_path
+from .errors import OutputError, show_path, write_error
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # the last two differ on macOS
@@ -231,3 +232,81 @@ def lock_kind(
         with OwnerLock(probe):
             return "owner"
     return ""
+
+
+# %% ../../nbs/core/locks.ipynb #05344e15
+class OutputLock:
+    "File lock for one output path; a context manager."
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        wait: Callable[[str], None] | None = None,  # called with the holder before waiting; None: do not wait
+    ):
+        self.target = target
+        self.path = target.with_name(f".{target.name}.lock")
+        self.wait = wait
+        self.fd = -1
+        self.owner: OwnerLock | None = None  # where there is no flock
+
+    def __enter__(self) -> Self:
+        try:
+            while (
+                self.fd < 0 and self.owner is None
+            ):  # repeat if the last holder removed the file between open and lock
+                self.fd = self._lock()
+        except OSError as e:
+            raise write_error(e, self.path) from e
+        return self
+
+    def _lock(self) -> int:
+        "Lock the lock file and return its descriptor; -1 if the file was removed or replaced, or cannot be locked."
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        locked = False
+        try:
+            try:
+                has_flock = flock(fd, wait=False)
+            except BlockingIOError:
+                has_flock = self._wait_for_holder(fd)
+            if not has_flock:
+                self.path.unlink(missing_ok=True)
+                self.owner = self._lock_by_owner()
+                return -1
+            st = os.fstat(fd)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.path), st):
+                    if st.st_nlink == 1 and stat.S_ISREG(st.st_mode):
+                        os.ftruncate(fd, 0)
+                        with suppress(OSError):  # a full disk: the lock holds without the number too
+                            os.pwrite(fd, str(os.getpid()).encode(), 0)
+                        locked = True
+                    else:
+                        self.path.unlink()  # a file that has another name too must not be written
+        finally:
+            if not locked:
+                os.close(fd)
+        return fd if locked else -1
+
+    def _lock_by_owner(self) -> OwnerLock:
+        "Lock where the file system has no flock."
+        if self.wait is None:
+            return OwnerLock(self.target).__enter__()
+        return OwnerLock(self.target, wait_s=math.inf, say=self.wait).__enter__()
+
+    def _wait_for_holder(self, fd: int) -> bool:
+        "Wait for the lock, or raise OutputError; return what `flock` returns."
+        holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+        if self.wait is None:
+            raise locked_error(self.target, holder)
+        self.wait(holder)
+        return flock(fd, wait=True)
+
+    def __exit__(self, *exc) -> None:
+        with suppress(OSError):  # what stays locks nothing when this process ends
+            if self.owner is not None:
+                self.owner.__exit__(*exc)
+                return
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self.fd)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .own_files import open_private
+from .files import open_private
 
 # %% ../../nbs/core/machine_code.ipynb #6d630005
 DONE = (0, -2)  # status of a numba function that returns a number, or None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, UsageError
-from ..core.own_files import read_own_json
+from ..core.files import read_own_json
 from ..core.run_plan import runs_folder
 from ..core.timeline import Gauge, Timeline, read_timeline
 from .diagnose import aligned, interval_s

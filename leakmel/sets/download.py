@@ -32,7 +32,7 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ..core.own_files import read_own_json, sealed_json
+from ..core.files import read_own_json, sealed_json
 from ..core.progress import Progress
 from .archives import checked_parts
 from .catalogue import LeakSet

@@ -25,8 +25,8 @@ from shlex import quote
 from typing import Any
 
 from ..core.errors import DataError, OutputError, UsageError, missing_remedy, show_path, write_error
+from ..core.files import read_own_json, sealed_json
 from ..core.locks import OwnerLock, flock, locked_error
-from ..core.own_files import read_own_json, sealed_json
 from ..core.run_plan import user_path
 from .archives import ARCHIVES, Member, read_members
 from .catalogue import LeakSet, set_named

@@ -9,7 +9,8 @@ from typing import Any, TYPE_CHECKING
 import numpy as np
 
 from leakmel.core.errors import OutputError, UsageError, write_error
-from leakmel.dataset.file.writer import SPARE_BYTES, part_bytes, require_space
+from leakmel.core.files import require_space
+from leakmel.dataset.file.writer import SPARE_BYTES, part_bytes
 from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _apply_style
 from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread

@@ -28,6 +28,8 @@ from hypothesis import strategies as st
 from independent import check
 
 import leakmel as lm
+from leakmel.audio.conform import digests_of
+from leakmel.audio.listing import part_range
 from leakmel.audio.synth import write_demo, write_wav
 from leakmel.cli import main
 from leakmel.core.cluster import open_cluster, run_tasks
@@ -40,17 +42,17 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset.file.writer import OutputLock
-from leakmel.audio.listing import part_range
-from leakmel.dataset.check import verify as verify_module
-from leakmel.audio.conform import digests_of
-from leakmel.dataset.run import existing as existing_module
-from leakmel.dataset.run import job as job_module
-from leakmel.dataset.run import open_jobs as open_jobs_module
-from leakmel.dataset.run import ring as ring_module
+from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, covered_s, read_timeline
-from leakmel.dataset.run import parts as parts_module
+from leakmel.dataset.check import verify as verify_module
+from leakmel.dataset.run import (
+    existing as existing_module,
+    job as job_module,
+    open_jobs as open_jobs_module,
+    parts as parts_module,
+    ring as ring_module,
+)
 from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder, parts_in_progress
 from leakmel.dataset.source.loader import BadFilesError
 from leakmel.insight.advice import analysis_text

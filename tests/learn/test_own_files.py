@@ -25,10 +25,10 @@ from leakmel.audio.manifest import Manifest
 from leakmel.audio.native import CODE
 from leakmel.core import machine_code
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.core.own_files import open_private, read_own_json, sealed, sealed_json, unsealed
+from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
+from leakmel.dataset.file.schema import Rejected
 from leakmel.dataset.run.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
 from leakmel.dataset.run.existing import read_rejected, read_state, state_path, write_rejected
-from leakmel.dataset.file.schema import Rejected
 from leakmel.dataset.source.sample_cache import list_cache
 from leakmel.insight.runs import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint

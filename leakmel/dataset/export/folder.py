@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import OutputError, missing_package, write_error
-from ..file.writer import OutputLock, require_space, sync_folder
+from ...core.files import require_space, sync_folder
+from ...core.locks import OutputLock
 
 
 # %% ../../../nbs/dataset/export/folder.ipynb #f0850005

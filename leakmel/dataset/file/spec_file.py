@@ -33,10 +33,10 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
+from ...core.files import replacing
 from ...core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from .reader import open_dataset
 from .schema import data_set_name, has_hdf5_signature
-from .writer import replacing
 from ...mel.spec import MelSpec, preset_values
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #e3f5f1c2

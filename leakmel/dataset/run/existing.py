@@ -30,11 +30,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.conform import native
-from ...audio.conform import FIGURES
+from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
 from ...core.errors import MachineError
-from ...core.own_files import read_own_json, sealed, sealed_json, unsealed
+from ...core.files import read_own_json, replacing, sealed, sealed_json, unsealed
+from ...core.store import StorePath
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     ROWS,
@@ -46,8 +46,6 @@ from leakmel.dataset.file.schema import (
     open_file,
     read_column,
 )
-from ..file.writer import replacing
-from ...core.store import StorePath
 from .journal import KNOWN, folder_inodes
 from ..source.loader import PLAIN, decoders
 

@@ -30,9 +30,9 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...core.errors import SpaceError, write_error
+from ...core.files import sync_folder, write_errors
 from ...core.store import StorePath
 from ..source.loader import FACTS, decoders
-from ..file.writer import sync_folder, write_errors
 
 log = logging.getLogger("leakmel")
 

@@ -19,22 +19,13 @@ from ...audio.conform import digests_of
 from ...audio.listing import Listing, part_range
 from ...audio.wav import pread_all
 from ...core.errors import DataError, MachineError, OutputError, VerifyError, show_path
+from ...core.files import delayed_signals, require_space, write_errors
+from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
 from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, machine_fault, open_file
-from leakmel.dataset.file.writer import (
-    OutputLock,
-    RowFile,
-    allocated_bytes,
-    part_bytes,
-    part_offsets,
-    read_at,
-    require_space,
-    write_at,
-    write_errors,
-    delayed_signals,
-)
+from ..file.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
 from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, folder_inodes, journal_identity, journal_path

@@ -51,21 +51,21 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ...core.own_files import read_own_json, sealed_json
+from ...core.files import read_own_json, sealed_json
+from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import Rejected, data_set_name, open_file
-from ..file.writer import OutputLock
 from .config import PipelineConfig
 from .existing import read_state, write_rejected
 from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, PartFile, Parts
 from .journal import recordings_digest
 from .open_jobs import JOINED
-from .targets import build_targets, list_for_build, listing_of_split
 from .probe import engine_probe
 from .publish import BuildResult, earlier_result
+from .targets import build_targets, list_for_build, listing_of_split
 from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec

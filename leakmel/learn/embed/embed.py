@@ -29,7 +29,7 @@ import numpy as np
 
 from ...audio.conform import native
 from ...core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
-from ...core.own_files import read_own, sealed
+from ...core.files import read_own, sealed
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...core.threads import run_threads

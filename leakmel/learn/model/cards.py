@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 
 from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
+from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -29,7 +30,6 @@ from leakmel.dataset.export.card import (
 from ...dataset.export.columns import open_sources
 from ...dataset.export.croissant import DescribedFile, croissant, croissant_text
 from ...dataset.file.schema import data_set_name, has_hdf5_signature
-from ...dataset.file.writer import replacing
 
 if TYPE_CHECKING:
     from leakmel.learn.model.detector import Detector

@@ -17,8 +17,8 @@ from typing import Any, Self
 import xxhash
 
 from ...core.errors import DataError, OutputError, SpaceError, write_error
-from ...core.own_files import digest_of_file, read_own, sealed
-from ...dataset.file.writer import OutputLock, replacing
+from ...core.files import digest_of_file, read_own, replacing, sealed
+from ...core.locks import OutputLock
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"

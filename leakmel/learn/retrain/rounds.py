@@ -19,7 +19,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError
-from ...core.own_files import sealed_json
+from ...core.files import sealed_json
 from ...core.progress import Progress, announce
 from ..data.groups import Group, recordings_of
 from ..data.leakage import LEAKY_SPLIT

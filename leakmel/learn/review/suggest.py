@@ -34,9 +34,9 @@ from ...audio.tables import csv_table, read_text
 from ...audio.wav import read_wav
 from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import LocalCopies
-from ...dataset.file.writer import replacing
 from ..data.segments import conform_recording, segment_count
 from ..model.detector import Detector, load_detector, required_spec
 from ..model.locate import model_file
