@@ -136,9 +136,9 @@ def run_scan(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #10d905d0
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build a verified log-mel data set from the recordings of one split, or one from each split."
-    from leakmel.dataset.run.plan import run_summary
-    from leakmel.dataset.run.config import with_tuned
     from leakmel.dataset.file.spec_file import requested_spec
+    from leakmel.dataset.run.config import with_tuned
+    from leakmel.dataset.run.pipeline import run_summary
     from leakmel.insight.advice import analysis_text
 
     spec, spec_note = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))

@@ -40,7 +40,7 @@ from .tables import csv_table, decode_text, read_table, read_table_bytes, row_er
 from .wav import pread_all
 from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, show_path, write_error
-from ..core.files import sync_folder
+from ..core.files import sync_folder, write_all
 from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
@@ -197,9 +197,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
         elif end != size:
             row = b"\n" + row
     try:
-        left = memoryview(row)
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, row)
         os.fsync(fd)
     except BaseException:
         os.ftruncate(fd, size)  # or half a line would stay

@@ -57,13 +57,12 @@ from leakmel.audio.problems import (
     show_place,
     twin_problems,
 )
-from .wav import MACHINE_FAULTS
 from .tables import NameTable, missing_files, paths_below_root, read_table, table_columns
-from ..core.comparison import text_key
+from .wav import MACHINE_FAULTS
+from ..core.comparison import text_column, text_key
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
-from ..core.text_columns import text_column
 from ..core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:

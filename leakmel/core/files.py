@@ -7,6 +7,9 @@ __all__ = [
     "write_errors",
     "require_space",
     "delayed_signals",
+    "read_at",
+    "write_at",
+    "write_all",
     "replacing",
     "sync_folder",
     "write_whole",
@@ -14,6 +17,7 @@ __all__ = [
     "sealed_json",
     "write_sealed",
     "unsealed",
+    "open_regular_file",
     "read_own",
     "read_own_json",
     "open_private",
@@ -25,9 +29,12 @@ import json, os, re, signal, stat, threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .errors import SpaceError, write_error
+from .errors import SpaceError, VerifyError, write_error
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 # %% ../../nbs/core/files.ipynb #8f928f71
@@ -85,6 +92,47 @@ def delayed_signals() -> Iterator[None]:
             usual[number](number, frame)
 
 
+# %% ../../nbs/core/files.ipynb #bfba93f0
+def read_at(
+    fd: int,
+    out: "np.ndarray",  # contiguous, of any type
+    offset: int,  # bytes
+) -> None:  # raises OSError; VerifyError if the file is too short
+    "Fill an array with the bytes of a file from an offset."
+    data = out.reshape(-1).view("u1").data
+    while len(data):
+        n = os.preadv(fd, [data], offset)
+        if n == 0:
+            raise VerifyError(
+                "the file is shorter than its header says",
+                code="file-ends-early",
+                found=f"{len(data):,} bytes missing",
+                remedy="copy the file again, or build the data set again",
+            )
+        data = data[n:]
+        offset += n
+
+
+def write_at(
+    fd: int,
+    data: memoryview | bytes,
+    offset: int,  # bytes
+) -> None:  # raises OSError
+    "Write all bytes to a file at an offset."
+    data = memoryview(data)
+    while len(data):
+        n = os.pwrite(fd, data, offset)
+        data = data[n:]
+        offset += n
+
+
+def write_all(fd: int, data: memoryview | bytes) -> None:  # raises OSError
+    "Write all bytes to a file, from its position."
+    data = memoryview(data)
+    while len(data):
+        data = data[os.write(fd, data[: 1 << 20]) :]
+
+
 # %% ../../nbs/core/files.ipynb #6f8265c8
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -128,9 +176,7 @@ def write_whole(
             with replacing(path) as new:
                 fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 try:
-                    rest = memoryview(content)
-                    while len(rest):
-                        rest = rest[os.write(fd, rest[: 1 << 20]) :]
+                    write_all(fd, content)
                     if sync:
                         os.fsync(fd)
                 finally:
@@ -211,7 +257,7 @@ def unsealed(
     raise ValueError("damaged, or changed by another program: its digest does not match")
 
 
-def _open_regular(path: str | os.PathLike, flags: int = 0) -> int:
+def open_regular_file(path: str | os.PathLike, flags: int = 0) -> int:
     "Open a regular file for reading; a pipe or a device is not waited for."
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -226,7 +272,7 @@ def read_own(
     strict: bool = False,  # as for `unsealed`
 ) -> bytes:  # raises OSError, ValueError
     "Read a file and compare it with its digest."
-    with open(_open_regular(path), "rb") as f:
+    with open(open_regular_file(path), "rb") as f:
         return unsealed(f.read(), strict=strict)
 
 
@@ -238,7 +284,7 @@ def read_own_json(path: str | os.PathLike) -> Any:  # raises OSError, ValueError
 # %% ../../nbs/core/files.ipynb #0f1e000b
 def open_private(path: str | os.PathLike) -> int:  # raises OSError, ValueError
     "Open a file for reading that only this user, or root, can have written; return its descriptor."
-    fd = _open_regular(path, os.O_NOFOLLOW)
+    fd = open_regular_file(path, os.O_NOFOLLOW)
     st = os.fstat(fd)
     if st.st_uid in (0, os.geteuid()) and not st.st_mode & 0o022:
         return fd

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Self
 
 from .errors import OutputError, show_path, write_error
+from .monitor import read_small_file
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # the last two differ on macOS
@@ -57,15 +58,7 @@ def locked_error(
 
 
 # %% ../../nbs/core/locks.ipynb #29c4f0d9
-_BOOT = "/proc/sys/kernel/random/boot_id"
-
-
-def _system_text(path: str) -> str:
-    "Return the text of a small file of the system; empty if it cannot be read."
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _start_of(pid: int) -> str | None:  # None: unknown
@@ -76,10 +69,10 @@ def _start_of(pid: int) -> str | None:  # None: unknown
         return ""
     except PermissionError:
         pass  # a process of another user
-    fields = _system_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read_small_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if len(fields) < 20:
         return None
-    return "" if fields[0] in "ZX" else f"{_system_text(_BOOT)} {fields[19]}"
+    return "" if fields[0] in "ZX" else f"{read_small_file(_BOOT)} {fields[19]}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def _this_machine() -> str:
         table = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-    return f"{_system_text('/etc/machine-id') or _system_text(_BOOT)} {table}"
+    return f"{read_small_file(Path('/etc/machine-id')) or read_small_file(_BOOT)} {table}"
 
 
 def this_owner() -> Owner:
@@ -160,7 +153,7 @@ class OwnerLock:
         target: Path,  # the file that the lock protects
         *,
         wait_s: float = 0,  # seconds to wait for another holder
-        say: Callable[[str], None] = lambda holder: None,  # called with the holder before waiting
+        say: Callable[[str], None] | None = None,  # called with the holder before waiting
     ):
         self.target = target
         self.path = owner_path(target)
@@ -180,9 +173,9 @@ class OwnerLock:
                 continue
             if time.monotonic() >= until:
                 raise self._error(found)
-            if not reported:
+            if self.say is not None and not reported:
                 self.say(str(found))
-                reported = True
+            reported = True
             time.sleep(_POLL_S)  # nothing reports that a link is gone
         self.token = owner.token
         return self
@@ -252,18 +245,15 @@ class OutputLock:
 
     def __enter__(self) -> Self:
         try:
-            while (
-                self.fd < 0 and self.owner is None
-            ):  # repeat if the last holder removed the file between open and lock
-                self.fd = self._lock()
+            while self.fd < 0 and self.owner is None:  # the last holder removed the file before it was locked
+                self._lock()
         except OSError as e:
             raise write_error(e, self.path) from e
         return self
 
-    def _lock(self) -> int:
-        "Lock the lock file and return its descriptor; -1 if the file was removed or replaced, or cannot be locked."
+    def _lock(self) -> None:
+        "Lock the lock file, unless it was removed or replaced in the meantime; without flock, lock by a link."
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        locked = False
         try:
             try:
                 has_flock = flock(fd, wait=False)
@@ -271,8 +261,9 @@ class OutputLock:
                 has_flock = self._wait_for_holder(fd)
             if not has_flock:
                 self.path.unlink(missing_ok=True)
-                self.owner = self._lock_by_owner()
-                return -1
+                wait_s = 0 if self.wait is None else math.inf
+                self.owner = OwnerLock(self.target, wait_s=wait_s, say=self.wait).__enter__()
+                return
             st = os.fstat(fd)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), st):
@@ -280,19 +271,12 @@ class OutputLock:
                         os.ftruncate(fd, 0)
                         with suppress(OSError):  # a full disk: the lock holds without the number too
                             os.pwrite(fd, str(os.getpid()).encode(), 0)
-                        locked = True
+                        self.fd = fd
                     else:
                         self.path.unlink()  # a file that has another name too must not be written
         finally:
-            if not locked:
+            if self.fd < 0:
                 os.close(fd)
-        return fd if locked else -1
-
-    def _lock_by_owner(self) -> OwnerLock:
-        "Lock where the file system has no flock."
-        if self.wait is None:
-            return OwnerLock(self.target).__enter__()
-        return OwnerLock(self.target, wait_s=math.inf, say=self.wait).__enter__()
 
     def _wait_for_holder(self, fd: int) -> bool:
         "Wait for the lock, or raise OutputError; return what `flock` returns."

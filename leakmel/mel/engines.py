@@ -270,7 +270,7 @@ class UnsupportedSpec(EngineError):
 ENGINES = {
     "triton": ("leakmel.mel.triton_kernel", "TritonEngine"),
     "torch": ("leakmel.mel.torch_engine", "TorchEngine"),
-    "torchaudio": ("leakmel.mel.torchaudio_engine", "TorchaudioEngine"),
+    "torchaudio": ("leakmel.mel.torch_engine", "TorchaudioEngine"),
     "cpu": ("leakmel.mel.cpu_engine", "CpuEngine"),
     "reference": ("leakmel.mel.engines", "ReferenceEngine"),
 }

@@ -17,7 +17,7 @@ from ..core.parameters import Kinds
 from ..core.run_plan import RowTable, run_folder, write_summary
 from ..dataset.run.config import PipelineConfig
 from ..dataset.run.inputs import decide_spec
-from ..dataset.run.plan import build_defaults, build_kinds, find_data, spec_changes
+from ..dataset.run.pipeline import build_defaults, build_kinds, find_data, spec_changes
 from ..insight.plots import _colour, _f32, _figure
 from .doctor import Report
 from .tune import tune

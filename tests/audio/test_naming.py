@@ -21,15 +21,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.file_names import NameParts, iso_time
+from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
-from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.run.pipeline import PipelineConfig
 from independent import content, fit, log_mel, off, read, walk
 
 
@@ -1216,7 +1216,7 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
-    from leakmel.dataset.run.plan import execute, plan_run
+    from leakmel.dataset.run.pipeline import execute, plan_run
 
     data, file, _ = by_table
     given = {

@@ -633,8 +633,8 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
         kept.update({p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()})
         return original(*args, **more)
 
-    original = parts_module._Joining.join
-    monkeypatch.setattr(parts_module._Joining, "join", note)
+    original = parts_module._join_files
+    monkeypatch.setattr(parts_module, "_join_files", note)
     with ThreadPoolExecutor(2) as threads:
         made = lm.build(large, split="training", out=target, cluster=threads, **QUIET)
     assert before.items() <= kept.items()

@@ -27,6 +27,7 @@ import h5py
 import numpy as np
 
 from ...audio.conform import check_range
+from ...audio.file_names import SPLITS
 from ...audio.labels import BEFORE_COLUMN, BY_COLUMN
 from leakmel.audio.listing import (
     LONGEST_NAME,
@@ -36,14 +37,12 @@ from leakmel.audio.listing import (
     is_recording_name,
     is_system_folder,
 )
-from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, paths_below_root
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
 from ...core.store import LocalCopies, absolute_folder, is_url, store_path
 from .expected import expected_row
-from ..file.chunks import create_compressed
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     EXTRA,
@@ -55,10 +54,15 @@ from leakmel.dataset.file.schema import (
     Rejected,
     create_rows,
     description,
+    extra_columns,
+    file_columns,
+    memory_file,
+    name_columns,
+    new_file,
     read_column,
     write_metadata,
 )
-from ..file.schema import extra_columns, file_columns, memory_file, name_columns, new_file
+from ..file.writer import create_compressed
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde

@@ -33,7 +33,7 @@ import numpy as np
 from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
 from ...core.errors import MachineError
-from ...core.files import read_own_json, replacing, sealed, sealed_json, unsealed
+from ...core.files import open_regular_file, read_own_json, replacing, sealed, sealed_json, unsealed
 from ...core.store import StorePath
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
@@ -185,10 +185,9 @@ def read_state(
 ) -> State | None:  # None if no state file belongs to the data set
     "Read the state file of the existing data set; raises nothing."
     try:
-        fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            mine, st = os.fstat(fd), os.stat(target)
-            if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MAX_HEADER_BYTES:
+        with open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f:
+            st = os.stat(target)
+            if os.fstat(f.fileno()).st_size > st.st_size + _MAX_HEADER_BYTES:
                 return None  # a data set holds more about each recording
             text, _, data = unsealed(f.read()).partition(b"\n")
         head = json.loads(text)

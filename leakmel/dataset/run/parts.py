@@ -20,10 +20,11 @@ __all__ = [
     "AbsentEngine",
     "join",
     "build_on_cluster",
+    "engine_probe",
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, stat, threading, time, uuid
+import json, logging, os, re, shutil, stat, sys, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -31,10 +32,12 @@ from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import h5py
 import numpy as np
 
+from ...audio.conform import to_rate
 from ...audio.file_names import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
@@ -63,11 +66,10 @@ from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, PartFile, Parts
 from .journal import recordings_digest
 from .open_jobs import JOINED
-from .probe import engine_probe
 from .publish import BuildResult, earlier_result
 from .targets import build_targets, list_for_build, listing_of_split
 from ..source.loader import BadFilesError, decoders
-from ...mel.engines import Engine, open_engine
+from ...mel.engines import Engine, check_recording, open_engine
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
@@ -328,7 +330,7 @@ def run_part(
         _agree(folder, plan | {"engine": engine.identity, "probe": engine_probe(engine)})
 
     if complete := finished_parts(folder, n_parts).get(number):
-        with open_engine(str(request.engine), _spec_of(request), device=config.device) as engine:
+        with open_engine(str(request.engine), cast(MelSpec, request.spec), device=config.device) as engine:
             check_engine(engine)
         return PartResult(complete, number, n_parts, len(mine), 0.0, was_complete=True)
     attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
@@ -357,12 +359,6 @@ def run_part(
         os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
     )
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
-
-
-def _spec_of(request: BuildRequest) -> MelSpec:
-    if not isinstance(request.spec, MelSpec):
-        raise ValueError("a part needs the spec of the whole data set")
-    return request.spec
 
 
 def build_part(
@@ -499,8 +495,7 @@ def join(
             path=folder,
             remedy="build them first: leakmel build ROOT --out FILE --part I/N",
         )
-    n_parts = plan.get("n_parts")
-    n_parts = n_parts if isinstance(n_parts, int) else 0
+    n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
         shown = ", ".join(f"{k}/{n_parts}" for k in missing[:5]) + (" ..." if len(missing) > 5 else "")
@@ -513,8 +508,7 @@ def join(
         )
     _warn_of_new_recordings(Manifest.load(folder / LISTING_NAME), target)
     files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
-    joining = _Joining(pipeline, check, progress, Timeline(), keep_parts=keep_parts)
-    return joining.join(target, plan, files)
+    return _join_files(target, plan, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
 
 
 def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
@@ -537,71 +531,62 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
     )
 
 
-@dataclass(frozen=True)
-class _Joining:
-    "How parts are joined."
-
-    pipeline: PipelineConfig | dict[str, Any] | None  # a dict: changes of the plan's; None: as in the plan
-    check: int | None
-    progress: str
-    timeline: Timeline
-    listed_s: float = 0.0  # from here the time of the build counts
-    is_current: bool = False  # the listing is that of this run
-    fresh: bool = False
-    keep_parts: bool = False
-
-    def join(
-        self,
-        target: Path,
-        plan: dict[str, Any],
-        files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
-    ) -> BuildResult:  # raises LeakmelError
-        "Make the data set of all parts."
-        folder = parts_folder(target)
-        try:
-            given, stored = self.pipeline, PipelineConfig(**plan["pipeline"])
-            config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
-            spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
-            with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
-            manifest = Manifest.load(folder / LISTING_NAME)
-            (listing,) = manifest.listings
-            if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
-                raise ValueError("the listing is not that of the plan")
-            listing = listing if self.is_current else _with_current_objects(listing)
-        except (KeyError, TypeError, ValueError, SpecError) as e:
-            raise DataError(
-                "the plan of the parts is damaged",
-                code="plan-invalid",
-                path=folder / PLAN_NAME,
-                found=f"{type(e).__name__}: {e}",
-                remedy="move the folder of the parts elsewhere and build them again",
-            ) from e
-        _check_origin(plan, manifest, folder)
-        request = BuildRequest(
-            root=manifest.root,
-            spec=spec,
-            engine=_engine_of(identity, spec, config),
-            config=config,
-            check=self.check,
-            progress=self.progress,
-            with_waveforms=with_waveforms,
-            fresh=self.fresh,
-        )
-        manifest = replace(manifest, listings=(listing,))
-        parts = Parts(n_parts, iter(files), self.keep_parts)
-        try:
-            (made,) = build_targets(
-                request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
-            )
-        except VerifyError as e:
-            if (
-                e.code == "wrong-rows" and not self.keep_parts
-            ):  # all parts were moved, and their rows are removed
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if not self.keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
+def _join_files(
+    target: Path,
+    plan: dict[str, Any],
+    files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
+    pipeline: PipelineConfig | dict[str, Any] | None,  # a dict: changes of the plan's; None: as in the plan
+    check: int | None,
+    progress: str,
+    timeline: Timeline,
+    listed_s: float = 0.0,  # from here the time of the build counts
+    *,
+    is_current: bool = False,  # the listing is that of this run
+    fresh: bool = False,
+    keep_parts: bool = False,
+) -> BuildResult:  # raises LeakmelError
+    "Make the data set of all parts."
+    folder = parts_folder(target)
+    try:
+        given, stored = pipeline, PipelineConfig(**plan["pipeline"])
+        config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
+        spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
+        with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
+        manifest = Manifest.load(folder / LISTING_NAME)
+        (listing,) = manifest.listings
+        if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
+            raise ValueError("the listing is not that of the plan")
+        listing = listing if is_current else _with_current_objects(listing)
+    except (KeyError, TypeError, ValueError, SpecError) as e:
+        raise DataError(
+            "the plan of the parts is damaged",
+            code="plan-invalid",
+            path=folder / PLAN_NAME,
+            found=f"{type(e).__name__}: {e}",
+            remedy="move the folder of the parts elsewhere and build them again",
+        ) from e
+    _check_origin(plan, manifest, folder)
+    request = BuildRequest(
+        root=manifest.root,
+        spec=spec,
+        engine=_engine_of(identity, spec, config),
+        config=config,
+        check=check,
+        progress=progress,
+        with_waveforms=with_waveforms,
+        fresh=fresh,
+    )
+    manifest = replace(manifest, listings=(listing,))
+    parts = Parts(n_parts, iter(files), keep_parts)
+    try:
+        (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=parts)
+    except VerifyError as e:
+        if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
-        return made
+        raise
+    if not keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
+        shutil.rmtree(folder, ignore_errors=True)
+    return made
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
@@ -630,8 +615,7 @@ def _start_parts(
     stored: dict[str, Any] = {}
     with suppress(DataError):
         stored = _read_plan(folder) or {}
-    n_stored = stored.get("n_parts")
-    plan = plan_parts(whole, n_stored if isinstance(n_stored, int) else n_wanted, spec, request)
+    plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
     if differ := _differences(stored, plan) if stored else "":
         log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
         shutil.rmtree(folder, ignore_errors=True)
@@ -731,9 +715,6 @@ def _build_parts(
     stop = f"{uuid.uuid4().hex[:8]}.stop"
     request = replace(request, spec=spec, mode="stream", preloaded=None)
     quiet = replace(request, progress="none", fresh=False)
-    joining = _Joining(
-        request.config, request.check, "none", timeline, listed_s, is_current=True, fresh=request.fresh
-    )
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
@@ -777,10 +758,55 @@ def _build_parts(
                     files = in_order(target)
                     first = next(files)  # it has stored the plan with the engine
                     plan = _read_plan(parts_folder(target)) or {}
-                    results[target] = joining.join(target, plan, chain([first], files))
+                    results[target] = _join_files(
+                        target,
+                        plan,
+                        chain([first], files),
+                        request.config,
+                        request.check,
+                        "none",
+                        timeline,
+                        listed_s,
+                        is_current=True,
+                        fresh=request.fresh,
+                    )
             except BaseException:
                 for target in left:
                     with suppress(OSError):
                         (parts_folder(target) / stop).touch()  # parts that are being built end
                 raise
     return [results[target] for _, target in targets]
+
+
+# %% ../../../nbs/dataset/run/parts.ipynb #bf62e519
+def _results(engine: Engine) -> list[np.ndarray]:
+    "Return what the engine and the resampler compute from the recording of the self-check."
+    samples = check_recording(engine.spec)
+    found = [to_rate(samples[0], 3 * engine.spec.sample_rate, 2 * engine.spec.sample_rate)]
+    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
+        out = np.empty((1, *engine.spec.row_shape), np.float32)
+        found += [engine.run(x, out), out]
+    return found
+
+
+def _versions() -> dict[str, str]:
+    "Return the versions of what decodes, resamples and writes."
+    import soundfile
+    from leakmel import __version__
+
+    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
+    return {"leakmel": __version__} | decoders() | libraries
+
+
+def engine_probe(
+    engine: Engine,
+) -> str:  # 16 hexadecimal digits
+    "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
+    facts = {
+        "engine": engine.identity,
+        "spec": engine.spec.fingerprint(),
+        "byteorder": sys.byteorder,
+        "versions": _versions(),
+        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in _results(engine)],
+    }
+    return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]

@@ -16,9 +16,8 @@ import numpy as np
 
 from ...audio.content import tied_values
 from ...audio.manifest import Manifest
-from ...core.comparison import text_key
+from ...core.comparison import text_column, text_key
 from ...core.errors import DataError, LeakmelError, show_path
-from ...core.text_columns import text_column
 from .inputs import SpecDecision, SpecLike, check_listing, decide_spec
 
 

@@ -13,19 +13,26 @@ __all__ = [
     "cold_share",
     "ReadAhead",
     "plan_read_ahead",
+    "ObjectReader",
 ]
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #00fe3877
 import logging, os, threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from ...audio.listing import Listing
-from ...audio.wav import OPEN_FLAGS
 from ...audio.page_cache import CacheUse, is_in_cache
-from .loader import BatchReader
+from ...audio.wav import OPEN_FLAGS
+from ...core.store import LocalCopies
+from ..file.schema import Rejected
+from .loader import BatchReader, Slot, first_bad_file
 
 log = logging.getLogger("leakmel")
 
@@ -149,3 +156,77 @@ def plan_read_ahead(
     if files is not None:
         return ReadAhead(readers, files) if files else None
     return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None
+
+
+# %% ../../../nbs/dataset/source/read_ahead.ipynb #ob000004
+class _CopyNames(Sequence[bytes]):
+    "Names of the copies: the numbers of the candidates."
+
+    def __init__(self, n: int):
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, k: Any) -> Any:
+        return [b"%d" % i for i in range(*k.indices(self._n))] if isinstance(k, slice) else b"%d" % k
+
+
+class ObjectReader:
+    "Reader of batches from the objects of one listing; shared by all reader threads, which take the batches in order."
+
+    stage = "read"
+
+    def __init__(
+        self,
+        plain: BatchReader,  # of the listing, whose folder is a StorePath
+        copies: LocalCopies,  # of this folder
+        kept: np.ndarray,  # [n] bool, candidates that are not read
+    ):
+        x = self.listing = plain.listing
+        self.on_bad_file = plain.on_bad_file
+        self.copies = copies
+        place = Path(os.fsdecode(copies.place))
+        here = replace(x, folder=place, paths=cast(list[bytes], _CopyNames(len(x))))
+        self._files = BatchReader(here, plain.spec)
+        self.cache_use = self._files.cache_use
+        self.cache_use.counted = False  # what a disk delivers says nothing about a network
+        self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
+        self._lock = threading.Lock()
+        self._next = 0  # first candidate whose download has not begun
+        self._under_way = dict[int, Future[bytes]]()
+        self._n_bytes = 0  # of these, and of those that are being read
+
+    def _download(self, first: int, end: int) -> list[Future[bytes]]:
+        "Begin the downloads of a batch, and of the next candidates that fit into the window; return those of the batch."
+        sizes, copies = self.listing.sizes, self.copies
+        with self._lock:
+            while self._next < len(sizes):
+                k = self._next
+                if k >= end and (self._n_bytes >= WINDOW_BYTES or len(self._under_way) >= WINDOW_FILES):
+                    break
+                self._next += 1
+                if self._wanted[k]:
+                    self._under_way[k] = copies.start(self.listing.paths[k], b"%d" % k)
+                    self._n_bytes += int(sizes[k])
+            return [self._under_way.pop(k) for k in range(first, end) if self._wanted[k]]
+
+    def fill(self, slot: Slot) -> int:
+        "Read the slot's candidates; return the bytes of their objects."
+        first, end, listing = slot.first, slot.first + slot.n, self.listing
+        files = list[bytes]()
+        try:
+            for copy in self._download(first, end):
+                files.append(self.copies.wait(copy))
+            n_bytes = self._files.fill(slot)
+        finally:
+            for file in files:
+                with suppress(OSError):
+                    os.unlink(file)
+            with self._lock:
+                self._n_bytes -= int(listing.sizes[first:end][self._wanted[first:end]].sum())
+        slot.facts["ctime_ns"] = 0  # the stamp decides
+        slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
+        if self.on_bad_file == "stop" and (bad := [r for r in slot.rejected if r.code != "dry"]):
+            raise first_bad_file(listing, bad[0])
+        return n_bytes

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
 
 from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
 from ...core.files import replacing
@@ -29,7 +30,7 @@ from leakmel.dataset.export.card import (
 )
 from ...dataset.export.columns import open_sources
 from ...dataset.export.croissant import DescribedFile, croissant, croissant_text
-from ...dataset.file.schema import data_set_name, has_hdf5_signature
+from ...dataset.file.schema import data_set_name
 
 if TYPE_CHECKING:
     from leakmel.learn.model.detector import Detector
@@ -217,7 +218,7 @@ def _is_data_set(path: Path) -> bool:
             expected="a data set, a detector, or a folder of one of them",
             remedy=None if os.path.lexists(path) else missing_remedy(path),
         )
-    return has_hdf5_signature(path)
+    return h5py.is_hdf5(path)
 
 
 def card(
