@@ -86,7 +86,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     "List the recordings of a folder, their labels and their problems."
     from leakmel.audio.manifest import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
-    from leakmel.dataset.run.proposal import propose_build
+    from leakmel.dataset.run.inputs import propose_build
 
     manifest = _scan(args, content=args.content)
     stored = None if args.save is None else manifest.save(args.save)

@@ -357,7 +357,7 @@ def examine_disk(folder: str | os.PathLike) -> Check:
 def examine_recordings(folder: str | os.PathLike) -> Check:
     "Check whether the recordings of a folder can be built with inferred settings."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.run.proposal import propose_build
+    from leakmel.dataset.run.inputs import propose_build
 
     if not has_recordings(folder):
         return Check("recordings", "ok", "the folder has no recordings")

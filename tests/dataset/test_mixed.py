@@ -19,8 +19,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec
-from leakmel.dataset.run.proposal import propose_build
+from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec, propose_build
 from leakmel.insight.explore import Explorer
 from leakmel.insight.explore_data import recordings_of_scan
 

@@ -15,8 +15,6 @@ __all__ = [
     "write_state",
     "read_state",
     "ExistingDataset",
-    "write_rejected",
-    "read_rejected",
     "open_existing",
 ]
 
@@ -33,7 +31,7 @@ import numpy as np
 from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
 from ...core.errors import MachineError
-from ...core.files import open_regular_file, read_own_json, replacing, sealed, sealed_json, unsealed
+from ...core.files import open_regular_file, replacing, sealed, unsealed
 from ...core.store import StorePath
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
@@ -258,41 +256,6 @@ def _is_unchanged(
     same = (stamps == now) & (now["size"] == listing.sizes[numbers])
     same &= (now["mtime_ns"] == listing.mtimes_ns[numbers]) | (now["size"] < 0)
     return same & (listing.label_ids[numbers].clip(max=0) == unread)
-
-
-def write_rejected(
-    path: Path,  # file to write
-    listing: Listing,
-    rejected: Sequence[Rejected],  # all recordings of the listing
-    began_ns: int,  # when the build began, by the clock of the files
-) -> None:  # raises OSError
-    "Write the rejected files of a part without a row, and their stamps."
-    none, n = np.zeros(len(listing), bool), len(listing)
-    stamps = stamps_at_build(listing, none, np.zeros(n, np.int64), rejected, began_ns)
-    lines = [(os.fsdecode(r.path), r.code, r.message) for r in sorted(rejected, key=lambda r: r.path)]
-    path.write_bytes(sealed_json({"rejected": lines, "stamps": stamps.tolist()}, indent=None))
-
-
-def read_rejected(
-    path: Path,  # of `write_rejected`
-    listing: Listing,
-) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
-    "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
-    try:
-        body = read_own_json(path)
-        rejected = [
-            Rejected(os.fsencode(name), str(code), str(text)) for name, code, text in body["rejected"]
-        ]
-        stamps = np.array([tuple(values) for values in body["stamps"]], STAMP)
-        place = {name: k for k, name in enumerate(listing.paths)}
-        numbers = np.array([place[r.path] for r in rejected], np.int64)
-        unread = np.array([_UNREAD.get(r.code, 0) for r in rejected], np.int64)
-        if len(stamps) != len(rejected) or len(set(numbers.tolist())) != len(rejected):
-            raise ValueError("not all files have a stamp")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return [], np.zeros(0, np.int64)
-    same = _is_unchanged(listing, numbers, stamps, unread, np.ones(len(numbers), bool))
-    return [rejected[k] for k in np.flatnonzero(same)], numbers[same]
 
 
 def open_existing(

@@ -15,10 +15,12 @@ __all__ = [
     "check_target",
     "check_listing",
     "checked_inputs",
+    "BuildProposal",
+    "propose_build",
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import errno, math, os, shlex, stat
+import errno, math, os, re, shlex, stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,12 +31,15 @@ from typing import Any
 import numpy as np
 
 from ...audio.conform import resampled_length
+from ...audio.content import tied_values
 from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
 from ...audio.tables import require_same_table
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error
+from ...core.comparison import text_column, text_key
 from leakmel.core.errors import (
     DataError,
+    LeakmelError,
     MachineError,
     OutputError,
     RecordingError,
@@ -46,7 +51,6 @@ from leakmel.core.errors import (
     write_error,
 )
 from ...core.store import LocalCopies
-
 from ...mel.spec import PRESET_RATE, MelSpec, preset_values
 
 
@@ -543,3 +547,117 @@ def checked_inputs(
             with suppress(OSError):
                 folder.rmdir()
         raise
+
+
+# %% ../../../nbs/dataset/run/inputs.ipynb #7de89604
+@dataclass(frozen=True, eq=False)
+class BuildProposal:
+    "First build of a folder that was scanned."
+
+    command: str  # for a shell; "" if no build is possible
+    alternatives: tuple[str, ...]  # other options for the command
+    reason: str  # rate and length, or why they cannot be proposed
+    groups: dict[str, int]  # "sensor", "session", "folder": number of groups
+    cautions: tuple[str, ...]  # problems of the data that can mislead a detector
+
+    def lines(self) -> Iterator[str]:
+        "Yield lines for a terminal."
+        what = "Proposed build" if self.command else "No build can be proposed"
+        yield f"{what}: {self.reason.rstrip('.')}."
+        if self.groups:
+            yield "  groups: " + ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
+        else:
+            yield (
+                "  groups: none in names and folders; a table or a pattern (--table, --pattern) can name sensors "
+                "and sessions, so that a split keeps each of them on one side"
+            )
+        for caution in self.cautions:
+            yield f"  caution: {caution}"
+        if self.command:
+            yield f"  {self.command}"
+        for other in self.alternatives:
+            yield f"  or with {other}"
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return the proposal as plain values."
+        return vars(self) | {"alternatives": list(self.alternatives), "cautions": list(self.cautions)}
+
+
+def propose_build(
+    manifest: Manifest,
+    root: str,  # folder as the user gave it
+    *,
+    options: Sequence[
+        str
+    ] = (),  # words of the command line that name the recordings, for example ["--table", "a.csv"]
+    spec: SpecLike = None,  # as for `build`
+) -> BuildProposal:
+    "Propose the first build of a folder."
+    has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
+    stem = re.sub(r"\W+", "-", Path(root).resolve().name).strip("-") or "data"
+    target = f"{stem}-mels" if has_splits else f"{stem}.h5"
+    folder = os.path.realpath(root)
+    if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
+        target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
+    out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
+    shown = os.path.join(".", root) if root.startswith("-") else root
+    command = shlex.join(["leakmel", "build", shown, *options, *out])
+    table = manifest.table
+    counts = {name: len({*map(text_key, table[name])} - {""}) for name in _group_columns(table)}
+    groups = {name.removeprefix("extra/"): int(n) for name, n in counts.items() if n > 1}
+    cautions = tuple(_single_label_groups(manifest, groups))
+    try:
+        os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
+        for listing in manifest.listings:
+            check_listing(listing, manifest)
+        decision = decide_spec(spec, manifest.listings, count=True)
+    except UnicodeDecodeError:
+        reason = "the name of the folder is not valid UTF-8, so no command can be shown"
+        return BuildProposal("", (), reason, groups, cautions)
+    except DataError as e:
+        if e.code != "recordings-differ":
+            return BuildProposal("", (), str(e), groups, cautions)
+        first, *others = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
+        added, _, changed = first.partition(" (")
+        reason = f"no majority of rate and length ({e.found}); with these settings {changed.rstrip(')')}"
+        return BuildProposal(f"{command} {added}".strip(), tuple(others), reason, groups, cautions)
+    except LeakmelError as e:
+        return BuildProposal("", (), str(e), groups, cautions)
+    if manifest.content is None:  # else the problems of the content name them
+        cautions += tuple(_tied_headers(decision, [show_path(name) for name in manifest.label_names]))
+    s = decision.spec
+    reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
+    return BuildProposal(command, (), reason, groups, cautions)
+
+
+def _group_columns(table: Any) -> list[str]:
+    "Return the columns that may name groups: sensor, session, folder, and columns of a table in which values repeat."
+    extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
+    return ["sensor", "session", "folder", *extra]
+
+
+def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator[str]:
+    "Yield a caution for each kind of group of which no group has recordings of two labels."
+    for by, n in groups.items():
+        column = by if by in manifest.table else f"extra/{by}"
+        table = manifest.table[(manifest.table[column] != "") & (manifest.table["label"] != "")]
+        if (
+            by != "folder"
+            and len(manifest.label_names) > 1
+            and (table.groupby(text_column(map(text_key, table[column])))["label"].nunique() == 1).all()
+        ):
+            yield (
+                f"each of the {n:,} {by}s has recordings of one label only, so a detector can learn the {by} "
+                f"instead of the leak: evaluate it with --group {by}"
+            )
+
+
+def _tied_headers(decision: SpecDecision, labels: Sequence[str]) -> Iterator[str]:
+    "Yield a caution for each rate and length that predicts a label."
+    rate, length, label = decision.headers.T
+    for name, unit, values in (("sample rate", "Hz", rate), ("length", "s", np.round(length / rate, 3))):
+        for value, number, n_both, n, share in tied_values(values, label):
+            yield (
+                f"the {name} is tied to a label: {n_both:,} of {n:,} recordings with {value:g} {unit} have the label "
+                f"{labels[number]}, which {100 * share:.0f} % of all have, so a detector can learn the recorder instead of the leak"
+            )

@@ -26,7 +26,7 @@ from ...core.timeline import Span
 from ..check.verify import check_data_set
 from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, machine_fault, open_file
 from ..file.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
-from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
+from .existing import ExistingDataset, is_settled, open_existing, stamps_of
 from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, folder_inodes, journal_identity, journal_path
 from .publish import report_paths, note_columns
@@ -354,10 +354,7 @@ def _join_parts(
                     lost.append(number)
                 continue
             own = job.listing.part(number, parts.n_parts)
-            if path.suffix == ".empty":
-                rejected, numbers = read_rejected(path, own)
-                job.keep(Entry(np.zeros(0, KNOWN)), rejected, numbers + start)
-                changes["changed"] += len(own) - len(numbers)
+            if path.suffix == ".empty":  # its recordings are read again
                 continue
             settings = (run.fingerprint, request.with_waveforms, run.engine.identity)
             found = open_existing(path, own, *settings, was_listed=is_new)

@@ -11,8 +11,8 @@ __all__ = [
     "parts_folder",
     "parse_part",
     "finished_parts",
-    "parts_in_progress",
     "plan_parts",
+    "engine_probe",
     "PartLane",
     "PartResult",
     "run_part",
@@ -20,16 +20,14 @@ __all__ = [
     "AbsentEngine",
     "join",
     "build_on_cluster",
-    "engine_probe",
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
 import json, logging, os, re, shutil, stat, sys, threading, time, uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -59,9 +57,9 @@ from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
-from ..file.schema import Rejected, data_set_name, open_file
+from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
-from .existing import read_state, write_rejected
+from .existing import read_state
 from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, PartFile, Parts
 from .journal import recordings_digest
@@ -79,8 +77,6 @@ PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
 _MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
-_STATUS_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.status")
-_STATUS_S = 1.0  # seconds between two notes of a part's progress
 
 
 def parts_folder(
@@ -119,42 +115,6 @@ def finished_parts(
             if (match := _PART_NAME.fullmatch(name)) and int(match[2]) == n_parts:
                 found[int(match[1])] = folder / name
     return found
-
-
-def parts_in_progress(
-    folder: Path,
-    n_parts: int,
-) -> dict[int, int]:  # number of a part -> recordings done; of several attempts that of the furthest
-    "Read how far the parts are that are being built."
-    found = dict[int, int]()
-    with suppress(FileNotFoundError):
-        for name in os.listdir(folder):
-            if (match := _STATUS_NAME.fullmatch(name)) and int(match[2]) == n_parts:
-                with suppress(OSError, ValueError), open(folder / name) as f:
-                    found[int(match[1])] = max(int(f.read(20)), found.get(int(match[1]), 0))
-    return found
-
-
-@contextmanager
-def _progress_file(path: Path) -> Iterator[Callable[[int], None]]:
-    "Yield a function that notes the number of recordings done in a file, once a second; the file is removed at the end."
-    new, due_s = path.with_suffix(".status-new"), time.monotonic()
-
-    def note(n_done: int) -> None:
-        nonlocal due_s
-        if time.monotonic() < due_s:
-            return
-        due_s = time.monotonic() + _STATUS_S
-        with suppress(OSError):  # the part does not depend on it
-            new.write_text(str(n_done))
-            os.replace(new, path)
-
-    try:
-        yield note
-    finally:
-        for old in (new, path):
-            with suppress(OSError):
-                old.unlink(missing_ok=True)
 
 
 def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises OutputError
@@ -278,6 +238,40 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
     _write_once(parts_folder(target) / LISTING_NAME, whole.save)
 
 
+# %% ../../../nbs/dataset/run/parts.ipynb #bf62e519
+def _results(engine: Engine) -> list[np.ndarray]:
+    "Return what the engine and the resampler compute from the recording of the self-check."
+    samples = check_recording(engine.spec)
+    found = [to_rate(samples[0], 3 * engine.spec.sample_rate, 2 * engine.spec.sample_rate)]
+    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
+        out = np.empty((1, *engine.spec.row_shape), np.float32)
+        found += [engine.run(x, out), out]
+    return found
+
+
+def _versions() -> dict[str, str]:
+    "Return the versions of what decodes, resamples and writes."
+    import soundfile
+    from leakmel import __version__
+
+    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
+    return {"leakmel": __version__} | decoders() | libraries
+
+
+def engine_probe(
+    engine: Engine,
+) -> str:  # 16 hexadecimal digits
+    "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
+    facts = {
+        "engine": engine.identity,
+        "spec": engine.spec.fingerprint(),
+        "byteorder": sys.byteorder,
+        "versions": _versions(),
+        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in _results(engine)],
+    }
+    return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]
+
+
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000007
 @dataclass(frozen=True)
 class PartLane:
@@ -334,26 +328,19 @@ def run_part(
             check_engine(engine)
         return PartResult(complete, number, n_parts, len(mine), 0.0, was_complete=True)
     attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
-    timeline, began_ns = Timeline(), time.time_ns()
-
-    def without_rows(rejected: Sequence[Rejected]) -> Path:
-        path = attempt.with_suffix(".empty")
-        _write_once(path, lambda new: write_rejected(new, mine, rejected, began_ns))
-        return path
-
+    timeline, path, without_rows = Timeline(), attempt, attempt.with_suffix(".empty")
     if not len(mine):  # more parts than recordings
-        return PartResult(without_rows([]), number, n_parts, 0, timeline.now_s())
-    with _progress_file(attempt.with_suffix(".status")) as note_done:
-        request = replace(request, note_done=note_done)
-        try:
-            build_targets(
-                request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
-            )
-            path = attempt
-        except BadFilesError as e:
-            if e.code != "all-rejected":
-                raise
-            path = without_rows(e.rejections)
+        _write_once(without_rows, Path.touch)
+        return PartResult(without_rows, number, n_parts, 0, timeline.now_s())
+    try:
+        build_targets(
+            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+        )
+    except BadFilesError as e:
+        if e.code != "all-rejected":
+            raise
+        path = without_rows
+        _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
     lane = PartLane(
         os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
@@ -622,8 +609,6 @@ def _start_parts(
         plan["n_parts"] = n_wanted
     elif not stored:
         shutil.rmtree(folder, ignore_errors=True)  # a listing without a plan may be an old one
-    for old in folder.glob("*.status"):  # of processes that were killed
-        old.unlink(missing_ok=True)
     _store_listing(whole, target)
     return plan
 
@@ -645,40 +630,6 @@ def _add_lane(
         timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
 
 
-def _count_done(
-    sizes: dict[tuple[Path, int], int],  # data set and number of a part -> recordings
-    done: Mapping[tuple[Path, int], PartFile],  # complete parts
-    left: dict[Path, int],  # data set -> parts
-) -> int:
-    "Count the recordings of complete parts, and those of parts that are being built."
-    complete = set(done)
-    n = sum(sizes[part] for part in complete)
-    for target, n_parts in left.items():
-        for k, n_own in parts_in_progress(parts_folder(target), n_parts).items():
-            if (target, k) in sizes and (target, k) not in complete:
-                n += min(n_own, sizes[target, k])
-    return n
-
-
-@contextmanager
-def _follow(bar: Progress, count: Callable[[], int]) -> Iterator[None]:
-    "Update a bar once a second from a thread."
-    ended = threading.Event()
-
-    def follow() -> None:
-        while not ended.wait(_STATUS_S):
-            with suppress(OSError):
-                bar.update(count())
-
-    thread = threading.Thread(target=follow, name="parts-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def build_on_cluster(
     request: BuildRequest,
     manifest: Manifest,
@@ -696,27 +647,15 @@ def build_on_cluster(
             expected="mode 'auto' or 'stream', and no preloaded recordings",
             remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
         )
-    with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
-        for _, target in targets:  # a second build of the same file would remove the parts of the first one
-            locks.enter_context(OutputLock(parts_folder(target)))
-        return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
-
-
-def _build_parts(
-    request: BuildRequest,
-    manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],
-    spec: MelSpec,
-    cluster: Cluster,
-    timeline: Timeline,
-    listed_s: float,
-) -> list[BuildResult]:
-    "Submit the parts, and join those of each data set in order."
     stop = f"{uuid.uuid4().hex[:8]}.stop"
-    request = replace(request, spec=spec, mode="stream", preloaded=None)
-    quiet = replace(request, progress="none", fresh=False)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
-    with open_cluster(cluster) as client:
+    with ExitStack() as stack:
+        spec = stack.enter_context(checked_inputs(manifest, targets, request.spec)).spec
+        request = replace(request, spec=spec, mode="stream", preloaded=None)
+        quiet = replace(request, progress="none", fresh=False)
+        for _, target in targets:  # a second build of the same file would remove the parts of the first one
+            stack.enter_context(OutputLock(parts_folder(target)))
+        client = stack.enter_context(open_cluster(cluster))
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
         for listing, target in targets:
             if not request.fresh and _can_be_updated(target, listing, spec):
@@ -737,9 +676,8 @@ def _build_parts(
         done = dict[tuple[Path, int], PartFile]()
         lanes = dict[tuple[str, str], str]()
         splits = {target: listing.split or listing.folder.name for listing, target in targets}
-        n_done = partial(_count_done, sizes, done, left)
         bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
-        with bar, closing(run_tasks(client, run_part, calls, names)) as finished, _follow(bar, n_done):
+        with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
 
             def in_order(target: Path) -> Iterator[PartFile]:
                 "Yield the parts of a data set, each when it is complete."
@@ -750,7 +688,8 @@ def _build_parts(
                         done[of[i], part.number] = PartFile(part.path, is_new=not part.was_complete)
                         if part.lane is not None:
                             _add_lane(timeline, part.lane, splits[of[i]], lanes)
-                        bar.update(n_done(), f"{len(done):,} of {len(calls):,} parts")
+                        n_done = sum(sizes[complete] for complete in done)
+                        bar.update(n_done, f"{len(done):,} of {len(calls):,} parts")
                     yield done[target, k]
 
             try:
@@ -776,37 +715,3 @@ def _build_parts(
                         (parts_folder(target) / stop).touch()  # parts that are being built end
                 raise
     return [results[target] for _, target in targets]
-
-
-# %% ../../../nbs/dataset/run/parts.ipynb #bf62e519
-def _results(engine: Engine) -> list[np.ndarray]:
-    "Return what the engine and the resampler compute from the recording of the self-check."
-    samples = check_recording(engine.spec)
-    found = [to_rate(samples[0], 3 * engine.spec.sample_rate, 2 * engine.spec.sample_rate)]
-    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-        out = np.empty((1, *engine.spec.row_shape), np.float32)
-        found += [engine.run(x, out), out]
-    return found
-
-
-def _versions() -> dict[str, str]:
-    "Return the versions of what decodes, resamples and writes."
-    import soundfile
-    from leakmel import __version__
-
-    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
-    return {"leakmel": __version__} | decoders() | libraries
-
-
-def engine_probe(
-    engine: Engine,
-) -> str:  # 16 hexadecimal digits
-    "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
-    facts = {
-        "engine": engine.identity,
-        "spec": engine.spec.fingerprint(),
-        "byteorder": sys.byteorder,
-        "versions": _versions(),
-        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in _results(engine)],
-    }
-    return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]

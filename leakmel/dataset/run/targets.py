@@ -46,8 +46,6 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
     "Draw the progress bars of all splits that have started, and stop where that was asked for."
     if (stop := run.request.stop_file) is not None and stop.exists():
         raise MachineError("the build was stopped by the process that distributes the parts", code="stopped")
-    if run.request.note_done is not None:
-        run.request.note_done(sum(job.n_done for job in jobs))
     for job in jobs:
         if job.split not in bars:
             n, n_before = len(job.listing), int(job.kept.sum())
