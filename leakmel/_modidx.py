@@ -1847,6 +1847,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts._agree': ( 'dataset/run/parts.html#_agree',
                                                                                  'leakmel/dataset/run/parts.py'),
+                                           'leakmel.dataset.run.parts._build_parts': ( 'dataset/run/parts.html#_build_parts',
+                                                                                       'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts._can_be_updated': ( 'dataset/run/parts.html#_can_be_updated',
                                                                                           'leakmel/dataset/run/parts.py'),
                                            'leakmel.dataset.run.parts._check_origin': ( 'dataset/run/parts.html#_check_origin',

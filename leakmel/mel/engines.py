@@ -366,7 +366,7 @@ def open_engine(
             found=repr(name),
             expected=f"auto or {', '.join(ENGINES)}",
         )
-    engine = load_class(name)(spec, device=device, options=options)  # type: ignore[call-arg]
+    engine = load_class(name)(spec, device=device, options=options)
     try:
         self_check(engine)
     except BaseException:

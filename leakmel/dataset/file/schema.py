@@ -315,7 +315,7 @@ def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     except OSError as e:
         if e.errno not in NO_FLOCK:
             raise
-    return h5py.File(path, mode, locking=False, **options)
+    return h5py.File(path, mode, **options | {"locking": False})
 
 
 _FAILED_CALL = re.compile(r"errno = (\d+), error message")
@@ -353,7 +353,10 @@ def new_file(
     **options: Any,  # of h5py.File
 ) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
-    return open_file(path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, **options)
+    # no lock: another process that starts meanwhile has the file open too for a moment
+    return open_file(
+        path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, locking=False, **options
+    )
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687

@@ -26,6 +26,7 @@ __all__ = [
 import json, logging, os, re, shutil, stat, sys, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from itertools import chain
@@ -647,15 +648,29 @@ def build_on_cluster(
             expected="mode 'auto' or 'stream', and no preloaded recordings",
             remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
         )
-    stop = f"{uuid.uuid4().hex[:8]}.stop"
-    results, left = dict[Path, BuildResult](), dict[Path, int]()
-    with ExitStack() as stack:
-        spec = stack.enter_context(checked_inputs(manifest, targets, request.spec)).spec
-        request = replace(request, spec=spec, mode="stream", preloaded=None)
-        quiet = replace(request, progress="none", fresh=False)
+    with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
         for _, target in targets:  # a second build of the same file would remove the parts of the first one
-            stack.enter_context(OutputLock(parts_folder(target)))
-        client = stack.enter_context(open_cluster(cluster))
+            locks.enter_context(OutputLock(parts_folder(target)))
+        request = replace(request, spec=decision.spec, mode="stream", preloaded=None)
+        return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
+
+
+def _build_parts(
+    request: BuildRequest,
+    manifest: Manifest,
+    targets: Sequence[tuple[Listing, Path]],
+    spec: MelSpec,
+    cluster: Cluster,
+    timeline: Timeline,
+    listed_s: float,
+) -> list[BuildResult]:
+    "Submit the parts, and join those of each data set in order."
+    stop = f"{uuid.uuid4().hex[:8]}.stop"
+    quiet = replace(request, progress="none", fresh=False)
+    facts: dict[str, Any] = {"pipeline": request.config, "check": request.check, "progress": "none"}
+    join_parts = partial(_join_files, timeline=timeline, listed_s=listed_s, **facts)
+    results, left = dict[Path, BuildResult](), dict[Path, int]()
+    with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
         for listing, target in targets:
             if not request.fresh and _can_be_updated(target, listing, spec):
@@ -697,17 +712,8 @@ def build_on_cluster(
                     files = in_order(target)
                     first = next(files)  # it has stored the plan with the engine
                     plan = _read_plan(parts_folder(target)) or {}
-                    results[target] = _join_files(
-                        target,
-                        plan,
-                        chain([first], files),
-                        request.config,
-                        request.check,
-                        "none",
-                        timeline,
-                        listed_s,
-                        is_current=True,
-                        fresh=request.fresh,
+                    results[target] = join_parts(
+                        target, plan, chain([first], files), is_current=True, fresh=request.fresh
                     )
             except BaseException:
                 for target in left:

@@ -389,16 +389,15 @@ def plan_run(
     if p["tuned"]:
         config, tuned_note = with_tuned(root, given, engine=p["engine"], switch="tuned=False")
     changes, spec_note = spec_changes(p)
-    reject_dry = config.on_dry_file == "reject"
-    listings = [x.without_dry() if reject_dry else x for x in manifest.listings]
+    listings = [x.without_dry() if config.on_dry_file == "reject" else x for x in manifest.listings]
     for listing in listings:
         check_listing(listing, manifest)
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
-    n_files = [len(x) for x in listings]
-    opened, reason = open_chosen(p["engine"], spec, sum(n_files), root=root, device=config.device)
-    with opened as engine:
-        identity, workers = engine.identity, plan_workers(config, spec, engine, max(n_files))
+    n_files = sum(map(len, listings))
+    engine, reason = open_chosen(p["engine"], spec, n_files, root=root, device=config.device)
+    with engine:
+        identity, workers = engine.identity, plan_workers(config, spec, engine, max(map(len, listings)))
     return RunPlan(
         parameters=p,
         data_root=root,
