@@ -269,7 +269,7 @@ def examine_engine(
     compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
-            with load_class(name)(spec, device=device) as engine:  # type: ignore[call-arg]
+            with load_class(name)(spec, device=device) as engine:
                 compared += parity(engine)
                 identity = engine.identity
     except (EngineUnavailable, ImportError) as e:

@@ -652,14 +652,24 @@ def build_on_cluster(
         for _, target in targets:  # a second build of the same file would remove the parts of the first one
             locks.enter_context(OutputLock(parts_folder(target)))
         request = replace(request, spec=decision.spec, mode="stream", preloaded=None)
-        return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
+        join_parts = partial(
+            _join_files,
+            pipeline=request.config,
+            check=request.check,
+            progress="none",
+            timeline=timeline,
+            listed_s=listed_s,
+            is_current=True,
+            fresh=request.fresh,
+        )
+        return _build_parts(request, manifest, targets, join_parts, cluster, timeline, listed_s)
 
 
 def _build_parts(
     request: BuildRequest,
     manifest: Manifest,
     targets: Sequence[tuple[Listing, Path]],
-    spec: MelSpec,
+    join_parts: Callable[..., BuildResult],  # gets a target, its plan and the files of its parts
     cluster: Cluster,
     timeline: Timeline,
     listed_s: float,
@@ -667,8 +677,7 @@ def _build_parts(
     "Submit the parts, and join those of each data set in order."
     stop = f"{uuid.uuid4().hex[:8]}.stop"
     quiet = replace(request, progress="none", fresh=False)
-    facts: dict[str, Any] = {"pipeline": request.config, "check": request.check, "progress": "none"}
-    join_parts = partial(_join_files, timeline=timeline, listed_s=listed_s, **facts)
+    spec = cast(MelSpec, request.spec)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
@@ -712,9 +721,7 @@ def _build_parts(
                     files = in_order(target)
                     first = next(files)  # it has stored the plan with the engine
                     plan = _read_plan(parts_folder(target)) or {}
-                    results[target] = join_parts(
-                        target, plan, chain([first], files), is_current=True, fresh=request.fresh
-                    )
+                    results[target] = join_parts(target, plan, chain([first], files))
             except BaseException:
                 for target in left:
                     with suppress(OSError):
