@@ -86,7 +86,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     "List the recordings of a folder, their labels and their problems."
     from leakmel.audio.manifest import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
-    from leakmel.dataset.run.proposal import propose_build
+    from leakmel.dataset.run.inputs import propose_build
 
     manifest = _scan(args, content=args.content)
     stored = None if args.save is None else manifest.save(args.save)
@@ -136,9 +136,9 @@ def run_scan(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #10d905d0
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build a verified log-mel data set from the recordings of one split, or one from each split."
-    from leakmel.dataset.run.plan import run_summary
-    from leakmel.dataset.run.config import with_tuned
     from leakmel.dataset.file.spec_file import requested_spec
+    from leakmel.dataset.run.config import with_tuned
+    from leakmel.dataset.run.pipeline import run_summary
     from leakmel.insight.advice import analysis_text
 
     spec, spec_note = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))

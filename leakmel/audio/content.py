@@ -49,10 +49,10 @@ from leakmel.audio.conform import (
 from .listing import Listing
 from .problems import Problem, show_place
 from .wav import OutOfMemory, ReadFailureGuard, read_wav
+from ..core.comparison import text_column
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
-from ..core.text_columns import text_column
 from ..core.store import LocalCopies
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ from .tables import csv_table, decode_text, read_table, read_table_bytes, row_er
 from .wav import pread_all
 from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, show_path, write_error
+from ..core.files import sync_folder, write_all
 from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
@@ -165,7 +166,7 @@ def append_decision(
                 )  # NFS shows what others wrote to those who open the file after them
             is_new = _append(fd, row, file)
         if is_new:
-            _sync_folder(file.parent)
+            sync_folder(file.parent)
     except OSError as e:
         raise write_error(e, file) from e
 
@@ -196,9 +197,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
         elif end != size:
             row = b"\n" + row
     try:
-        left = memoryview(row)
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, row)
         os.fsync(fd)
     except BaseException:
         os.ftruncate(fd, size)  # or half a line would stay
@@ -217,14 +216,6 @@ def _last_line(fd: int, size: int, file: Path, delimiter: str) -> tuple[int, boo
             at:
         ]
     return start + at, False
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # %% ../../nbs/audio/labels.ipynb #cac430fb

@@ -70,13 +70,12 @@ from leakmel.audio.problems import (
 )
 from .tables import NameTable, missing_files, paths_below_root, read_table, table_columns
 from .wav import MACHINE_FAULTS
-from ..core.comparison import text_key
-from ..core.errors import DataError, LeakmelError, UsageError, show_path, write_error
-from ..core.own_files import read_own, sealed
+from ..core.comparison import text_column, text_key
+from ..core.errors import DataError, LeakmelError, UsageError, show_path
+from ..core.files import read_own, sealed, write_whole
 from ..core.parameters import answer_unknown
 from ..core.progress import DelayedProgress
 from ..core.store import StorePath, absolute_folder, is_url, names_in, store_path
-from ..core.text_columns import text_column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -271,19 +270,9 @@ class Manifest:
             "part_of": self.part_of,
         }
         path = Path(os.path.abspath(file))
-        new = path.with_name(f".{path.name}.new")
-        try:
-            new.unlink(missing_ok=True)  # never written through a link
-            with open(new, "xb") as f, io.BytesIO() as content:
-                arrays = _stored_arrays(facts, self.listings, self.unmatched)
-                np.savez(content, allow_pickle=False, **arrays)
-                f.write(sealed(content.getvalue()))
-            os.replace(new, path)
-        except OSError as e:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-            raise write_error(e, path) from e
-        return path
+        with io.BytesIO() as content:
+            np.savez(content, allow_pickle=False, **_stored_arrays(facts, self.listings, self.unmatched))
+            return write_whole(path, sealed(content.getvalue()), sync=False)
 
     @staticmethod
     def load(

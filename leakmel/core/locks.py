@@ -13,17 +13,19 @@ __all__ = [
     "owner_path",
     "OwnerLock",
     "lock_kind",
+    "OutputLock",
 ]
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, os, time
+import errno, fcntl, json, math, os, stat, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from .errors import OutputError, show_path
+from .errors import OutputError, show_path, write_error
+from .monitor import read_small_file
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # the last two differ on macOS
@@ -56,15 +58,7 @@ def locked_error(
 
 
 # %% ../../nbs/core/locks.ipynb #29c4f0d9
-_BOOT = "/proc/sys/kernel/random/boot_id"
-
-
-def _system_text(path: str) -> str:
-    "Return the text of a small file of the system; empty if it cannot be read."
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _start_of(pid: int) -> str | None:  # None: unknown
@@ -75,10 +69,10 @@ def _start_of(pid: int) -> str | None:  # None: unknown
         return ""
     except PermissionError:
         pass  # a process of another user
-    fields = _system_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read_small_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if len(fields) < 20:
         return None
-    return "" if fields[0] in "ZX" else f"{_system_text(_BOOT)} {fields[19]}"
+    return "" if fields[0] in "ZX" else f"{read_small_file(_BOOT)} {fields[19]}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ def _this_machine() -> str:
         table = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-    return f"{_system_text('/etc/machine-id') or _system_text(_BOOT)} {table}"
+    return f"{read_small_file(Path('/etc/machine-id')) or read_small_file(_BOOT)} {table}"
 
 
 def this_owner() -> Owner:
@@ -159,7 +153,7 @@ class OwnerLock:
         target: Path,  # the file that the lock protects
         *,
         wait_s: float = 0,  # seconds to wait for another holder
-        say: Callable[[str], None] = lambda holder: None,  # called with the holder before waiting
+        say: Callable[[str], None] | None = None,  # called with the holder before waiting
     ):
         self.target = target
         self.path = owner_path(target)
@@ -179,9 +173,9 @@ class OwnerLock:
                 continue
             if time.monotonic() >= until:
                 raise self._error(found)
-            if not reported:
+            if self.say is not None and not reported:
                 self.say(str(found))
-                reported = True
+            reported = True
             time.sleep(_POLL_S)  # nothing reports that a link is gone
         self.token = owner.token
         return self
@@ -231,3 +225,72 @@ def lock_kind(
         with OwnerLock(probe):
             return "owner"
     return ""
+
+
+# %% ../../nbs/core/locks.ipynb #05344e15
+class OutputLock:
+    "File lock for one output path; a context manager."
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        wait: Callable[[str], None] | None = None,  # called with the holder before waiting; None: do not wait
+    ):
+        self.target = target
+        self.path = target.with_name(f".{target.name}.lock")
+        self.wait = wait
+        self.fd = -1
+        self.owner: OwnerLock | None = None  # where there is no flock
+
+    def __enter__(self) -> Self:
+        try:
+            while self.fd < 0 and self.owner is None:  # the last holder removed the file before it was locked
+                self._lock()
+        except OSError as e:
+            raise write_error(e, self.path) from e
+        return self
+
+    def _lock(self) -> None:
+        "Lock the lock file, unless it was removed or replaced in the meantime; without flock, lock by a link."
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                has_flock = flock(fd, wait=False)
+            except BlockingIOError:
+                has_flock = self._wait_for_holder(fd)
+            if not has_flock:
+                self.path.unlink(missing_ok=True)
+                wait_s = 0 if self.wait is None else math.inf
+                self.owner = OwnerLock(self.target, wait_s=wait_s, say=self.wait).__enter__()
+                return
+            st = os.fstat(fd)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.path), st):
+                    if st.st_nlink == 1 and stat.S_ISREG(st.st_mode):
+                        os.ftruncate(fd, 0)
+                        with suppress(OSError):  # a full disk: the lock holds without the number too
+                            os.pwrite(fd, str(os.getpid()).encode(), 0)
+                        self.fd = fd
+                    else:
+                        self.path.unlink()  # a file that has another name too must not be written
+        finally:
+            if self.fd < 0:
+                os.close(fd)
+
+    def _wait_for_holder(self, fd: int) -> bool:
+        "Wait for the lock, or raise OutputError; return what `flock` returns."
+        holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+        if self.wait is None:
+            raise locked_error(self.target, holder)
+        self.wait(holder)
+        return flock(fd, wait=True)
+
+    def __exit__(self, *exc) -> None:
+        with suppress(OSError):  # what stays locks nothing when this process ends
+            if self.owner is not None:
+                self.owner.__exit__(*exc)
+                return
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self.fd)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .own_files import open_private
+from .files import open_private, sealed, unsealed
 
 # %% ../../nbs/core/machine_code.ipynb #6d630005
 DONE = (0, -2)  # status of a numba function that returns a number, or None
@@ -147,21 +147,13 @@ def _link(body: bytes, functions: Mapping[str, Any]) -> dict[str, CompiledFuncti
     return {name: CompiledFunction(name, places[name], about["arrays"]) for name, about in functions.items()}
 
 
-def _digest(about: dict[str, Any], body: bytes) -> str:
-    "Return the digest of an object and what is known of it."
-    known = json.dumps([about[name] for name in ("functions", "constants", "needs")], sort_keys=True)
-    return hashlib.sha256(known.encode() + body).hexdigest()
-
-
 def _read(
     path: Path,
 ) -> tuple[dict[str, CompiledFunction], dict[str, int]]:  # raises OSError, ValueError, KeyError
     "Load functions and constants from an object file that only this user, or root, can have written."
     with open(open_private(path), "rb") as file:
-        head, _, body = file.read().partition(b"\n")
+        head, _, body = unsealed(file.read(), strict=True).partition(b"\n")
     about = json.loads(head)
-    if _digest(about, body) != about["digest"]:
-        raise ValueError("the digest of the object file is not that of its content")
     library = ctypes.CDLL(None)
     if missing := [name for name in about["needs"] if not hasattr(library, name)]:
         raise ValueError(f"the C library lacks {', '.join(missing)}")
@@ -176,13 +168,12 @@ def _write(
     needs: list[str],  # functions of the C library
 ) -> None:  # raises OSError
     "Store an object file under its final name only when it is complete."
-    about: dict[str, Any] = {"functions": functions, "constants": constants, "needs": needs}
-    about["digest"] = _digest(about, body)
+    about = {"functions": functions, "constants": constants, "needs": needs}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
-            file.write(json.dumps(about).encode() + b"\n" + body)
+            file.write(sealed(json.dumps(about).encode() + b"\n" + body))
             os.fchmod(file.fileno(), 0o644)  # root may install it for others
         os.replace(name, path)
     except BaseException:

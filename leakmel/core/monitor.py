@@ -210,8 +210,8 @@ def cgroup_limits(
 def read_small_file(path: Path) -> str:
     "Text of a small file, empty if it cannot be read."
     try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
         return ""
 
 

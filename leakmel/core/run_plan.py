@@ -17,12 +17,11 @@ __all__ = [
 import json, os
 from collections.abc import Iterable
 from datetime import datetime
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from .errors import write_error
+from .files import replacing
 
 
 # %% ../../nbs/core/run_plan.ipynb #7ed0a4aa
@@ -90,14 +89,8 @@ def write_run_file(
     text: str,
 ) -> Path:  # raises OutputError, SpaceError
     "Write a text file of a run."
-    new = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(path) as new:
         new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
-        os.replace(new, path)
-    except OSError as e:
-        with suppress(OSError):
-            new.unlink()
-        raise write_error(e, path) from e
     return path
 
 

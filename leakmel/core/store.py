@@ -356,27 +356,14 @@ class LocalCopies:
         import asyncio  # what a build from a local folder does not need
 
         self._loop = asyncio.new_event_loop()
-        self._free = asyncio.Semaphore(_TOGETHER)
-        self._thread = threading.Thread(target=self._run, name="leakmel-download", daemon=True)
+        self._free, self._ended = asyncio.Semaphore(_TOGETHER), asyncio.Event()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its end ends all requests
+                runner.run(self._ended.wait())
+
+        self._thread = threading.Thread(target=run, name="leakmel-download", daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        "Run requests until `close`, which ends those that have not ended."
-        import asyncio
-
-        async def cancel_all() -> None:
-            # begins after the loop has told those who wait of requests that ended in its last turn
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-        try:
-            self._loop.run_forever()
-        finally:
-            with suppress(Exception):
-                self._loop.run_until_complete(cancel_all())
-            self._loop.close()
 
     def start(
         self,
@@ -453,7 +440,7 @@ class LocalCopies:
         with self._lock:
             self._closed, place, self._place = True, self._place, None
         if place is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join()
             place.cleanup()
 

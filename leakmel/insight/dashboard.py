@@ -45,7 +45,7 @@ import numpy as np
 from ..audio.problems import ProblemReport, how_many, format_counts, show_place
 from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak, size_text
-from ..core.own_files import read_own_json
+from ..core.files import read_own_json
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..core.timeline import Gauge, Timeline, read_timeline

@@ -88,7 +88,7 @@ def open_explorer(
 ) -> Explorer:  # raises LeakmelError for invalid parameters
     "Scan the recordings, apply the filter and resolve the spec."
     from leakmel.audio.manifest import scan, split_name
-    from leakmel.dataset.run.plan import find_data, spec_changes
+    from leakmel.dataset.run.pipeline import find_data, spec_changes
 
     p = parameters
     root, _ = find_data(p["data_root"], progress=progress)

@@ -34,14 +34,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..audio.labels import read_labels
 from ..audio.manifest import scan
 from ..core.errors import DataError, UsageError, missing_remedy, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_path, write_summary
 from ..dataset.file.schema import data_set_name
-from ..dataset.run.pipeline import build_all
-from ..dataset.run.plan import find_data
-from ..audio.labels import read_labels
+from ..dataset.run.pipeline import build_all, find_data
 from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, group_split, without_validation
 from .data.task import make_task
@@ -51,11 +50,11 @@ from .evaluate.report import Evaluation
 from .model.card import evaluation_result
 from .model.detector import load_detector
 from .model.devices import pick_device
+from .model.files import list_checkpoints
 from .model.locate import model_file
 from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import Predictions, predict, rule_of
-from .model.files import list_checkpoints
 from .train.loop import TrainResult, steps_after, train
 from .train.pretraining import PRETRAIN_STEPS
 

@@ -33,9 +33,9 @@ import leakmel as lm
 from ..core.cluster import Cluster
 from ..core.errors import UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
-from ..dataset.run.plan import find_data
 from ..core.progress import announce
 from ..core.run_plan import run_folder, runs_folder, user_path, write_summary
+from ..dataset.run.pipeline import find_data
 from .evaluate.evaluation import try_to_record
 from .evaluate.report import Evaluation
 from .metrics.metrics import FIGURES

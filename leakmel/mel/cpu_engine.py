@@ -149,10 +149,7 @@ class CpuEngine(Engine):
     version = "2"
 
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
-        if device not in ("auto", "cpu"):
-            raise EngineError(
-                "the cpu engine computes only on the CPU", code="not-on-device", found=f"device={device!r}"
-            )
+        super().__init__(spec, device=device, options=options)
         if spec.n_fft // 2 not in RADICES or spec.n_fft % 2:
             raise UnsupportedSpec(
                 "the cpu engine does not support this FFT length",
@@ -161,7 +158,6 @@ class CpuEngine(Engine):
                 expected=f"a power of two from 64 to {2 * max(RADICES):,}",
                 remedy="use engine='torch', or another n_fft",
             )
-        super().__init__(spec)
         self.workers = usable_cores()
         self._tables = {
             np.dtype(kind): make_tables(spec, scale) for kind, scale in ((np.int16, 2**31), (np.float32, 1))

@@ -28,11 +28,11 @@ import torch
 
 from ..core.errors import EngineError, LeakmelError, UsageError
 from ..core.timeline import Timeline
-from .device import Device
-from leakmel.mel.device_buffers import (
+from leakmel.mel.device import (
     BatchPart,
     Chain,
     ChainFactory,
+    Device,
     DeviceBlock,
     DeviceBuffers,
     DeviceTicket,

@@ -131,7 +131,13 @@ class Engine(ABC):
     workers = 1  # useful number of threads that call `run` at the same time
     host_bytes = 0  # of `host_array`s that are pinned for a device
 
-    def __init__(self, spec: MelSpec):
+    def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
+        if device not in ("auto", "cpu"):  # an engine for devices has another constructor
+            raise EngineError(
+                f"the {self.name} engine computes only on the CPU",
+                code="not-on-device",
+                found=f"device={device!r}",
+            )
         self.spec = spec
 
     @property
@@ -183,15 +189,6 @@ class ReferenceEngine(Engine):
     "Float64 reference with the engine interface."
 
     name = "reference"
-
-    def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
-        if device not in ("auto", "cpu"):
-            raise EngineError(
-                "the reference engine computes only on the CPU",
-                code="not-on-device",
-                found=f"device={device!r}",
-            )
-        super().__init__(spec)
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute with NumPy in float64, round once."
@@ -270,7 +267,7 @@ class UnsupportedSpec(EngineError):
 ENGINES = {
     "triton": ("leakmel.mel.triton_kernel", "TritonEngine"),
     "torch": ("leakmel.mel.torch_engine", "TorchEngine"),
-    "torchaudio": ("leakmel.mel.torchaudio_engine", "TorchaudioEngine"),
+    "torchaudio": ("leakmel.mel.torch_engine", "TorchaudioEngine"),
     "cpu": ("leakmel.mel.cpu_engine", "CpuEngine"),
     "reference": ("leakmel.mel.engines", "ReferenceEngine"),
 }
@@ -369,7 +366,7 @@ def open_engine(
             found=repr(name),
             expected=f"auto or {', '.join(ENGINES)}",
         )
-    engine = load_class(name)(spec, device=device, options=options)  # type: ignore[call-arg]
+    engine = load_class(name)(spec, device=device, options=options)
     try:
         self_check(engine)
     except BaseException:

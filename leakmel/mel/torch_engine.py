@@ -15,24 +15,31 @@ __all__ = [
     "one_thread",
     "TorchEngine",
     "precision_recordings",
+    "import_torchaudio",
+    "TorchaudioLogMel",
+    "TorchaudioChain",
+    "TorchaudioEngine",
 ]
 
 # %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
-import threading
+import sys, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..audio.wav import digest_of
 from ..audio.conform import FULL_SCALE, even_step, int16_moments, moments_of
+from ..audio.wav import digest_of
+from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
-from .engines import DeviceOptions, check_recording
+from .engines import DeviceOptions, EngineUnavailable, UnsupportedSpec, check_recording
 from .reference import hann_periodic
 from .spec import MelSpec
 
@@ -296,3 +303,153 @@ def precision_recordings(spec: MelSpec) -> np.ndarray:
     tone = 32_766 * np.sin(2 * np.pi * (spec.n_fft // 5 + 0.3) / spec.n_fft * np.arange(n) + 0.3)
     noise = np.clip(rng.normal(0, 3000, n), -32_768, 32_767)
     return np.stack([noise, tone + rng.integers(-1, 2, n)]).round().astype(np.int16)
+
+
+# %% ../../nbs/mel/torch_engine.ipynb #e04babf4
+def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not installed
+    "Import torchaudio; without its compiled part if that does not fit the installed torch."
+    try:
+        return import_module("torchaudio")
+    except ImportError as e:
+        raise EngineUnavailable(
+            f"engine torchaudio is not installed ({e})",
+            code="engine-missing",
+            remedy="pip install 'leakmel[learn]', or use engine='auto'",
+        ) from e
+    except (OSError, RuntimeError):  # the compiled part does not load
+        for name in [n for n in sys.modules if n.split(".")[0] == "torchaudio"]:
+            del sys.modules[name]
+    extension = ModuleType("torchaudio._extension")
+    extension.__dict__.update(
+        _IS_TORCHAUDIO_EXT_AVAILABLE=False,
+        _IS_ALIGN_AVAILABLE=False,
+        fail_if_no_align=lambda function: function,  # alignment, unused here, fails when it is called
+        _check_cuda_version=lambda: None,
+    )
+    sys.modules[extension.__name__] = extension
+    return import_module("torchaudio")
+
+
+# %% ../../nbs/mel/torch_engine.ipynb #63cb9600
+class TorchaudioLogMel:
+    "Stock MelSpectrogram with the logarithm and the segments of a spec, on one device."
+
+    def __init__(
+        self,
+        spec: MelSpec,
+        device: torch.device | str = "cpu",
+    ):  # raises UnsupportedSpec if the transform cannot compute the spec, EngineUnavailable without torchaudio
+        for name, what in (("n_fft", "an odd FFT length"), ("sample_rate", "an odd sample rate")):
+            if getattr(spec, name) % 2:
+                raise UnsupportedSpec(
+                    f"the filter bank of torchaudio is wrong for {what}",
+                    code="not-stock",
+                    found=f"{name}={getattr(spec, name)}",
+                    expected=f"an even {name}",
+                    remedy=f"use engine='auto', or an even {name}",
+                )
+        self.spec = spec
+        starts, index = spec.grid.distinct
+        step = even_step(starts) if len(starts) > 1 else spec.n_samples
+        self.n_frames = len(starts)  # distinct frames of a recording
+        in_order = step is None or np.array_equal(index.ravel(), np.arange(len(starts)))
+        self.index = None if in_order else torch.from_numpy(index.ravel()).to(device)
+        segments = spec.grid.frame_starts[:, :, 0].ravel()
+        self.segments = torch.from_numpy(segments).to(device) if step is None else None
+        self.transform = (
+            import_torchaudio()
+            .transforms.MelSpectrogram(
+                spec.sample_rate,
+                n_fft=spec.n_fft,
+                hop_length=step or spec.hop_length,
+                f_min=spec.f_min_hz,
+                f_max=spec.top_hz,
+                n_mels=spec.n_mels,
+                power=spec.power,
+                center=False,
+                norm=spec.mel_norm,
+                mel_scale=spec.mel_scale,
+            )
+            .to(device)
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        "Compute recordings [n, N] float32 -> [n, L, S, M, T] float32, dB."
+        n_long, n_short, n_mels, n_frames = self.spec.row_shape
+        if self.segments is None:
+            db = self._to_db(self.transform(x)[..., : self.n_frames])  # [n, M, D]
+            if self.index is not None:
+                db = db[..., self.index]
+            return db.reshape(len(x), n_mels, n_long, n_short, n_frames).permute(0, 2, 3, 1, 4)
+        parts = x.unfold(1, self.spec.short_window, 1)[:, self.segments]  # [n, L S, samples]
+        return self._to_db(self.transform(parts)).reshape(len(x), n_long, n_short, n_mels, n_frames)
+
+    def _to_db(self, mels: torch.Tensor) -> torch.Tensor:
+        return mels.clamp(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
+
+
+# %% ../../nbs/mel/torch_engine.ipynb #2c0bd0e3
+class TorchaudioChain:
+    "Chain for a device; it computes G recordings (a granule) at a time."
+
+    def __init__(self, spec: MelSpec, device: Device, n_block: int):
+        matmul: Any = torch.backends.cuda.matmul  # `fp32_precision` is new in torch 2.9
+        if matmul.fp32_precision not in ("none", "ieee"):
+            raise EngineError(
+                "the process allows float32 matrix products of a lower precision, which would change rows",
+                code="float32-precision",
+                found=repr(matmul.fp32_precision),
+                expected="'ieee'",
+                remedy="set torch.backends.cuda.matmul.fp32_precision = 'ieee', or use another engine",
+            )
+        self.granule = block_files(spec, device.kind)
+        self.log_mel = TorchaudioLogMel(spec, device.torch_device)
+        self.samples = device.empty((self.granule, spec.n_samples), torch.float32).zero_()
+        self.moments = DeviceMoments(spec, device, self.granule)
+
+    def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
+        "Launch: `x` [n, N] -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64."
+        for start in range(0, len(x), self.granule):
+            part = slice(start, start + self.granule)
+            some = x[part]
+            self.samples[: len(some)].copy_(some)
+            if x.dtype == torch.int16:
+                self.samples[: len(some)].mul_(1 / 32_768)
+            mels[part].copy_(self.log_mel(self.samples)[: len(some)])
+            if moments is not None:
+                self.moments.launch(some, moments[part])
+
+
+class _StockHostChain:
+    "Chain for the CPU, with the buffer of one thread."
+
+    def __init__(self, spec: MelSpec):
+        self.n_block = block_files(spec, "cpu")
+        self.log_mel = TorchaudioLogMel(spec)
+        self.samples = torch.zeros(self.n_block, spec.n_samples)
+
+    def features(self, samples: np.ndarray, out: np.ndarray) -> None:
+        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `n_block`; a whole block is always computed."
+        some = self.samples[: len(samples)].copy_(torch.from_numpy(samples))
+        if samples.dtype == np.int16:
+            some.mul_(1 / 32_768)
+        torch.from_numpy(out).copy_(self.log_mel(self.samples)[: len(some)])
+
+
+class TorchaudioEngine(TorchEngine):
+    "Engine: log-mel features by the stock torchaudio transform, in float32."
+
+    name = "torchaudio"
+    version = "1"
+    make_chain = TorchaudioChain
+    host_chain = _StockHostChain
+
+    def __init__(
+        self,
+        spec: MelSpec,
+        *,
+        device: str | list[Device] = "auto",
+        options: DeviceOptions | None = None,
+    ):
+        TorchaudioLogMel(spec)  # rejects a spec before a device is opened
+        super().__init__(spec, device=device, options=options)

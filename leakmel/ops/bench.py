@@ -293,7 +293,7 @@ def synthetic_set_of_size(
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
     from leakmel.audio.synth import WAV_BYTES, write_demo
-    from leakmel.dataset.file.writer import require_space
+    from leakmel.core.files import require_space
 
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():

@@ -341,7 +341,7 @@ def examine_disk(folder: str | os.PathLike) -> Check:
 def examine_recordings(folder: str | os.PathLike) -> Check:
     "Check whether the recordings of a folder can be built with inferred settings."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.run.proposal import propose_build
+    from leakmel.dataset.run.inputs import propose_build
 
     if not has_recordings(folder):
         return Check("recordings", "ok", "the folder has no recordings")
@@ -614,7 +614,7 @@ def examine_engine(
     compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
-            with load_class(name)(spec, device=device) as engine:  # type: ignore[call-arg]
+            with load_class(name)(spec, device=device) as engine:
                 compared += parity(engine)
                 identity = engine.identity
     except (EngineUnavailable, ImportError) as e:

@@ -75,7 +75,7 @@ from leakmel.dataset.run.config import (
 )
 from ..dataset.run.engine_choice import choose_engine
 from ..dataset.run.inputs import SpecLike, decide_spec
-from ..dataset.run.plan import build_defaults, build_kinds, find_data, spec_changes
+from ..dataset.run.pipeline import build_defaults, build_kinds, find_data, spec_changes
 from ..dataset.run.publish import BuildResult
 from ..insight.diagnose import aligned
 from ..insight.plots import label_colour, f32, styled_figure

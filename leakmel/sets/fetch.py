@@ -43,8 +43,8 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
+from ..core.files import read_own_json, sealed_json
 from ..core.locks import OwnerLock, flock, locked_error
-from ..core.own_files import read_own_json, sealed_json
 from ..core.progress import Progress
 from ..core.run_plan import user_path
 from .archives import ARCHIVES, Member, checked_parts, read_members

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.display import Markdown, display
 
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.run.plan import runs_folder
+from leakmel.dataset.run.pipeline import runs_folder
 from leakmel.ops.bench import newest, store
 
 

@@ -79,7 +79,7 @@ def stock_log_mel(
     job: Job,
 ) -> Callable[[Any], Any]:  # torch tensors [n, N] float32 -> [n, L, S, M, T] float16
     "Return the transform of leakmel's engine torchaudio, without the engine."
-    from leakmel.mel.torchaudio_engine import TorchaudioLogMel
+    from leakmel.mel.torch_engine import TorchaudioLogMel
 
     log_mel = TorchaudioLogMel(job.spec)
     return lambda x: log_mel(x).half()
@@ -377,7 +377,7 @@ def import_modules(
     def load(name: str) -> ModuleType:
         if name != "torchaudio":
             return import_module(name)
-        from leakmel.mel.torchaudio_engine import import_torchaudio
+        from leakmel.mel.torch_engine import import_torchaudio
 
         return import_torchaudio()
 

@@ -35,8 +35,8 @@ from leakmel.audio.synth import wav_bytes
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
-from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.run.pipeline import PipelineConfig
 from independent import content, fit, log_mel, off, read, walk
 
 
@@ -1223,7 +1223,7 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
-    from leakmel.dataset.run.plan import execute, plan_run
+    from leakmel.dataset.run.pipeline import execute, plan_run
 
     data, file, _ = by_table
     given = {

@@ -5,7 +5,7 @@ import pytest
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.parameters import EARLIER_SETTINGS, answer_unknown
-from leakmel.dataset.run.plan import build_kinds
+from leakmel.dataset.run.pipeline import build_kinds
 from leakmel.learn.plans import training_kinds
 
 BUILD, TRAIN = list(build_kinds()), list(training_kinds())

@@ -24,15 +24,13 @@ from leakmel.audio import labels
 from leakmel.audio.labels import Decision, append_decision, read_decisions
 from leakmel.core import locks
 from leakmel.core.errors import OutputError
-from leakmel.core.locks import Owner, OwnerLock, lock_kind, owner_path, read_owner, this_owner
-from leakmel.dataset.file.writer import OutputLock
+from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, owner_path, read_owner, this_owner
 
 WITHOUT_FLOCK = """
 import errno, fcntl, os, pathlib, sys, time
 def refused(fd, operation): raise OSError(errno.{code}, os.strerror(errno.{code}))
 fcntl.flock = refused
-from leakmel.core.locks import OwnerLock
-from leakmel.dataset.file.writer import OutputLock
+from leakmel.core.locks import OutputLock, OwnerLock
 target = pathlib.Path(sys.argv[1])
 """
 HOLD = "with OutputLock(target): print('held', flush=True); time.sleep(60)\n"

@@ -31,14 +31,15 @@ from leakmel.core.errors import (
     SpecError,
     VerifyError,
 )
-from leakmel.dataset.source import loader
-from leakmel.dataset.run import inputs, publish
+from leakmel.core.locks import OutputLock
 from leakmel.dataset.file import writer
+from leakmel.dataset.file.writer import RowFile
+from leakmel.dataset.run import inputs, publish
+from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.ring import Ring
-from leakmel.dataset.file.writer import OutputLock, RowFile
+from leakmel.dataset.source import loader
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
 from independent import check, content, leftovers, log_mel, walk

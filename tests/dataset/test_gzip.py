@@ -20,11 +20,15 @@ import pytest
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import OutputError
-from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
-from leakmel.dataset.file.chunks import create_compressed, map_in_order, compress_rows, compress_chunk
 from leakmel.dataset.file.schema import Metadata, new_file
-from leakmel.dataset.file.writer import RowFile
+from leakmel.dataset.file.writer import (
+    RowFile,
+    compress_chunk,
+    compress_rows,
+    create_compressed,
+    map_in_order,
+)
 from independent import content, leftovers, same
 from test_writer import WAVE, build_both, metadata_of, with_waves
 
@@ -73,7 +77,7 @@ def test_chunks_equal_those_of_the_hdf5_library(tmp_path, n, dtype, row):
             data=rows,
             chunks=x.chunks,
             compression="gzip",
-            compression_opts=chunks.GZIP_LEVEL,
+            compression_opts=writer.GZIP_LEVEL,
             shuffle=True,
             track_times=False,
         )
@@ -106,7 +110,7 @@ def test_plain_h5py_reads_compressed_data_sets(tmp_path):
 
 def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
     "Nor on which thread is slow."
-    rows, real, calls = noise(200), chunks.compress_chunk, iter(range(10_000))
+    rows, real, calls = noise(200), writer.compress_chunk, iter(range(10_000))
     expected = packed(tmp_path, rows, "one.h5", chunk_bytes=3 * rows[0].nbytes, threads=1).read_bytes()
 
     def uneven(*a: Any) -> bytes:
@@ -114,7 +118,7 @@ def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
             time.sleep(0.004)
         return real(*a)
 
-    monkeypatch.setattr(chunks, "compress_chunk", uneven)
+    monkeypatch.setattr(writer, "compress_chunk", uneven)
     for threads in (2, 8):
         assert (
             packed(
@@ -128,7 +132,7 @@ def test_compressed_data_sets_do_not_depend_on_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=9000))
     found = []
     for cores in (1, 8):
-        monkeypatch.setattr(chunks, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(writer, "usable_cores", lambda cores=cores: cores)
         file, meta = whole(tmp_path, 70, f"{cores}.h5")
         file.compress(meta)
         file.publish(sync=False)
@@ -216,7 +220,7 @@ def test_a_build_with_waveforms_is_right(tmp_path, make_wav):
 
 def test_number_of_queued_chunks_is_bounded(tmp_path, monkeypatch):
     "A slow writer must not make chunks pile up."
-    rows, real, made, ahead = noise(300), chunks.compress_chunk, iter(range(10_000)), list[int]()
+    rows, real, made, ahead = noise(300), writer.compress_chunk, iter(range(10_000)), list[int]()
     last, written = 0, 0
 
     def counted(*a: Any) -> bytes:
@@ -231,22 +235,22 @@ def test_number_of_queued_chunks_is_bounded(tmp_path, monkeypatch):
         written += 1
         return False
 
-    monkeypatch.setattr(chunks, "compress_chunk", counted)
+    monkeypatch.setattr(writer, "compress_chunk", counted)
     packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2, stopped=slow_writer)
     assert len(ahead) == 300
-    assert 2 <= max(ahead) <= 2 * chunks._CHUNKS_PER_THREAD
+    assert 2 <= max(ahead) <= 2 * writer._CHUNKS_PER_THREAD
 
 
 def test_chunks_are_compressed_in_parallel(tmp_path, monkeypatch):
     "Each of the first two waits for the other: one after the other they would wait for ever."
-    both, real, calls = threading.Barrier(2), chunks.compress_chunk, iter(range(1000))
+    both, real, calls = threading.Barrier(2), writer.compress_chunk, iter(range(1000))
 
     def meeting(*a: Any) -> bytes:
         if next(calls) < 2:
             both.wait(timeout=60)
         return real(*a)
 
-    monkeypatch.setattr(chunks, "compress_chunk", meeting)
+    monkeypatch.setattr(writer, "compress_chunk", meeting)
     rows = noise(40)
     with h5py.File(packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2)) as f:
         assert np.array_equal(f["x"][:], rows)
@@ -279,7 +283,7 @@ def test_an_error_in_a_thread_leaves_the_whole_file(tmp_path, monkeypatch, code)
         return b"x"
 
     monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=4096))
-    monkeypatch.setattr(chunks, "compress_chunk", broken)
+    monkeypatch.setattr(writer, "compress_chunk", broken)
     with pytest.raises(OSError, match=os.strerror(code)):
         file.compress(meta)
     assert file.partial.read_bytes() == before
@@ -345,17 +349,16 @@ import os, sys, time
 from functools import partial
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])      # one thread packs
 from leakmel.cli import main
-from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
-writer.create_compressed = partial(chunks.create_compressed, chunk_bytes=1)
-real, sent = chunks.compress_chunk, sys.argv.pop(1)
+writer.create_compressed = partial(writer.create_compressed, chunk_bytes=1)
+real, sent = writer.compress_chunk, sys.argv.pop(1)
 def slow(*a):
     os.write(1, b".")
     until = time.monotonic() + 60
     while not os.path.exists(sent) and time.monotonic() < until: time.sleep(0.01)      # however late the signal is
     time.sleep(0.3)
     return real(*a)
-chunks.compress_chunk = slow
+writer.compress_chunk = slow
 raise SystemExit(main(sys.argv[1:]))
 """
 
@@ -386,7 +389,7 @@ def test_signal_during_compression_leaves_a_resumable_state(tmp_path, make_wav, 
         sent.touch()
         rest, _ = child.communicate(timeout=60)
     assert child.returncode == 128 + number
-    assert rest.count(b".") < 2 * chunks._CHUNKS_PER_THREAD, "the rest was still compressed"
+    assert rest.count(b".") < 2 * writer._CHUNKS_PER_THREAD, "the rest was still compressed"
     assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
     config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)
     result = lm.build(

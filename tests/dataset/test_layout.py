@@ -18,11 +18,10 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.dataset.file.schema import ALIGNMENT
-from leakmel.dataset.source.loader import Slot
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.plan import execute, plan_run
-from leakmel.dataset.run.job import store_waveforms, waveform_shape
 from leakmel.dataset.file.writer import RowFile
+from leakmel.dataset.run.job import store_waveforms, waveform_shape
+from leakmel.dataset.run.pipeline import PipelineConfig, execute, plan_run
+from leakmel.dataset.source.loader import Slot
 from leakmel.mel.engines import CPU_ENGINES
 from independent import content, fit, leftovers, log_mel, off, read, walk
 

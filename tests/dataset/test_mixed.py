@@ -19,8 +19,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec
-from leakmel.dataset.run.proposal import propose_build
+from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec, propose_build
 from leakmel.insight.explore import Explorer
 from leakmel.insight.explore import recordings_of_scan
 
@@ -109,7 +108,7 @@ def _same_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_plan_report_and_explore_agree_with_the_build(tmp_path: Path) -> None:
-    from leakmel.dataset.run.plan import plan_run
+    from leakmel.dataset.run.pipeline import plan_run
 
     root = tmp_path / "data"
     label_folders(root)

@@ -21,21 +21,25 @@ from leakmel.audio.manifest import scan
 from leakmel.audio.wav import digest_of
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
+from leakmel.core.locks import OutputLock
 from leakmel.core.timeline import Timeline
-from leakmel.dataset.source import sample_cache
 from leakmel.dataset.run import modes
-from leakmel.dataset.source.sample_cache import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.modes import MODES, choose_mode
+from leakmel.dataset.source import sample_cache
+from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.source.sample_cache import (
+    SUFFIX,
     CachedReader,
     SampleCache,
     SampleRows,
+    cache_folder,
     cache_key,
+    cache_path,
+    clear_cache,
+    list_cache,
     load,
 )
-from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.run.modes import MODES, choose_mode
-from leakmel.dataset.file.writer import OutputLock
 from leakmel.mel.spec import MelSpec
 
 SPEC = MelSpec.preset("disjoint", duration_s=1)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from hypothesis import strategies as st
 from independent import check
 
 import leakmel as lm
+from leakmel.audio.conform import digests_of
+from leakmel.audio.listing import part_range
 from leakmel.audio.synth import write_demo, write_wav
 from leakmel.cli import main
 from leakmel.core.cluster import open_cluster, run_tasks
@@ -40,18 +41,18 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset.file.writer import OutputLock
-from leakmel.audio.listing import part_range
-from leakmel.dataset.check import verify as verify_module
-from leakmel.audio.conform import digests_of
-from leakmel.dataset.run import existing as existing_module
-from leakmel.dataset.run import job as job_module
-from leakmel.dataset.run import open_jobs as open_jobs_module
-from leakmel.dataset.run import ring as ring_module
+from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, covered_s, read_timeline
-from leakmel.dataset.run import parts as parts_module
-from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder, parts_in_progress
+from leakmel.dataset.check import verify as verify_module
+from leakmel.dataset.run import (
+    existing as existing_module,
+    job as job_module,
+    open_jobs as open_jobs_module,
+    parts as parts_module,
+    ring as ring_module,
+)
+from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
 from leakmel.dataset.source.loader import BadFilesError
 from leakmel.insight.advice import analysis_text
 from leakmel.insight.diagnose import attribute, interval_s
@@ -172,14 +173,6 @@ def test_parts_without_a_row(tmp_path):
     made = join(tmp_path / "x.h5", progress="none", keep_parts=True)
     assert made.path.read_bytes() == right
     assert len(made.rejections) == 20
-    assert not [s for s in made.timeline.spans if s.stage == "read"]  # the bad files are not read again
-    for path in finished_parts(parts_folder(made.path), 5).values():
-        if path.suffix == ".empty":  # damaged: they are
-            path.write_text('{"rejected": [["../x.wav", "not_wav", ""]], "stamps": [[0, 0, 0, 0]]}')
-    made.path.unlink()
-    made = join(tmp_path / "x.h5", progress="none", keep_parts=True)
-    assert made.path.read_bytes() == right
-    assert [s for s in made.timeline.spans if s.stage == "read"]
 
 
 def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
@@ -194,7 +187,6 @@ def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
     paths[0].write_bytes(good)
     made = join(tmp_path / "x.h5", progress="none")
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
-    assert made.summary["changes"]["changed"] == 1
 
 
 # ---------------------------------------------------------------- changes and damage between part and join
@@ -631,8 +623,8 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
         kept.update({p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()})
         return original(*args, **more)
 
-    original = parts_module._Joining.join
-    monkeypatch.setattr(parts_module._Joining, "join", note)
+    original = parts_module._join_files
+    monkeypatch.setattr(parts_module, "_join_files", note)
     with ThreadPoolExecutor(2) as threads:
         made = lm.build(large, split="training", out=target, cluster=threads, **QUIET)
     assert before.items() <= kept.items()
@@ -781,42 +773,23 @@ def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_p
 # ---------------------------------------------------------------- progress and timeline
 
 
-def test_bar_moves_before_the_first_part_is_complete(demo, whole, tmp_path, monkeypatch):
+def test_bar_counts_the_recordings_of_complete_parts(demo, whole, tmp_path, monkeypatch):
     target, events = tmp_path / "x.h5", list[tuple[int, str]]()
 
     class Recorded(Progress):
         def update(self, n_done: int, note: str = "") -> None:
             super().update(n_done, note)
             events.append((n_done, self.note))
-            if n_done:
-                (tmp_path / "seen").touch()
-
-    original = parts_module._progress_file
-
-    @contextmanager
-    def waiting(path: Path) -> Iterator[Callable[[int], None]]:
-        "No part ends before the bar has moved."
-        with original(path) as note:
-
-            def note_and_wait(n: int) -> None:
-                note(n)
-                if n:
-                    wait_for((tmp_path / "seen").exists, 30)
-
-            yield note_and_wait
 
     monkeypatch.setattr(parts_module, "Progress", Recorded)
-    monkeypatch.setattr(parts_module, "_progress_file", waiting)
-    monkeypatch.setattr(parts_module, "_STATUS_S", 0.01)
     monkeypatch.setattr(parts_module, "_MIN_PART_SIZE", 20)
     with ThreadPoolExecutor(2) as pool:
         made = lm.build(demo, split="training", out=target, cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
-    assert made.summary["parts"] >= 2
-    first = next((n, note) for n, note in events if n)
-    assert first[1] == ""  # no part was complete
-    assert 0 < first[0] <= made.found
-    assert max(n for n, _ in events) == made.found
+    n = made.summary["parts"]
+    assert [note for _, note in events] == [f"{k} of {n} parts" for k in range(1, n + 1)]
+    assert [k for k, _ in events] == sorted(k for k, _ in events)
+    assert events[-1][0] == made.found
 
 
 @pytest.mark.parametrize(
@@ -1012,20 +985,6 @@ def test_a_part_that_fails_leaves_no_file(demo, tmp_path, monkeypatch):
     with raises("machine", MachineError):
         build_part(demo, part=(1, 2), split="training", out=tmp_path / "x.h5", **QUIET)
     assert sorted(p.name for p in parts_folder(tmp_path / "x.h5").iterdir()) == ["listing.npz", "plan.json"]
-
-
-def test_progress_of_parts_is_that_of_the_furthest_attempt(tmp_path):
-    for name, text in {
-        "00001-of-00003.aaaaaaaa.status": "10",
-        "00001-of-00003.bbbbbbbb.status": "7",
-        "00002-of-00003.cccccccc.status": "",
-        "00003-of-00003.dddddddd.status": "3\n",
-        "00001-of-00004.eeeeeeee.status": "99",
-        "plan.json": "{}",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert parts_in_progress(tmp_path, 3) == {1: 10, 3: 3}
-    assert parts_in_progress(tmp_path / "absent", 3) == {}
 
 
 @pytest.fixture(scope="module")

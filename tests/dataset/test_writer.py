@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from errors import raises
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError, UsageError
+from leakmel.core.files import replacing, require_space
+from leakmel.core.locks import OutputLock
 from leakmel.dataset.file import schema, writer
 from leakmel.dataset.file.schema import (
     FILE_COLUMNS,
@@ -29,7 +31,7 @@ from leakmel.dataset.file.schema import (
     name_columns,
     root_attributes,
 )
-from leakmel.dataset.file.writer import OutputLock, RowFile, part_offsets, require_space, reserve
+from leakmel.dataset.file.writer import RowFile, part_offsets, reserve
 from leakmel.mel.spec import MelSpec
 from independent import content, leftovers, same
 
@@ -636,7 +638,7 @@ def test_stale_lock_file_does_not_block(tmp_path):
 
 def test_killed_holder_does_not_block(tmp_path):
     code = (
-        "import time, pathlib\nfrom leakmel.dataset.file.writer import OutputLock\n"
+        "import time, pathlib\nfrom leakmel.core.locks import OutputLock\n"
         f"with OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
@@ -673,6 +675,6 @@ def test_name_too_long_for_its_companions_is_an_output_error(tmp_path):
 
 
 def test_a_clean_up_that_fails_does_not_hide_the_error(tmp_path):
-    with raises("usage", UsageError), writer.replacing(tmp_path / "x") as new:
+    with raises("usage", UsageError), replacing(tmp_path / "x") as new:
         new.mkdir()  # cannot be unlinked
         raise UsageError("the error", code="usage")

@@ -24,7 +24,7 @@ from leakmel.core.timeline import (
     write_timeline,
 )
 from leakmel.core.errors import UsageError
-from leakmel.dataset.run import plan
+from leakmel.dataset.run.pipeline import ANALYSES as BUILD_ANALYSES
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.file.writer import RowFile
@@ -730,7 +730,7 @@ def test_a_short_analysis_without_a_suggestion_or_without_time():
 
 
 def test_an_unknown_analysis_is_an_error():
-    assert ANALYSES == plan.ANALYSES
+    assert ANALYSES == BUILD_ANALYSES
     with pytest.raises(UsageError) as caught:
         analysis_text(disk_bound(), analysis="much")
     assert caught.value.code == "out-of-range"

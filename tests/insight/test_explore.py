@@ -20,9 +20,8 @@ from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
-from leakmel.dataset.run.plan import build_kinds, plan_run
 from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
-from leakmel.insight.plots import recording_spectra
+from leakmel.dataset.run.pipeline import build_kinds, plan_run
 from leakmel.insight.explore import (
     Explorer,
     SegmentSelection,
@@ -44,6 +43,7 @@ from leakmel.insight.explore_view import (
     rate_options,
     shows_controls,
 )
+from leakmel.insight.plots import recording_spectra
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}

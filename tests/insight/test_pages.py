@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from errors import raises
 
-from leakmel.core.text_columns import text_column
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
+from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, OutputError
 from leakmel.insight.page_figures import PLOTLY, figure_html, html_figures, notebook_page, plotly_script
 from leakmel.insight.page_figures import Section, write_report

@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn.retrain import promotion, rounds
+from leakmel.learn.data.groups import recordings_of
+from leakmel.learn.data.loaders import open_loader
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.splits import LeakySplitWarning
+from leakmel.learn.data.task import LEFT_OUT, make_task
+from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
+from leakmel.learn.model.files import write_whole
 from leakmel.learn.model.locate import (
     CHAMPION_FILE,
     RECORD,
@@ -31,32 +38,23 @@ from leakmel.learn.model.locate import (
     read_lineage,
     round_folder,
 )
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.retrain import promotion, rounds
 from leakmel.learn.retrain.promotion import (
     begin_lineage,
     champion_entry,
+    check_overlap,
+    compare_models,
+    decide,
     finish_interrupted_round,
     weights_digest,
 )
-from leakmel.learn.model.files import write_whole
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
-from leakmel.learn.retrain.promotion import (
-    compare_models,
-    decide,
-    check_overlap,
-)
-from leakmel.learn.data.groups import recordings_of
 from leakmel.learn.retrain.selection import UNLABELLED, apply_human_labels, labels_by_content
 from leakmel.learn.retrain.selection import read_human_labels, recording_paths
 from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
-from leakmel.learn.metrics.bootstrap import Groups, recording_groups
-from leakmel.learn.data.loaders import open_loader
-from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.retrain.selection import LabelledSegments, SegmentSubset, part_digest, whole_recordings
 from leakmel.learn.retrain.rounds import EarlierLabelsWarning, RoundRules, retrain
-from leakmel.learn.data.splits import LeakySplitWarning
-from leakmel.learn.data.task import LEFT_OUT, make_task
-from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.loop import CheckpointSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -775,7 +773,7 @@ def test_test_recordings_are_never_trained_on(networks, tmp_path):
 
 
 def test_one_round_at_a_time(networks, tmp_path):
-    from leakmel.dataset.file.writer import OutputLock
+    from leakmel.core.locks import OutputLock
 
     with OutputLock(tmp_path / "model.pt"), pytest.raises(OutputError, match="another round"):
         retrain(**round_arguments(networks, tmp_path))
@@ -842,9 +840,9 @@ def test_interrupted_round_keeps_the_champion_and_is_resumed(
 KILLED = """
 import os, signal, sys
 import leakmel as lm
-from leakmel.learn.train import loop as training
-from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.model.settings import settings_from
+from leakmel.learn.retrain.rounds import RoundRules, retrain
+from leakmel.learn.train import loop as training
 from leakmel.learn.train.loop import CheckpointSettings
 save, n = training.TrainingRun.save, 0
 def dying(self):

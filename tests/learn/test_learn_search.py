@@ -29,11 +29,11 @@ from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
-from leakmel.dataset.file.writer import OutputLock
-from leakmel.learn.search import search as module
-from leakmel.learn.search import trials as trials_module
-from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.core.locks import OutputLock
+from leakmel.learn.data.splits import LeakySplitWarning, group_split
 from leakmel.learn.model.detector import load_detector
+from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+from leakmel.learn.search import search as module, trials as trials_module
 from leakmel.learn.search.search import SearchResult, search, verdict
 from leakmel.learn.search.trials import (
     DEFAULT_SPACE,
@@ -44,8 +44,6 @@ from leakmel.learn.search.trials import (
     read_state,
     trial_settings,
 )
-from leakmel.learn.data.splits import LeakySplitWarning, group_split
-from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")

@@ -24,13 +24,13 @@ from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_word
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
+from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import SAMPLE_KEYS, Sampler
-from leakmel.dataset.file.writer import OutputLock
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
 from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
-from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
+from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.learn.train import loop
 from leakmel.learn.train.history import EpochFigures, is_better
 from leakmel.learn.train.inputs import open_training

@@ -25,10 +25,9 @@ from leakmel.audio.manifest import Manifest
 from leakmel.audio.native import CODE
 from leakmel.core import machine_code
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.core.own_files import open_private, read_own_json, sealed, sealed_json, unsealed
+from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.run.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
-from leakmel.dataset.run.existing import read_rejected, read_state, state_path, write_rejected
-from leakmel.dataset.file.schema import Rejected
+from leakmel.dataset.run.existing import read_state, state_path
 from leakmel.dataset.source.sample_cache import list_cache
 from leakmel.insight.dashboard import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
@@ -178,22 +177,6 @@ def checkpoint(tmp: Path) -> Case:
     return Case(path=path, use=use)
 
 
-def rejected(tmp: Path) -> Case:
-    for k in range(5):
-        put(tmp / "r", f"LEAK/{k}.wav", noise(k, 100))
-    (listed,) = lm.scan(tmp / "r", progress="none").listings
-    bad = [Rejected(p, "too_short", f"of {k} samples") for k, p in enumerate(listed.paths)]
-    write_rejected(tmp / "x.empty", listed, bad, 1 << 62)
-
-    def use() -> Any:
-        found, numbers = read_rejected(tmp / "x.empty", listed)
-        if not found:
-            raise DataError("read again", code="damaged-file")
-        return found, numbers.tolist()
-
-    return Case(path=tmp / "x.empty", use=use)
-
-
 def built(tmp: Path, **options: Any) -> Path:
     for k in range(8):
         put(tmp / "r", f"{'LEAK' if k % 2 else 'NOLEAK'}/{k}.wav", noise(k, 4096 + 50 * k))
@@ -285,7 +268,6 @@ CASES = {
         search,
         champion,
         checkpoint,
-        rejected,
         state,
         report,
         samples,

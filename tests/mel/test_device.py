@@ -26,8 +26,7 @@ from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
 from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
-from leakmel.mel import device as module
-from leakmel.mel import device_engine, engines
+from leakmel.mel import device as module, device_engine, engines
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
@@ -857,7 +856,7 @@ def test_torchaudio_rows_do_not_depend_on_batches(device: str, long_hop: int) ->
     noise = rng.integers(-32_768, 32_767, (20, spec.n_samples), dtype=np.int16)
     x = np.concatenate([check_recording(spec), noise])
     alone: np.ndarray = np.full((len(x), *spec.row_shape), np.nan, np.float16)
-    from leakmel.mel.torchaudio_engine import TorchaudioEngine
+    from leakmel.mel.torch_engine import TorchaudioEngine
 
     with TorchaudioEngine(spec, device=on_device(device)) as engine:
         self_check(engine)

@@ -14,8 +14,7 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio.conform import moments_of
-from leakmel.audio.conform import even_step
+from leakmel.audio.conform import even_step, moments_of
 from leakmel.core.errors import EngineError, SpecError, UsageError
 from leakmel.mel import engines, reference, spec as spec_module
 from leakmel.mel.engines import (
@@ -649,7 +648,7 @@ def test_filterbank_of_torchaudio(
 ) -> None:
     if find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
-    from leakmel.mel.torchaudio_engine import import_torchaudio
+    from leakmel.mel.torch_engine import import_torchaudio
 
     melscale_fbanks = import_torchaudio().functional.melscale_fbanks
     theirs = melscale_fbanks(n_fft // 2 + 1, low, high, n_mels, rate, norm, scale).numpy()

@@ -21,7 +21,8 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
-from leakmel.core.errors import DataError, OutputError
+from leakmel.core.errors import DataError, OutputError, write_error
+from leakmel.dataset.file.spec_file import write_spec
 from leakmel.dataset.run.config import (
     LIMITS,
     SCHEMA,
@@ -33,9 +34,7 @@ from leakmel.dataset.run.config import (
     with_tuned,
     write_tuned,
 )
-from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_run
-from leakmel.dataset.file.spec_file import write_spec
-from leakmel.core.errors import write_error
+from leakmel.dataset.run.pipeline import RunPlan, build_kinds, execute, plan_run
 from leakmel.ops import tune as tune_module
 from leakmel.ops.tune import (
     DEFAULT,

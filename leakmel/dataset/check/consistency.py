@@ -36,13 +36,12 @@ from leakmel.audio.listing import (
     is_recording_name,
     is_system_folder,
 )
-from ...audio.naming import Naming, SPLITS
+from ...audio.naming import SPLITS, Naming
 from ...audio.tables import NameTable, paths_below_root
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
 from ...core.store import LocalCopies, absolute_folder, is_url, store_path
 from .expected import expected_row
-from ..file.chunks import create_compressed
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     EXTRA,
@@ -62,6 +61,7 @@ from leakmel.dataset.file.schema import (
     read_column,
     write_metadata,
 )
+from ..file.writer import create_compressed
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde

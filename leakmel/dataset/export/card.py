@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import show_path
-from ...core.own_files import read_own_json
+from ...core.files import read_own_json
 from .columns import ExportSource, column_pages, n_rejected, rejected_pages
 from .tables import require_package
 from ..file.schema import DIGEST_ATTRIBUTE, WAVEFORMS

@@ -31,7 +31,8 @@ import numpy as np
 
 from ...core.errors import OutputError, VerifyError, missing_package, write_error
 from .columns import ExportSource, column_names
-from ..file.writer import OutputLock, require_space, sync_folder
+from ...core.files import require_space, sync_folder
+from ...core.locks import OutputLock
 
 
 # %% ../../../nbs/dataset/export/tables.ipynb #f0850005

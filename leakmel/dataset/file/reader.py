@@ -16,10 +16,9 @@ from typing import Any, Self, TYPE_CHECKING
 import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
-from ...core.comparison import text_key
+from ...core.comparison import text_column, text_key
 from ...core.errors import DataError, LeakmelError, VerifyError, show_path
-from ...core.text_columns import text_column
-from .chunks import read_at
+from ...core.files import read_at
 from leakmel.dataset.file.schema import (
     EXTRA,
     LABELS,

@@ -41,7 +41,6 @@ __all__ = [
     "write_metadata",
     "unsafe_parts",
     "opening_error",
-    "has_hdf5_signature",
     "description",
 ]
 
@@ -315,7 +314,7 @@ def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     except OSError as e:
         if e.errno not in NO_FLOCK:
             raise
-    return h5py.File(path, mode, locking=False, **options)
+    return h5py.File(path, mode, **options | {"locking": False})
 
 
 _FAILED_CALL = re.compile(r"errno = (\d+), error message")
@@ -353,7 +352,10 @@ def new_file(
     **options: Any,  # of h5py.File
 ) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
-    return open_file(path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, **options)
+    # no lock: another process that starts meanwhile has the file open too for a moment
+    return open_file(
+        path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, locking=False, **options
+    )
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687
@@ -620,7 +622,7 @@ def opening_error(
             path=path,
             remedy=f"{remedy}; the file may be intact",
         )
-    is_hdf5 = has_hdf5_signature(path)
+    is_hdf5 = h5py.is_hdf5(path)
     return VerifyError(
         "the HDF5 file is damaged" if is_hdf5 else "the file is not an HDF5 file",
         code="not-hdf5",
@@ -628,22 +630,6 @@ def opening_error(
         found=str(error),
         remedy="copy the file again, or build the data set again" if is_hdf5 else "give a leakmel data set",
     )
-
-
-def has_hdf5_signature(
-    path: str | os.PathLike,
-) -> bool:  # raises DataError, MachineError
-    "Whether a file is one of HDF5, perhaps a damaged one or one that another program is writing."
-    at = 0
-    try:
-        with open(path, "rb", buffering=0) as f:
-            while len(head := os.pread(f.fileno(), 8, at)) == 8:
-                if head == b"\x89HDF\r\n\x1a\n":
-                    return True
-                at = max(512, 2 * at)  # behind a user block
-    except OSError as e:
-        raise opening_error(e, path) from e
-    return False
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30003
@@ -779,13 +765,7 @@ def _identity(
     path: str | os.PathLike | int,
 ) -> tuple[int, ...]:  # raises OSError
     "Return device, inode, size and times of a regular file, which change when it changes."
-    if not isinstance(path, int):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return _identity(fd)
-        finally:
-            os.close(fd)
-    s = os.fstat(path)
+    s = os.stat(path)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 
 from leakmel.core.errors import (
     DataError,
@@ -33,10 +35,10 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
+from ...core.files import replacing
 from ...core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from .reader import open_dataset
-from .schema import data_set_name, has_hdf5_signature
-from .writer import replacing
+from .schema import data_set_name
 from ...mel.spec import MelSpec, preset_values
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #e3f5f1c2
@@ -256,7 +258,7 @@ def requested_spec(
     training = path / data_set_name("TRAINING")
     if training.is_file():
         there = spec_of_data_set(training)
-    elif path.is_file() and has_hdf5_signature(path):
+    elif path.is_file() and h5py.is_hdf5(path):
         there = spec_of_data_set(path)
     else:
         there = read_spec(path)

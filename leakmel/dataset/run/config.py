@@ -38,10 +38,9 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
+from ...core.files import read_own_json, replacing, sealed_json
 from ...core.monitor import machine_facts, usable_cores, wsl_version
-from ...core.own_files import read_own_json, sealed_json
 from ...core.parameters import check_types, field_choices, field_kinds
-from ..file.writer import replacing
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 

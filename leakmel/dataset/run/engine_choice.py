@@ -12,6 +12,7 @@ __all__ = [
     "EngineChoice",
     "engine_of_data_set",
     "choose_engine",
+    "open_chosen",
 ]
 
 # %% ../../../nbs/dataset/run/engine_choice.ipynb #65630003
@@ -28,7 +29,7 @@ from ...core.monitor import usable_cores
 from ..file.schema import open_file
 from .config import find_tuned
 from .journal import engine_of_journal, journal_path
-from ...mel.engines import ENGINES, engine_candidates
+from ...mel.engines import ENGINES, DeviceOptions, Engine, engine_candidates, open_engine
 from ...mel.spec import MelSpec
 
 
@@ -235,3 +236,22 @@ def choose_engine(
         tuple(order),
         f"engine auto takes {best.engine} on {best.device}: {n_files:,} recordings are expected to take {text(best)} and {text(other)}.",
     )
+
+
+def open_chosen(
+    name: str,  # "auto" or one of ENGINES
+    spec: MelSpec,
+    n_files: int,
+    *,
+    root: str | os.PathLike,  # as for `choose_engine`
+    device: str,  # as in PipelineConfig
+    options: DeviceOptions | None = None,
+    targets: Sequence[Path] = (),
+    fresh: bool = False,
+) -> tuple[Engine, str]:  # checked, the caller closes it; and why `auto` took it, empty if the user named it
+    "Open the engine of a build."
+    if name != "auto":
+        return open_engine(name, spec, device=device, options=options), ""
+    choice = choose_engine(spec, n_files, root=root, device=device, targets=targets, fresh=fresh)
+    engine = open_engine(name, spec, device=device, options=options, order=choice.order)
+    return engine, choice.reason_of(engine.name, engine.device)

@@ -15,8 +15,6 @@ __all__ = [
     "write_state",
     "read_state",
     "ExistingDataset",
-    "write_rejected",
-    "read_rejected",
     "open_existing",
 ]
 
@@ -30,11 +28,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.conform import native
-from ...audio.conform import FIGURES
+from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
 from ...core.errors import MachineError
-from ...core.own_files import read_own_json, sealed, sealed_json, unsealed
+from ...core.files import open_regular_file, replacing, sealed, unsealed
+from ...core.store import StorePath
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     ROWS,
@@ -46,8 +44,6 @@ from leakmel.dataset.file.schema import (
     open_file,
     read_column,
 )
-from ..file.writer import replacing
-from ...core.store import StorePath
 from .journal import KNOWN, folder_inodes
 from ..source.loader import PLAIN, decoders
 
@@ -187,10 +183,9 @@ def read_state(
 ) -> State | None:  # None if no state file belongs to the data set
     "Read the state file of the existing data set; raises nothing."
     try:
-        fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            mine, st = os.fstat(fd), os.stat(target)
-            if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MAX_HEADER_BYTES:
+        with open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f:
+            st = os.stat(target)
+            if os.fstat(f.fileno()).st_size > st.st_size + _MAX_HEADER_BYTES:
                 return None  # a data set holds more about each recording
             text, _, data = unsealed(f.read()).partition(b"\n")
         head = json.loads(text)
@@ -261,41 +256,6 @@ def _is_unchanged(
     same = (stamps == now) & (now["size"] == listing.sizes[numbers])
     same &= (now["mtime_ns"] == listing.mtimes_ns[numbers]) | (now["size"] < 0)
     return same & (listing.label_ids[numbers].clip(max=0) == unread)
-
-
-def write_rejected(
-    path: Path,  # file to write
-    listing: Listing,
-    rejected: Sequence[Rejected],  # all recordings of the listing
-    began_ns: int,  # when the build began, by the clock of the files
-) -> None:  # raises OSError
-    "Write the rejected files of a part without a row, and their stamps."
-    none, n = np.zeros(len(listing), bool), len(listing)
-    stamps = stamps_at_build(listing, none, np.zeros(n, np.int64), rejected, began_ns)
-    lines = [(os.fsdecode(r.path), r.code, r.message) for r in sorted(rejected, key=lambda r: r.path)]
-    path.write_bytes(sealed_json({"rejected": lines, "stamps": stamps.tolist()}, indent=None))
-
-
-def read_rejected(
-    path: Path,  # of `write_rejected`
-    listing: Listing,
-) -> tuple[list[Rejected], np.ndarray]:  # files that need not be read again, and their candidates
-    "Read the rejected files of a part without a row that have not changed since; a damaged file has none."
-    try:
-        body = read_own_json(path)
-        rejected = [
-            Rejected(os.fsencode(name), str(code), str(text)) for name, code, text in body["rejected"]
-        ]
-        stamps = np.array([tuple(values) for values in body["stamps"]], STAMP)
-        place = {name: k for k, name in enumerate(listing.paths)}
-        numbers = np.array([place[r.path] for r in rejected], np.int64)
-        unread = np.array([_UNREAD.get(r.code, 0) for r in rejected], np.int64)
-        if len(stamps) != len(rejected) or len(set(numbers.tolist())) != len(rejected):
-            raise ValueError("not all files have a stamp")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return [], np.zeros(0, np.int64)
-    same = _is_unchanged(listing, numbers, stamps, unread, np.ones(len(numbers), bool))
-    return [rejected[k] for k in np.flatnonzero(same)], numbers[same]
 
 
 def open_existing(

@@ -17,7 +17,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/job.ipynb #b33870a8
 import os, threading, time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
@@ -116,9 +116,6 @@ class BuildRequest:
     with_waveforms: bool
     fresh: bool = False  # compute every row, also those of earlier builds
     stop_file: Path | None = None  # where this file appears, the build stops
-    note_done: Callable[[int], None] | None = (
-        None  # called a few times a second with the number of recordings done
-    )
 
     def __post_init__(self):
         mode, ready = self.mode, self.preloaded

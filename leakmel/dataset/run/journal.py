@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/journal.ipynb #381de27c
-import base64, functools, json, logging, os, stat, sys, threading, time
+import base64, functools, json, logging, os, sys, threading, time
 from contextlib import suppress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...core.errors import SpaceError, write_error
+from ...core.files import open_regular_file, sync_folder, write_all, write_errors
 from ...core.store import StorePath
 from ..source.loader import FACTS, decoders
-from ..file.writer import sync_folder, write_errors
 
 log = logging.getLogger("leakmel")
 
@@ -204,10 +204,7 @@ def engine_of_journal(
     from leakmel import __version__
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return None
+        with open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f:
             head = _body(f.readline(_MAX_HEADER_BYTES))
             if (head["schema"], head["leakmel_version"]) != (JOURNAL_SCHEMA, __version__) or not f.read(1):
                 return None
@@ -223,14 +220,9 @@ def read_journal(
     "Return the entries of a journal if it belongs to the same build."
     n = identity["n_candidates"]
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as f:
-            st = os.fstat(fd)
-            if (
-                not stat.S_ISREG(st.st_mode)
-                or st.st_nlink > 1
-                or st.st_size > _MAX_HEADER_BYTES + _MAX_BYTES * n
-            ):
+        with open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f:
+            st = os.fstat(f.fileno())
+            if st.st_nlink > 1 or st.st_size > _MAX_HEADER_BYTES + _MAX_BYTES * n:
                 raise ValueError("not a journal")
             head = _body(f.readline())
             for key, value in identity.items():
@@ -313,7 +305,7 @@ class Journal:
             if n_bytes:
                 os.ftruncate(self.fd, n_bytes)
             else:
-                self._append(_line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
+                write_all(self.fd, _line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
         except OSError as e:
             self._give_up(e)
 
@@ -335,17 +327,12 @@ class Journal:
                     sync_folder(self.path.parent)  # the names of both files
                 for at in range(0, len(numbers), _MAX_ROWS_PER_LINE):
                     entry = make(numbers[at : at + _MAX_ROWS_PER_LINE])
-                    self._append(_entry_line(entry))
+                    write_all(self.fd, _entry_line(entry))
                     self.n_entered += len(entry.known)
                 if confirm:
                     _sync_data(self.fd)
             except OSError as e:
                 self._give_up(e)
-
-    def _append(self, line: bytes) -> None:
-        view = memoryview(line)
-        while len(view):
-            view = view[os.write(self.fd, view) :]
 
     def _give_up(self, error: OSError) -> None:
         "Continue without a journal if the disk is full; raise any other error as an OutputError."

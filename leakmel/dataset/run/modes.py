@@ -184,57 +184,51 @@ class Preloaded:
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #391328d4
-@dataclass(frozen=True)
-class _Loader:
-    "Loader of recordings into memory or cache files."
+def _load_listing(
+    ready: Preloaded,  # gets the recordings
+    listing: Listing,
+    config: PipelineConfig,
+    timeline: Timeline,
+    progress: str,
+) -> str:
+    "Load the recordings of one listing into memory or a cache file; return a log line."
+    began_s, n = timeline.now_s(), len(listing)
+    reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
+    key = cache_key(listing, ready.spec)
 
-    ready: Preloaded
-    config: PipelineConfig
-    timeline: Timeline
-    progress: str
-
-    def fill(self, reader: BatchReader, key: str, rows: SampleRows) -> SampleCache:
-        "Read all recordings of a listing into rows, with a progress bar."
-        listing, n = reader.listing, len(reader.listing)
+    def fill(rows: SampleRows) -> SampleCache:
+        "Read all recordings into rows, with a progress bar."
+        ready.inflows[listing.split] = reader.cache_use
         what = "preload" if rows.in_memory else "cache file"
-        self.ready.inflows[listing.split] = reader.cache_use
-        label = f"{listing.split or listing.folder.name}: {what}"
-        with Progress(n, label=label, show=self.progress) as bar:
+        with Progress(n, label=f"{listing.split or listing.folder.name}: {what}", show=progress) as bar:
             return load(
                 reader,
                 rows,
                 key,
-                n_threads=self.config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8)),
-                timeline=self.timeline,
+                n_threads=config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8)),
+                timeline=timeline,
                 watch=bar.update,
-                ahead=plan_read_ahead([reader], self.config.read_ahead),
+                ahead=plan_read_ahead([reader], config.read_ahead),
             )
 
-    def load_listing(self, listing: Listing) -> str:
-        "Load one listing; return a log line."
-        ready, config, began_s = self.ready, self.config, self.timeline.now_s()
-        reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
-        key = cache_key(listing, ready.spec)
-        what = "preload: read into memory"
-        if ready.choice.used == "preload":
-            most_bytes = config.ram_fraction * free_memory()
-            rows = SampleRows(len(listing), ready.spec.n_samples, most_bytes=most_bytes)
-            try:
-                cache = self.fill(reader, key, rows)
-            except BaseException:
-                rows.close()  # the error's traceback would keep the memory
-                raise
-        else:
-            path = cache_path(cache_folder(config.cache_dir), listing.split, key)
-            say = partial(announce, show=self.progress)
-            cache, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
-            what = f"memmap: cache file {'created' if is_new else 'loaded'}"
-        ready.held[listing.split] = cache
-        seconds = self.timeline.now_s() - began_s
-        return (
-            f"{what}, {len(cache):,} of {len(listing):,} recordings, {size_text(cache.rows.n_bytes)} "
-            f"in {seconds:.2f} s, {len(listing) / seconds:,.0f} files/s"
-        )
+    what = "preload: read into memory"
+    if ready.choice.used == "preload":
+        rows = SampleRows(n, ready.spec.n_samples, most_bytes=config.ram_fraction * free_memory())
+        try:
+            cache = fill(rows)
+        except BaseException:
+            rows.close()  # the error's traceback would keep the memory
+            raise
+    else:
+        path = cache_path(cache_folder(config.cache_dir), listing.split, key)
+        cache, is_new = open_cache(path, reader, key, fill, partial(announce, show=progress))
+        what = f"memmap: cache file {'created' if is_new else 'loaded'}"
+    ready.held[listing.split] = cache
+    seconds = timeline.now_s() - began_s
+    return (
+        f"{what}, {len(cache):,} of {n:,} recordings, {size_text(cache.rows.n_bytes)} "
+        f"in {seconds:.2f} s, {n / seconds:,.0f} files/s"
+    )
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #0e20af3b
@@ -290,7 +284,6 @@ def prepare(
             remedy="choose a cache_dir outside the data folder",
         )
     ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
-    loader = _Loader(ready, config, timeline, progress)
 
     def say(line: str) -> None:
         ready.lines.append(line)
@@ -304,7 +297,7 @@ def prepare(
         while ready.choice.used != "stream":
             try:
                 for listing in listings:
-                    say(loader.load_listing(listing))
+                    say(_load_listing(ready, listing, config, timeline, progress))
                 break
             except (MemoryError, NoMemory, OutputError) as e:
                 ready.close()

@@ -19,23 +19,14 @@ from ...audio.conform import digests_of
 from ...audio.listing import Listing, part_range
 from ...audio.wav import pread_all
 from ...core.errors import DataError, MachineError, OutputError, VerifyError, show_path
+from ...core.files import delayed_signals, require_space, write_errors
+from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.timeline import Span
 from ..check.verify import check_data_set
 from ..file.schema import ROWS, WAVEFORMS, digest_of_metadata, machine_fault, open_file
-from leakmel.dataset.file.writer import (
-    OutputLock,
-    RowFile,
-    allocated_bytes,
-    part_bytes,
-    part_offsets,
-    read_at,
-    require_space,
-    write_at,
-    write_errors,
-    delayed_signals,
-)
-from .existing import ExistingDataset, is_settled, open_existing, read_rejected, stamps_of
+from ..file.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
+from .existing import ExistingDataset, is_settled, open_existing, stamps_of
 from .job import BuildContext, Job, Parts, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, folder_inodes, journal_identity, journal_path
 from .publish import report_paths, note_columns
@@ -363,10 +354,7 @@ def _join_parts(
                     lost.append(number)
                 continue
             own = job.listing.part(number, parts.n_parts)
-            if path.suffix == ".empty":
-                rejected, numbers = read_rejected(path, own)
-                job.keep(Entry(np.zeros(0, KNOWN)), rejected, numbers + start)
-                changes["changed"] += len(own) - len(numbers)
+            if path.suffix == ".empty":  # its recordings are read again
                 continue
             settings = (run.fingerprint, request.with_waveforms, run.engine.identity)
             found = open_existing(path, own, *settings, was_listed=is_new)

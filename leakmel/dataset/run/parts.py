@@ -11,8 +11,8 @@ __all__ = [
     "parts_folder",
     "parse_part",
     "finished_parts",
-    "parts_in_progress",
     "plan_parts",
+    "engine_probe",
     "PartLane",
     "PartResult",
     "run_part",
@@ -23,18 +23,20 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000003
-import json, logging, os, re, shutil, stat, threading, time, uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+import json, logging, os, re, shutil, stat, sys, threading, time, uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import h5py
 import numpy as np
 
+from ...audio.conform import to_rate
 from ...audio.naming import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
@@ -51,23 +53,22 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ...core.own_files import read_own_json, sealed_json
+from ...core.files import read_own_json, sealed_json
+from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
-from ..file.schema import Rejected, data_set_name, open_file
-from ..file.writer import OutputLock
+from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
-from .existing import read_state, write_rejected
+from .existing import read_state
 from .inputs import SpecLike, checked_inputs
 from .job import BuildRequest, PartFile, Parts
 from .journal import recordings_digest
 from .open_jobs import JOINED
-from .targets import build_targets, list_for_build, listing_of_split
-from .probe import engine_probe
 from .publish import BuildResult, earlier_result
+from .targets import build_targets, list_for_build, listing_of_split
 from ..source.loader import BadFilesError, decoders
-from ...mel.engines import Engine, open_engine
+from ...mel.engines import Engine, check_recording, open_engine
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
@@ -77,8 +78,6 @@ PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
 _MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
-_STATUS_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.status")
-_STATUS_S = 1.0  # seconds between two notes of a part's progress
 
 
 def parts_folder(
@@ -117,42 +116,6 @@ def finished_parts(
             if (match := _PART_NAME.fullmatch(name)) and int(match[2]) == n_parts:
                 found[int(match[1])] = folder / name
     return found
-
-
-def parts_in_progress(
-    folder: Path,
-    n_parts: int,
-) -> dict[int, int]:  # number of a part -> recordings done; of several attempts that of the furthest
-    "Read how far the parts are that are being built."
-    found = dict[int, int]()
-    with suppress(FileNotFoundError):
-        for name in os.listdir(folder):
-            if (match := _STATUS_NAME.fullmatch(name)) and int(match[2]) == n_parts:
-                with suppress(OSError, ValueError), open(folder / name) as f:
-                    found[int(match[1])] = max(int(f.read(20)), found.get(int(match[1]), 0))
-    return found
-
-
-@contextmanager
-def _progress_file(path: Path) -> Iterator[Callable[[int], None]]:
-    "Yield a function that notes the number of recordings done in a file, once a second; the file is removed at the end."
-    new, due_s = path.with_suffix(".status-new"), time.monotonic()
-
-    def note(n_done: int) -> None:
-        nonlocal due_s
-        if time.monotonic() < due_s:
-            return
-        due_s = time.monotonic() + _STATUS_S
-        with suppress(OSError):  # the part does not depend on it
-            new.write_text(str(n_done))
-            os.replace(new, path)
-
-    try:
-        yield note
-    finally:
-        for old in (new, path):
-            with suppress(OSError):
-                old.unlink(missing_ok=True)
 
 
 def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises OutputError
@@ -276,6 +239,40 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
     _write_once(parts_folder(target) / LISTING_NAME, whole.save)
 
 
+# %% ../../../nbs/dataset/run/parts.ipynb #bf62e519
+def _results(engine: Engine) -> list[np.ndarray]:
+    "Return what the engine and the resampler compute from the recording of the self-check."
+    samples = check_recording(engine.spec)
+    found = [to_rate(samples[0], 3 * engine.spec.sample_rate, 2 * engine.spec.sample_rate)]
+    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
+        out = np.empty((1, *engine.spec.row_shape), np.float32)
+        found += [engine.run(x, out), out]
+    return found
+
+
+def _versions() -> dict[str, str]:
+    "Return the versions of what decodes, resamples and writes."
+    import soundfile
+    from leakmel import __version__
+
+    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
+    return {"leakmel": __version__} | decoders() | libraries
+
+
+def engine_probe(
+    engine: Engine,
+) -> str:  # 16 hexadecimal digits
+    "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
+    facts = {
+        "engine": engine.identity,
+        "spec": engine.spec.fingerprint(),
+        "byteorder": sys.byteorder,
+        "versions": _versions(),
+        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in _results(engine)],
+    }
+    return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]
+
+
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000007
 @dataclass(frozen=True)
 class PartLane:
@@ -328,41 +325,28 @@ def run_part(
         _agree(folder, plan | {"engine": engine.identity, "probe": engine_probe(engine)})
 
     if complete := finished_parts(folder, n_parts).get(number):
-        with open_engine(str(request.engine), _spec_of(request), device=config.device) as engine:
+        with open_engine(str(request.engine), cast(MelSpec, request.spec), device=config.device) as engine:
             check_engine(engine)
         return PartResult(complete, number, n_parts, len(mine), 0.0, was_complete=True)
     attempt = folder / f"{number:05d}-of-{n_parts:05d}.{uuid.uuid4().hex[:8]}.h5"
-    timeline, began_ns = Timeline(), time.time_ns()
-
-    def without_rows(rejected: Sequence[Rejected]) -> Path:
-        path = attempt.with_suffix(".empty")
-        _write_once(path, lambda new: write_rejected(new, mine, rejected, began_ns))
-        return path
-
+    timeline, path, without_rows = Timeline(), attempt, attempt.with_suffix(".empty")
     if not len(mine):  # more parts than recordings
-        return PartResult(without_rows([]), number, n_parts, 0, timeline.now_s())
-    with _progress_file(attempt.with_suffix(".status")) as note_done:
-        request = replace(request, note_done=note_done)
-        try:
-            build_targets(
-                request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
-            )
-            path = attempt
-        except BadFilesError as e:
-            if e.code != "all-rejected":
-                raise
-            path = without_rows(e.rejections)
+        _write_once(without_rows, Path.touch)
+        return PartResult(without_rows, number, n_parts, 0, timeline.now_s())
+    try:
+        build_targets(
+            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+        )
+    except BadFilesError as e:
+        if e.code != "all-rejected":
+            raise
+        path = without_rows
+        _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
     lane = PartLane(
         os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
     )
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
-
-
-def _spec_of(request: BuildRequest) -> MelSpec:
-    if not isinstance(request.spec, MelSpec):
-        raise ValueError("a part needs the spec of the whole data set")
-    return request.spec
 
 
 def build_part(
@@ -499,8 +483,7 @@ def join(
             path=folder,
             remedy="build them first: leakmel build ROOT --out FILE --part I/N",
         )
-    n_parts = plan.get("n_parts")
-    n_parts = n_parts if isinstance(n_parts, int) else 0
+    n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
         shown = ", ".join(f"{k}/{n_parts}" for k in missing[:5]) + (" ..." if len(missing) > 5 else "")
@@ -513,8 +496,7 @@ def join(
         )
     _warn_of_new_recordings(Manifest.load(folder / LISTING_NAME), target)
     files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
-    joining = _Joining(pipeline, check, progress, Timeline(), keep_parts=keep_parts)
-    return joining.join(target, plan, files)
+    return _join_files(target, plan, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
 
 
 def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
@@ -537,71 +519,62 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
     )
 
 
-@dataclass(frozen=True)
-class _Joining:
-    "How parts are joined."
-
-    pipeline: PipelineConfig | dict[str, Any] | None  # a dict: changes of the plan's; None: as in the plan
-    check: int | None
-    progress: str
-    timeline: Timeline
-    listed_s: float = 0.0  # from here the time of the build counts
-    is_current: bool = False  # the listing is that of this run
-    fresh: bool = False
-    keep_parts: bool = False
-
-    def join(
-        self,
-        target: Path,
-        plan: dict[str, Any],
-        files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
-    ) -> BuildResult:  # raises LeakmelError
-        "Make the data set of all parts."
-        folder = parts_folder(target)
-        try:
-            given, stored = self.pipeline, PipelineConfig(**plan["pipeline"])
-            config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
-            spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
-            with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
-            manifest = Manifest.load(folder / LISTING_NAME)
-            (listing,) = manifest.listings
-            if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
-                raise ValueError("the listing is not that of the plan")
-            listing = listing if self.is_current else _with_current_objects(listing)
-        except (KeyError, TypeError, ValueError, SpecError) as e:
-            raise DataError(
-                "the plan of the parts is damaged",
-                code="plan-invalid",
-                path=folder / PLAN_NAME,
-                found=f"{type(e).__name__}: {e}",
-                remedy="move the folder of the parts elsewhere and build them again",
-            ) from e
-        _check_origin(plan, manifest, folder)
-        request = BuildRequest(
-            root=manifest.root,
-            spec=spec,
-            engine=_engine_of(identity, spec, config),
-            config=config,
-            check=self.check,
-            progress=self.progress,
-            with_waveforms=with_waveforms,
-            fresh=self.fresh,
-        )
-        manifest = replace(manifest, listings=(listing,))
-        parts = Parts(n_parts, iter(files), self.keep_parts)
-        try:
-            (made,) = build_targets(
-                request, manifest, [(listing, target)], self.timeline, self.listed_s, parts=parts
-            )
-        except VerifyError as e:
-            if (
-                e.code == "wrong-rows" and not self.keep_parts
-            ):  # all parts were moved, and their rows are removed
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if not self.keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
+def _join_files(
+    target: Path,
+    plan: dict[str, Any],
+    files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
+    pipeline: PipelineConfig | dict[str, Any] | None,  # a dict: changes of the plan's; None: as in the plan
+    check: int | None,
+    progress: str,
+    timeline: Timeline,
+    listed_s: float = 0.0,  # from here the time of the build counts
+    *,
+    is_current: bool = False,  # the listing is that of this run
+    fresh: bool = False,
+    keep_parts: bool = False,
+) -> BuildResult:  # raises LeakmelError
+    "Make the data set of all parts."
+    folder = parts_folder(target)
+    try:
+        given, stored = pipeline, PipelineConfig(**plan["pipeline"])
+        config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
+        spec, identity = MelSpec(**plan["spec"]), str(plan["engine"])
+        with_waveforms, n_parts = bool(plan["with_waveforms"]), int(plan["n_parts"])
+        manifest = Manifest.load(folder / LISTING_NAME)
+        (listing,) = manifest.listings
+        if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
+            raise ValueError("the listing is not that of the plan")
+        listing = listing if is_current else _with_current_objects(listing)
+    except (KeyError, TypeError, ValueError, SpecError) as e:
+        raise DataError(
+            "the plan of the parts is damaged",
+            code="plan-invalid",
+            path=folder / PLAN_NAME,
+            found=f"{type(e).__name__}: {e}",
+            remedy="move the folder of the parts elsewhere and build them again",
+        ) from e
+    _check_origin(plan, manifest, folder)
+    request = BuildRequest(
+        root=manifest.root,
+        spec=spec,
+        engine=_engine_of(identity, spec, config),
+        config=config,
+        check=check,
+        progress=progress,
+        with_waveforms=with_waveforms,
+        fresh=fresh,
+    )
+    manifest = replace(manifest, listings=(listing,))
+    parts = Parts(n_parts, iter(files), keep_parts)
+    try:
+        (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=parts)
+    except VerifyError as e:
+        if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
-        return made
+        raise
+    if not keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
+        shutil.rmtree(folder, ignore_errors=True)
+    return made
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #pt000011
@@ -630,16 +603,13 @@ def _start_parts(
     stored: dict[str, Any] = {}
     with suppress(DataError):
         stored = _read_plan(folder) or {}
-    n_stored = stored.get("n_parts")
-    plan = plan_parts(whole, n_stored if isinstance(n_stored, int) else n_wanted, spec, request)
+    plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
     if differ := _differences(stored, plan) if stored else "":
         log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
     elif not stored:
         shutil.rmtree(folder, ignore_errors=True)  # a listing without a plan may be an old one
-    for old in folder.glob("*.status"):  # of processes that were killed
-        old.unlink(missing_ok=True)
     _store_listing(whole, target)
     return plan
 
@@ -659,40 +629,6 @@ def _add_lane(
     for s in lane.spans:
         start_s, end_s = from_s + s.start_s, from_s + s.end_s
         timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
-
-
-def _count_done(
-    sizes: dict[tuple[Path, int], int],  # data set and number of a part -> recordings
-    done: Mapping[tuple[Path, int], PartFile],  # complete parts
-    left: dict[Path, int],  # data set -> parts
-) -> int:
-    "Count the recordings of complete parts, and those of parts that are being built."
-    complete = set(done)
-    n = sum(sizes[part] for part in complete)
-    for target, n_parts in left.items():
-        for k, n_own in parts_in_progress(parts_folder(target), n_parts).items():
-            if (target, k) in sizes and (target, k) not in complete:
-                n += min(n_own, sizes[target, k])
-    return n
-
-
-@contextmanager
-def _follow(bar: Progress, count: Callable[[], int]) -> Iterator[None]:
-    "Update a bar once a second from a thread."
-    ended = threading.Event()
-
-    def follow() -> None:
-        while not ended.wait(_STATUS_S):
-            with suppress(OSError):
-                bar.update(count())
-
-    thread = threading.Thread(target=follow, name="parts-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def build_on_cluster(
@@ -715,25 +651,33 @@ def build_on_cluster(
     with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
         for _, target in targets:  # a second build of the same file would remove the parts of the first one
             locks.enter_context(OutputLock(parts_folder(target)))
-        return _build_parts(request, manifest, targets, decision.spec, cluster, timeline, listed_s)
+        request = replace(request, spec=decision.spec, mode="stream", preloaded=None)
+        join_parts = partial(
+            _join_files,
+            pipeline=request.config,
+            check=request.check,
+            progress="none",
+            timeline=timeline,
+            listed_s=listed_s,
+            is_current=True,
+            fresh=request.fresh,
+        )
+        return _build_parts(request, manifest, targets, join_parts, cluster, timeline, listed_s)
 
 
 def _build_parts(
     request: BuildRequest,
     manifest: Manifest,
     targets: Sequence[tuple[Listing, Path]],
-    spec: MelSpec,
+    join_parts: Callable[..., BuildResult],  # gets a target, its plan and the files of its parts
     cluster: Cluster,
     timeline: Timeline,
     listed_s: float,
 ) -> list[BuildResult]:
     "Submit the parts, and join those of each data set in order."
     stop = f"{uuid.uuid4().hex[:8]}.stop"
-    request = replace(request, spec=spec, mode="stream", preloaded=None)
     quiet = replace(request, progress="none", fresh=False)
-    joining = _Joining(
-        request.config, request.check, "none", timeline, listed_s, is_current=True, fresh=request.fresh
-    )
+    spec = cast(MelSpec, request.spec)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
@@ -756,9 +700,8 @@ def _build_parts(
         done = dict[tuple[Path, int], PartFile]()
         lanes = dict[tuple[str, str], str]()
         splits = {target: listing.split or listing.folder.name for listing, target in targets}
-        n_done = partial(_count_done, sizes, done, left)
         bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
-        with bar, closing(run_tasks(client, run_part, calls, names)) as finished, _follow(bar, n_done):
+        with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
 
             def in_order(target: Path) -> Iterator[PartFile]:
                 "Yield the parts of a data set, each when it is complete."
@@ -769,7 +712,8 @@ def _build_parts(
                         done[of[i], part.number] = PartFile(part.path, is_new=not part.was_complete)
                         if part.lane is not None:
                             _add_lane(timeline, part.lane, splits[of[i]], lanes)
-                        bar.update(n_done(), f"{len(done):,} of {len(calls):,} parts")
+                        n_done = sum(sizes[complete] for complete in done)
+                        bar.update(n_done, f"{len(done):,} of {len(calls):,} parts")
                     yield done[target, k]
 
             try:
@@ -777,7 +721,7 @@ def _build_parts(
                     files = in_order(target)
                     first = next(files)  # it has stored the plan with the engine
                     plan = _read_plan(parts_folder(target)) or {}
-                    results[target] = joining.join(target, plan, chain([first], files))
+                    results[target] = join_parts(target, plan, chain([first], files))
             except BaseException:
                 for target in left:
                     with suppress(OSError):

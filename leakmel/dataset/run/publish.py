@@ -47,14 +47,13 @@ from leakmel.audio.problems import (
 )
 from ...audio.tables import require_same_table
 from ...core.errors import DataError, OutputError, VerifyError, show_path
+from ...core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
 from ...core.monitor import mean, peak
-from ...core.own_files import read_own_json, write_sealed
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected, open_file
-from ..file.writer import replacing, sync_folder, write_errors
-from .job import BuildContext, Job, job_metadata
 from .existing import stamps_at_build, stamps_of, write_state
+from .job import BuildContext, Job, job_metadata
 from ..source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:

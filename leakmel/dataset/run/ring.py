@@ -19,10 +19,10 @@ import numpy as np
 
 from ...audio.conform import int16_moments
 from ...core.errors import EngineError, LeakmelError
+from ...core.files import write_errors
 from ...core.monitor import usable_cores
 from ...core.threads import ThreadGroup, machine_error
 from ...core.timeline import SpanCounts
-from ..file.writer import write_errors
 from .job import BuildContext, Job
 from .publish import publish, read_ahead_for_check
 from ..source.loader import Slot

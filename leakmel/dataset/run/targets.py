@@ -27,15 +27,14 @@ from ...core.timeline import Span, Timeline
 from ..check.expected import Sources
 from ..check.verify import check_sample
 from .config import plan_workers
-from .engine_choice import EngineChoice, choose_engine
+from .engine_choice import open_chosen
 from .inputs import checked_inputs, list_recordings
 from .job import BuildContext, BuildRequest, Job, Parts
 from .modes import prepare, with_spec_rules
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
 from .ring import Ring
-from ..source.objects import ObjectReader
-from ..source.read_ahead import plan_read_ahead
+from ..source.read_ahead import ObjectReader, plan_read_ahead
 from ...mel.engines import DeviceOptions, load_engine, may_have_cuda, open_engine
 from ...mel.spec import MelSpec
 
@@ -47,8 +46,6 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
     "Draw the progress bars of all splits that have started, and stop where that was asked for."
     if (stop := run.request.stop_file) is not None and stop.exists():
         raise MachineError("the build was stopped by the process that distributes the parts", code="stopped")
-    if run.request.note_done is not None:
-        run.request.note_done(sum(job.n_done for job in jobs))
     for job in jobs:
         if job.split not in bars:
             n, n_before = len(job.listing), int(job.kept.sum())
@@ -132,25 +129,6 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
 
 
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000106
-def _choose(
-    request: BuildRequest,
-    manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],
-    spec: MelSpec,
-) -> EngineChoice | None:  # None: the engine was named, or all parts of a data set need the same
-    "Choose the engine of a build."
-    if request.engine != "auto" or manifest.part_of:
-        return None
-    return choose_engine(
-        spec,
-        sum(len(listing) for listing, _ in targets),
-        root=request.root,
-        device=request.config.device,
-        targets=[target for _, target in targets],
-        fresh=request.fresh,
-    )
-
-
 @contextmanager
 def open_context(
     request: BuildRequest,
@@ -170,12 +148,21 @@ def open_context(
         decision = stack.enter_context(checked_inputs(manifest, targets, given))
         engine, reason = request.engine, ""
         if isinstance(engine, str):
-            choice = _choose(request, manifest, targets, decision.spec)
-            order = None if choice is None else choice.order
-            engine = open_engine(engine, decision.spec, device=config.device, options=options, order=order)
-            if choice is not None:
-                reason = choice.reason_of(engine.name, engine.device)
-                log.info("%s", reason)
+            if manifest.part_of:  # all parts of a data set need the same
+                engine = open_engine(engine, decision.spec, device=config.device, options=options)
+            else:
+                engine, reason = open_chosen(
+                    engine,
+                    decision.spec,
+                    sum(len(listing) for listing, _ in targets),
+                    root=request.root,
+                    device=config.device,
+                    options=options,
+                    targets=[target for _, target in targets],
+                    fresh=request.fresh,
+                )
+                if reason:
+                    log.info("%s", reason)
         stack.enter_context(engine)
         workers = plan_workers(config, decision.spec, engine, max(len(listing) for listing, _ in targets))
         timeline.meta |= {

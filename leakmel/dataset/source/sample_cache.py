@@ -46,11 +46,11 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ...core.own_files import open_private
+from ...core.files import open_private, read_at, require_space, write_at
+from ...core.locks import OutputLock
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
-from ..file.chunks import read_at, write_at
-from ..file.writer import OutputLock, require_space, reserve
+from ..file.writer import reserve
 from .loader import FACTS, BatchReader, Slot, decoders
 from .read_ahead import ReadAhead
 from ...mel.spec import MelSpec

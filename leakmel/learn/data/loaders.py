@@ -17,7 +17,7 @@ import torch
 
 from ...core.errors import UsageError
 from ...core.monitor import free_memory, size_text
-from ...dataset.file.chunks import map_in_order
+from ...dataset.file.writer import map_in_order
 from .segments import Batch, Segments, load_items
 
 

@@ -38,7 +38,7 @@ from ...audio.listing import make_listing
 from ...audio.naming import Naming
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
-from ...core.own_files import read_own, sealed
+from ...core.files import read_own, sealed
 from ...core.progress import Progress
 from ...core.store import is_url, output_path
 from ...core.threads import run_threads

@@ -38,12 +38,12 @@ from threadpoolctl import threadpool_limits
 from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, open_cluster, run_tasks
+from ...core.comparison import text_column
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
 from ...core.processes import safe_module_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
-from ...core.text_columns import text_column
 from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task

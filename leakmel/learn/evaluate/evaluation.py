@@ -20,9 +20,9 @@ import numpy as np
 
 from ...audio.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
 from ...audio.wav import digest_of
+from ...core.comparison import text_column
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress
-from ...core.text_columns import text_column
 from ...dataset.file.reader import MelDataset
 from ...dataset.file.schema import DIGEST_ATTRIBUTE
 from ..data.groups import Group, recordings_of
@@ -44,9 +44,9 @@ from leakmel.learn.metrics.significance import (
 )
 from ..metrics.voting import UNCHOSEN, VOTES, segments_needed, vote_scores
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
-from ..model.detector import Detector, load_detector, score_rows
-from ..model.cards import update_card
 from ..model.card import TEST_SET, evaluation_record
+from ..model.cards import update_card
+from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
 from ..model.locate import CHAMPION_FILE, model_file
 from ..model.provenance import Overlap, find_overlap

@@ -14,8 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import h5py
 
 from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
+from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -29,8 +31,7 @@ from leakmel.dataset.export.card import (
     sha256_of,
 )
 from ...dataset.export.columns import open_sources
-from ...dataset.file.schema import data_set_name, has_hdf5_signature
-from ...dataset.file.writer import replacing
+from ...dataset.file.schema import data_set_name
 
 if TYPE_CHECKING:
     from leakmel.learn.model.detector import Detector
@@ -339,7 +340,7 @@ def _is_data_set(path: Path) -> bool:
             expected="a data set, a detector, or a folder of one of them",
             remedy=None if os.path.lexists(path) else missing_remedy(path),
         )
-    return has_hdf5_signature(path)
+    return h5py.is_hdf5(path)
 
 
 def card(

@@ -29,7 +29,7 @@ from typing import Any
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
-from ...core.own_files import read_own_json, sealed_json
+from ...core.files import read_own_json, sealed_json
 from .detector import Detector, load_detector
 from .files import write_whole
 

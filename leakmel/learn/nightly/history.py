@@ -27,12 +27,12 @@ from typing import Any, Self
 import xxhash
 
 from ...core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
-from ...core.own_files import digest_of_file, read_own, sealed
+from ...core.files import digest_of_file, read_own, replacing, sealed
+from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...dataset.export.formats import ExportResult
 from ...dataset.export.tables import new_folder, parse_time, require_package, tree_size, write_table
-from ...dataset.file.writer import OutputLock, replacing
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"

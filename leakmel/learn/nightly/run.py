@@ -42,9 +42,9 @@ from ...audio.tables import has_columns
 from ...audio.wav import read_wav
 from ...core.comparison import text_key
 from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from ...core.files import replacing
 from ...core.store import LocalCopies
 from ...dataset.file.schema import Rejected
-from ...dataset.file.writer import replacing
 from ..model import classifiers
 from ..model.card import evaluation_result, evaluation_text
 from ..model.detector import Detector, load_detector, required_spec

@@ -34,13 +34,12 @@ from ...audio.manifest import Manifest
 from ...audio.tables import has_columns
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from ...core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
+from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import absolute_folder, output_path
 from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
-from ...dataset.file.writer import replacing
 from ...dataset.source.loader import PLAIN
-from ...mel.spec import MelSpec
 from ..data.segments import LENGTHS, covered_samples
 from ..metrics.decisions import Calibration, alarm_threshold, fit_calibration
 from ..metrics.voting import VOTES, vote_scores
@@ -54,6 +53,7 @@ from . import parquet
 from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
 from .scored import Categories, ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
+from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,7 +28,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
-from ...core.own_files import read_own_json
+from ...core.files import read_own_json
 from ..data.leakage import find_shared
 from ..data.segments import Segments
 from ..data.splits import recordings_table

@@ -32,7 +32,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
-from ...core.own_files import sealed_json
+from ...core.files import sealed_json
 from ...core.parameters import check_types, field_kinds
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable

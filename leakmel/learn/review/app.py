@@ -446,7 +446,7 @@ def review_of(
     progress: str = "auto",
 ) -> "ReviewApp":  # raises LeakmelError
     "Open the review that the parameters of review.ipynb describe."
-    from leakmel.dataset.run.plan import find_data
+    from leakmel.dataset.run.pipeline import find_data
 
     p = dict(parameters)
     root, _ = find_data(p.pop("data_root"), progress=progress)

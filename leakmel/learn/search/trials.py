@@ -48,7 +48,7 @@ import pandas as pd
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, explain, show_path
-from ...core.own_files import read_own_json, sealed_json
+from ...core.files import read_own_json, sealed_json
 from ...core.parameters import answer_unknown, field_kinds
 from ..model.files import remove_file, write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings

@@ -24,7 +24,6 @@ __all__ = [
 # %% ../../../nbs/learn/train/folds.ipynb #fo000003
 import io
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -37,7 +36,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError
-from ...core.own_files import read_own, sealed
+from ...core.files import read_own, sealed, write_whole
 from ...core.progress import Progress
 from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups
@@ -252,10 +251,8 @@ class FoldTrainer:
         )
         self.n_done += 1
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             np.save(content := io.BytesIO(), found)
-            (part := path.with_suffix(".new")).write_bytes(sealed(content.getvalue()))
-            os.replace(part, path)
+            write_whole(path, sealed(content.getvalue()), sync=False)
         return found
 
 

@@ -35,16 +35,16 @@ import torch
 from ...audio.labels import LabelTable, counts_text
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
+from ...core.locks import OutputLock
 from ...core.monitor import Monitor
 from ...core.progress import announce
 from ...core.run_plan import RowTable, user_path, write_summary
-from ...dataset.file.writer import OutputLock
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
 from ..data.task import BINARY, LEFT_OUT
-from ..model.cards import is_card, update_card
 from ..model.card import evaluation_result, evaluation_text, steps_of
+from ..model.cards import is_card, update_card
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
@@ -68,8 +68,8 @@ from leakmel.learn.train.folds import (
     kinds_to_fit,
 )
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
-from .pretraining import PRETRAIN_STEPS, Pretraining, open_pretraining
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
+from .pretraining import PRETRAIN_STEPS, Pretraining, open_pretraining
 from leakmel.learn.train.state import (
     TrainingState,
     data_record,
