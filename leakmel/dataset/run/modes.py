@@ -17,7 +17,6 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
 import logging, os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -117,7 +116,6 @@ class Preloaded:
     manifest: Manifest
     spec: MelSpec  # spec whose rate, length and rules were applied to the recordings
     choice: ModeChoice
-    cache_dir: str | None = None  # folder of the cache files in the settings
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
     lines: list[str] = field(default_factory=list)  # lines for the log: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
@@ -159,16 +157,9 @@ class Preloaded:
         }
 
     def close(self) -> None:
-        "Release memory and files; remove cache files with damaged or many outdated rows."
+        "Release memory and files."
         self.closed = True
-        for split, cache in self.held.items():
-            if cache.needs_rebuild and not cache.rows.in_memory:
-                path = cache_path(cache_folder(self.cache_dir), split, cache.key)
-                with suppress(OSError):
-                    path.unlink()
-                    log.warning(
-                        "%s was damaged or outdated and was removed; the next build writes a new one", path
-                    )
+        for cache in self.held.values():
             cache.rows.close()
         self.held = {}
 
@@ -289,7 +280,7 @@ def prepare(
             path=folder,
             remedy="choose a cache_dir outside the data folder",
         )
-    ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
+    ready, began_s = Preloaded(manifest, spec, choice), timeline.now_s()
     loader = _Loader(ready, config, timeline, progress)
 
     def say(line: str) -> None:

@@ -24,7 +24,6 @@ __all__ = [
 # %% ../../../nbs/learn/train/folds.ipynb #fo000003
 import io
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,9 +47,10 @@ from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
+from ..model.files import write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
-from .inputs import Pretrained, TrainingData
+from .inputs import TrainingData
 from .state import TrainingState, detector_of
 
 if TYPE_CHECKING:
@@ -142,7 +142,6 @@ class FoldTrainer:
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     identity: str = ""  # digest of recordings and labels, for the names of these files
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
-    pretrained: Pretrained | None = None  # what a network begins with; its settings need the same channels
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
@@ -154,15 +153,6 @@ class FoldTrainer:
     def features(self) -> SpectralFeatures:
         "Features of all recordings."
         return spectral_features(self.ds, keep_level=self.settings.keep_level)
-
-    @property
-    def has_folds(self) -> bool:
-        "Whether the groups can be divided into folds: whether a cross-validation is possible."
-        try:
-            make_folds(self.ds.labels, self.groups.code, 5)
-        except DataError:
-            return False
-        return True
 
     @property
     def truth(self) -> np.ndarray:
@@ -208,7 +198,7 @@ class FoldTrainer:
         settings = with_length(self.settings, len(learned))
         none = {"task": "", "training": "", "validation": ""}
         state = TrainingState(
-            TrainingData(learned, None, self.task, None, none, pretrained=self.pretrained),
+            TrainingData(learned, None, self.task, None, none),
             replace(settings, seed=seed),
             self.device,
         )
@@ -252,10 +242,8 @@ class FoldTrainer:
         )
         self.n_done += 1
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             np.save(content := io.BytesIO(), found)
-            (part := path.with_suffix(".new")).write_bytes(sealed(content.getvalue()))
-            os.replace(part, path)
+            write_whole(path, sealed(content.getvalue()), sync=False)
         return found
 
 

@@ -54,13 +54,9 @@ def new_net(
     "Make a net for some data, with weights from the seed."
     shape = image_shape(data.training.row_shape)
     made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
-    pretrained = data.pretrained
-    statistics = (None, None) if pretrained is not None else band_statistics(data.training)
+    statistics = band_statistics(data.training)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
-        net = LeakNet(made, *statistics)
-    if pretrained is not None:  # the heads are new
-        net.load_state_dict(net.state_dict() | pretrained.weights)
-    return net
+        return LeakNet(made, *statistics)
 
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
@@ -343,7 +339,6 @@ def data_record(
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
         **({"labels_by_people": counts} if (counts := data.labels_by_people) else {}),
-        **({} if data.pretrained is None else {"pretraining": data.pretrained.record}),
     }
 
 
