@@ -37,7 +37,7 @@ from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
 from ..learn.model.spectral import fit_spectral, spectral_features
 from ..learn.train.inputs import open_training
-from ..learn.train.timing import StepTimes
+from ..learn.train.step import StepTimes
 from ..learn.model.settings import SMALL_SET, TrainSettings, with_length
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (

@@ -116,6 +116,7 @@ class Preloaded:
     manifest: Manifest
     spec: MelSpec  # spec whose rate, length and rules were applied to the recordings
     choice: ModeChoice
+    cache_dir: str | None = None  # folder of the cache files in the settings
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
     lines: list[str] = field(default_factory=list)  # lines for the log: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
@@ -280,7 +281,7 @@ def prepare(
             path=folder,
             remedy="choose a cache_dir outside the data folder",
         )
-    ready, began_s = Preloaded(manifest, spec, choice), timeline.now_s()
+    ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
     loader = _Loader(ready, config, timeline, progress)
 
     def say(line: str) -> None:

@@ -56,7 +56,6 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
-from .decision import with_decision
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     Choice,
@@ -65,6 +64,7 @@ from leakmel.learn.train.folds import (
     choose_kind,
     joined_groups,
     kinds_to_fit,
+    with_decision,
 )
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
@@ -77,8 +77,7 @@ from leakmel.learn.train.state import (
     restore_checkpoint,
     to_checkpoint,
 )
-from .step import Stepper
-from .timing import SLOW_MS, loader_advice
+from .step import SLOW_MS, Stepper, loader_advice
 
 if TYPE_CHECKING:
     import pandas as pd
