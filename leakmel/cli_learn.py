@@ -128,20 +128,6 @@ _TASK: Options = {
         help="labels to exclude from training and evaluation, separated by commas",
     ),
 }
-_PRETRAIN: Options = {
-    "--pretrain": dict(
-        metavar="PLACE",
-        help=(
-            "train the network on recordings without labels first: data set, or folder of recordings in any subfolders "
-            "(default: no pre-training); needs --detector cnn or blend, or many recordings"
-        ),
-    ),
-    "--pretrain-steps": dict(
-        type=int,
-        metavar="N",
-        help="--pretrain: number of optimiser steps (default 300)",
-    ),
-}
 _CROSS_VALIDATION: Options = {
     "--cross-validate": dict(
         action="store_true",
@@ -231,7 +217,6 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="resume an interrupted training: auto (if its settings are the same), always or never (default auto)",
         ),
         **_DEVICE,
-        **_PRETRAIN,
         **_CROSS_VALIDATION,
         "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
         "--report": dict(
@@ -298,15 +283,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
     if args.report:
         import plotly  # noqa: F401  # a missing package is an error now, not after the training
-    is_several = args.cross_validate or args.learning_curve
-    if args.pretrain is not None and is_several or args.pretrain is None and args.pretrain_steps is not None:
-        name = "pretrain-steps" if args.pretrain is None else "pretrain"
-        raise UsageError(
-            f"The option --{name} belongs to the training of one detector with --pretrain",
-            code="invalid-arguments",
-            remedy="leave it out, or give --pretrain without --cross-validate and --learning-curve",
-        )
-    if is_several:
+    if args.cross_validate or args.learning_curve:
         return _run_cross_validation(args)
     for name in ("folds", "seeds"):
         if getattr(args, name) is not None:
@@ -318,7 +295,6 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
-    given |= {n: v for n in ("pretrain", "pretrain_steps") if (v := getattr(args, n)) is not None}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     plan = plan_training(given, progress=progress_mode(args))
     result = execute_training(plan, progress=progress_mode(args))

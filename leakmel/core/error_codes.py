@@ -277,7 +277,6 @@ LEARN_TRAIN = {
     "not-spectral": "A network has no embeddings; they are band statistics.",
     "other-embeddings": "Stored embeddings were computed with another model or other features.",
     "query-rejected": "The recording to compare with others cannot be used.",
-    "too-few-recordings": "Pre-training needs at least two recordings.",
     "scores-not-finite": "The model gives scores that are not numbers.",
     "training-diverged": "The loss became NaN or infinity.",
     "unused-option": "An option has no effect together with the other options.",

@@ -56,7 +56,6 @@ from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import Predictions, predict, rule_of
 from .train.loop import TrainResult, steps_after, train
-from .train.pretraining import PRETRAIN_STEPS
 
 # %% ../../nbs/learn/plans.ipynb #d69278ee
 PARTS = ("training", "validation", "testing")
@@ -173,8 +172,6 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "allow_leaky_split": False,
     "legacy": False,
     "labels": None,
-    "pretrain": None,
-    "pretrain_steps": PRETRAIN_STEPS,
     "resume": "auto",
     "device": "auto",
     "cross_validate": False,
@@ -195,8 +192,6 @@ def training_kinds() -> Kinds:
         "allow_leaky_split": (bool,),
         "legacy": (bool,),
         "labels": (str, None),
-        "pretrain": (str, None),
-        "pretrain_steps": (int,),
         "leak_label": (str,),
         "kind": (str,),
         "leave_out": (str,),
@@ -313,8 +308,6 @@ def plan_training(
         given = {"training": list(files.values()), "split": split}
     given |= {"settings": settings, "checkpoints": checkpoints, **of_task}
     given |= {name: p[name] for name in ("device", "allow_leaky_split", "legacy", "labels", "resume")}
-    if p["pretrain"] is not None:
-        given |= {"pretrain": user_path(p["pretrain"]), "pretrain_steps": p["pretrain_steps"]}
     inputs = _training_inputs(sets.note, files, given, folds, out)
     return TrainingPlan(inputs, out, given, files, p["evaluation"], folds)
 
@@ -333,8 +326,6 @@ def _training_inputs(
     rows["leak"] = f"{given['leak_label']} ({given['kind']})"
     if given["labels"] is not None:
         rows["labels"] = f"by people, {show_path(given['labels'])}"
-    if "pretrain" in given:
-        rows["pretraining"] = f"{given['pretrain_steps']:,} steps on {show_path(given['pretrain'])}"
     settings = given["settings"]
     changes = [f"{f.name} {v}" for f in fields(settings) if (v := getattr(settings, f.name)) != f.default]
     rows["settings"] = ", ".join(changes) or "defaults"

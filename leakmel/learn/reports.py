@@ -18,7 +18,7 @@ from .evaluate.cross_validation import CrossValidation
 from .evaluate.report import Evaluation
 from .predict.plots import score_by_level, score_histogram, suspicious_mels
 from .predict.predict import Predictions
-from .train.history import learning_curves, pretraining_curve
+from .train.history import learning_curves
 from .train.loop import TrainResult
 
 # %% ../../nbs/learn/reports.ipynb #153f7e2a
@@ -35,8 +35,6 @@ def training_report(
     verdict = "The detector was not evaluated on test recordings."
     ok = None
     sections = [Section("Summary", [result])]
-    if found := result.summary.get("pretraining"):
-        sections.append(Section("Pre-training", [pretraining_curve(found)]))
     if result.epochs:
         curves = learning_curves(result.epochs, result.best_epoch)
         sections.append(Section("Learning curves", [curves, result.history[_CURVES].round(4)]))

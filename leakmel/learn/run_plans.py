@@ -148,8 +148,6 @@ _TRAINING_ONLY = (
     "n_folds",
     "seeds",
     "labels",
-    "pretrain",
-    "pretrain_steps",
 )
 SEARCH_DEFAULTS: dict[str, Any] = {
     **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in _TRAINING_ONLY},

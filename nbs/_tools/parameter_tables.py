@@ -34,12 +34,6 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
     return [
         ("n_folds", 5, "cross_validate: number of folds; with at most 10 groups each group is a fold"),
         ("seeds", 1, "cross_validate: number of repetitions with other folds and other seeds"),
-        (
-            "pretrain",
-            None,
-            "recordings without labels on which a network is trained first: data set, or folder",
-        ),
-        ("pretrain_steps", 300, "pretrain: number of optimiser steps"),
         ("labels", None, "table of labels by people, which replace those of the data sets"),
         ("allow_leaky_split", False, leaky),
         ("legacy", False, legacy),

@@ -30,7 +30,7 @@ from leakmel.learn.model.net import (
     micro_batch_loss,
 )
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
-from leakmel.learn.train import timing
+from leakmel.learn.train import step
 from leakmel.learn.train.inputs import differences, training_identity
 from leakmel.learn.train.step import (
     StepFigures,
@@ -40,7 +40,7 @@ from leakmel.learn.train.step import (
     micro_batch_slices,
     is_out_of_memory,
 )
-from leakmel.learn.train.timing import StepTimer, StepTimes, loader_advice
+from leakmel.learn.train.step import StepTimer, StepTimes, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {
@@ -703,6 +703,14 @@ def test_settings_of_earlier_versions_are_accepted_on_resume():
     assert differences(then, now) == []
 
 
+def test_a_training_that_began_with_a_pre_training_is_named_on_resume():
+    data: Any = SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
+    now = training_identity(data, TrainSettings())
+    assert differences(now | {"pretraining": "0f" * 16}, now) == [
+        "a pre-training, which this version does not have"
+    ]
+
+
 # Timing
 
 
@@ -736,7 +744,7 @@ class TickingClock:
     ("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)]
 )
 def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
-    monkeypatch.setattr(timing, "time", TickingClock())
+    monkeypatch.setattr(step, "time", TickingClock())
     loads, timer = LoadedBatches(n), StepTimer("cpu", every)
     for _ in timer.batches(loads):
         with timer.step():
@@ -757,7 +765,7 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
 def test_synchronous_copy_is_not_counted_as_loader_wait(monkeypatch):
     "From memory that is not page-locked a copy holds the host up: it is counted once, as a copy. Nothing but copies moves the clock."
     now_s = [100.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
     class Slow(Batch):
         def to(self, device: torch.device) -> Batch:

@@ -17,7 +17,6 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
 import logging, os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -159,16 +158,9 @@ class Preloaded:
         }
 
     def close(self) -> None:
-        "Release memory and files; remove cache files with damaged or many outdated rows."
+        "Release memory and files."
         self.closed = True
-        for split, cache in self.held.items():
-            if cache.needs_rebuild and not cache.rows.in_memory:
-                path = cache_path(cache_folder(self.cache_dir), split, cache.key)
-                with suppress(OSError):
-                    path.unlink()
-                    log.warning(
-                        "%s was damaged or outdated and was removed; the next build writes a new one", path
-                    )
+        for cache in self.held.values():
             cache.rows.close()
         self.held = {}
 

@@ -48,6 +48,7 @@ from leakmel.core.errors import (
 )
 from ...core.files import open_private, read_at, require_space, write_at
 from ...core.locks import OutputLock
+from ...core.files import sealed, unsealed
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.writer import reserve
@@ -58,7 +59,7 @@ from ...mel.spec import MelSpec
 log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #b0560c18
-CACHE_VERSION = 2  # goes up with every change to what is cached, or to its layout
+CACHE_VERSION = 3  # goes up with every change to what is cached, or to its layout
 
 
 def cache_key(
@@ -157,8 +158,8 @@ class SampleRows:
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #2f30aeb6
-_FOOTER = struct.Struct("<16sQQ32s")
-_MAGIC = b"leakmel held 1\n\0"
+_FOOTER = struct.Struct("<Q16s")  # where the facts begin
+_MAGIC = b"leakmel held 2\n\0"
 
 
 class SampleCache:
@@ -171,13 +172,6 @@ class SampleCache:
         self.row_digests = np.zeros(n_files, "S32")  # of cached rows
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding, status, where not PLAIN
         self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
-        self.n_damaged = 0  # rows that did not match their digest
-        self.n_outdated = 0  # rows whose recordings have changed
-
-    @property
-    def needs_rebuild(self) -> bool:
-        "Whether the cache should be rebuilt: a row is damaged, or more than 2 % of the rows are outdated."
-        return self.n_damaged > 0 or self.n_outdated * 50 > len(self)
 
     def __len__(self) -> int:
         return int(self.facts["good"].sum())
@@ -203,13 +197,11 @@ class SampleCache:
             "unusual": {str(k): v for k, v in self.unusual.items()},
             "places": {str(k): v for k, v in rows.places.items()},
         }
-        encoded = np.frombuffer(json.dumps(text).encode("utf-8", "surrogateescape"), np.uint8)
-        buffer = io.BytesIO()
-        np.savez(buffer, facts=self.facts, row_digests=self.row_digests, text=encoded)
-        tail = buffer.getvalue()
-        footer = _FOOTER.pack(_MAGIC, rows.end, len(tail), digest_of(tail).encode())
-        os.ftruncate(rows.fd, rows.end + len(tail) + len(footer))  # more may be reserved than was needed
-        write_at(rows.fd, tail + footer, rows.end)
+        encoded = np.frombuffer(json.dumps(text).encode(), np.uint8)
+        np.savez(tail := io.BytesIO(), facts=self.facts, row_digests=self.row_digests, text=encoded)
+        end = sealed(tail.getvalue()) + _FOOTER.pack(rows.end, _MAGIC)
+        os.ftruncate(rows.fd, rows.end + len(end))  # more may be reserved than was needed
+        write_at(rows.fd, end, rows.end)
 
     @classmethod
     def open(
@@ -221,41 +213,35 @@ class SampleCache:
         "Open a cache file that no other user can have written; raises DataError if it cannot be used, OSError if it cannot be read."
         try:
             fd = open_private(path)
+            try:
+                return cls._of(fd, n_samples, key)
+            except BaseException:
+                os.close(fd)
+                raise
         except ValueError as e:
             raise DataError(
                 "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
-        try:
-            size = os.fstat(fd).st_size
-            footer = pread_all(fd, _FOOTER.size, max(0, size - _FOOTER.size))
-            magic, start, length, digest = _FOOTER.unpack(footer.ljust(_FOOTER.size, b"\0"))
-            if magic != _MAGIC or start + length + _FOOTER.size != size:
-                raise ValueError("not a complete cache file")
-            tail = pread_all(fd, length, start)
-            if digest_of(tail).encode() != digest:
-                raise ValueError("the facts do not match their digest")
-            with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
-                text = json.loads(arrays["text"].tobytes())
-                facts = arrays["facts"]
-                row_digests = arrays["row_digests"]
+
+    @classmethod
+    def _of(cls, fd: int, n_samples: int, key: str | None) -> Self:  # raises OSError, ValueError
+        "Return the cache in an open file. What has its digest and its key was written by this version."
+        n = os.fstat(fd).st_size - _FOOTER.size
+        start, magic = _FOOTER.unpack(pread_all(fd, _FOOTER.size, max(0, n)).ljust(_FOOTER.size))
+        if magic != _MAGIC or start > n:
+            raise ValueError("not a complete cache file")
+        tail = unsealed(pread_all(fd, n - start, start), strict=True)
+        with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
+            text = json.loads(arrays["text"].tobytes())
             if key not in (None, text["key"]):
                 raise ValueError("the cache file holds other recordings")
             cache = cls(text["key"], SampleRows(0, n_samples, fd=fd), 0)
-            if (facts.dtype, facts.shape, row_digests.dtype) != (FACTS, row_digests.shape, "S32"):
-                raise ValueError("the facts have another layout")
-            cache.facts = facts
-            cache.row_digests = row_digests
-            cache.about = dict(text["about"])
-            cache.unusual = {int(k): (v[0], v[1]) for k, v in text["unusual"].items()}
-            cache.rows.places = {int(k): v for k, v in text["places"].items()}
-            return cache
-        except Exception as e:  # a damaged file can be wrong in any way; it is made again
-            os.close(fd)
-            if isinstance(e, OSError):
-                raise  # the file may be fine: it is not replaced
-            raise DataError(
-                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
-            ) from e
+            cache.facts = arrays["facts"]
+            cache.row_digests = arrays["row_digests"]
+        cache.about = text["about"]
+        cache.unusual = {int(k): tuple(words) for k, words in text["unusual"].items()}
+        cache.rows.places = {int(k): place for k, place in text["places"].items()}
+        return cache
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
@@ -309,7 +295,7 @@ class CachedReader:
         # a time of modification can be set back, that of any change cannot
         now = (st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         if now != (self.listing.sizes[k], self.listing.mtimes_ns[k], facts["ctime_ns"]):
-            self.cache.n_outdated += 1
+            self._warn("recordings were changed after they were cached")
             return False
         wide = None
         if not facts["whole"]:
@@ -317,7 +303,6 @@ class CachedReader:
                 wide = self.cache.rows.read_wide(k)
                 digest = digest_of(wide).encode()
         if digest != self.cache.row_digests[k]:
-            self.cache.n_damaged += 1
             self._warn("cached samples do not match their digest")
             return False
         slot.facts[i] = facts
@@ -330,7 +315,10 @@ class CachedReader:
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
         if not self._warned:
-            log.warning("%s: the recordings are read from their files instead", what)
+            log.warning(
+                "%s: the recordings are read from their files instead, until leakmel cache clear removes the cache",
+                what,
+            )
         self._warned = True
 
 
@@ -419,9 +407,8 @@ def cache_folder(
     if named is not None:
         return Path(os.path.abspath(os.path.expanduser(named)))
     base = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")  # stays "~" for a user without a home folder
     if not os.path.isabs(base):
-        base = os.path.join(home if os.path.isabs(home) else os.getcwd(), ".cache")
+        base = os.path.abspath(os.path.expanduser("~/.cache"))
     return Path(base, "leakmel")
 
 
@@ -480,13 +467,6 @@ def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | N
         cache = SampleCache.open(path, reader.spec.n_samples, key)
     except (DataError, FileNotFoundError):
         return None
-    except OSError as e:
-        if e.errno == errno.ELOOP:  # a link
-            return None
-        raise
-    if len(cache.facts) != len(reader.listing):
-        cache.rows.close()
-        return None
     with suppress(OSError):
         os.utime(path)  # when it was last used
     return cache
@@ -541,7 +521,7 @@ def clear_cache(
     try:
         for each in list_cache(folder):
             with suppress(FileNotFoundError):
-                if each.path.lstat().st_mtime <= before:  # not used since it was listed
+                if each.path.lstat().st_mtime <= before:
                     each.path.unlink()
                     removed.append(each)
         for partial in folder.glob(f".*{SUFFIX}.partial"):

@@ -22,7 +22,7 @@ __all__ = [
 
 # %% ../../../nbs/learn/data/segments.ipynb #3b30aff2
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -350,6 +350,12 @@ class Segments(Dataset):
     def segment_mask(self) -> np.ndarray:
         "[n, L] bool, which long segments lie wholly in their recordings."
         return np.arange(self.row_shape[0]) < self.segment_counts[:, None]
+
+    def by_source(self, rows: np.ndarray) -> Iterator[tuple[MelDataset, np.ndarray, np.ndarray]]:
+        "Yield each data set, the places of its rows among `rows` [n], and their numbers in the data set."
+        for source, start, end in zip(self.sources, self.starts, self.starts[1:]):
+            places = np.flatnonzero((rows >= start) & (rows < end))
+            yield source, places, rows[places] - start
 
     @property
     def item_shape(self) -> tuple[int, ...]:

@@ -281,14 +281,8 @@ def existing_split(
         raise UsageError("a split needs at least two parts", code="usage", found=", ".join(parts) or "none")
     given = {name: source_list(sources) for name, sources in parts.items()}
     every = [s for own in given.values() for s in own]
-    opened = open_sources(every, legacy=legacy, same_labels=same_labels)
-    try:
-        table = recordings_table(opened, progress=progress)
-        labels, names = _labels(opened, table)
-        of_source = np.cumsum([0, *map(len, opened)])
-    finally:
-        close_opened(opened, every)
-    ends = of_source[np.cumsum([0, *map(len, given.values())])].tolist()
+    table, labels, names, lengths = _labelled_table(every, progress, legacy=legacy, same_labels=same_labels)
+    ends = np.cumsum([0, *lengths])[np.cumsum([0, *map(len, given.values())])].tolist()
     rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
     return _check_split(table, labels, names, rows, "Existing split of the data sets.", allow_leaky_split)
 
@@ -305,7 +299,6 @@ def group_split(
     | None = None,  # name of each part -> its share, of sum 1; None: `DEFAULT_SHARES`
     seed: int = 0,
     task: Task | None = None,  # whose left-out labels are in no part
-    missing: str = "refuse",  # "one": recordings without a group are one group
     allow_leaky_split: bool = False,  # divide groups where a label would be on one side only
     legacy: bool = False,  # files of the earlier system
     labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
@@ -321,8 +314,8 @@ def group_split(
             found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
         )
     people = None if labels is None else read_labels(labels)
-    table, label_ids, class_names = _labelled_table(sources, legacy, people, progress)
-    values = group_values(table, group, missing=missing)
+    table, label_ids, class_names, _ = _labelled_table(sources, progress, legacy=legacy, people=people)
+    values = group_values(table, group)
     inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
         raise DataError("the data sets have no recordings to divide", code="no-recordings")
@@ -343,7 +336,7 @@ def group_split(
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
-        ways = list(_proposals(table, label_ids, inside, group, shares, seed, missing, needs_validation))
+        ways = list(_proposals(table, label_ids, inside, group, shares, seed, needs_validation))
         counts = _label_counts(groups[inside], label_ids[inside])
         if not needs_validation and len(counts) <= 10 and _can_be_left_out(counts).all():
             ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
@@ -355,18 +348,23 @@ def group_split(
             remedy=_remedy(ways, counts, lacking, task, len(shares), allow_leaky_split),
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
-    by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
+    by = {group_name(group): values.astype(object)}
     return _check_split(table, label_ids, class_names, parts, method, allow_leaky_split, groups, by)
 
 
 def _labelled_table(
-    sources: DataSource | Sequence[DataSource], legacy: bool, people: CurrentLabels | None, progress: str
-) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...]]:
-    "Read the table of recordings, their labels and the names of the labels."
-    opened = open_sources(sources, legacy=legacy, people=people)
+    sources: DataSource | Sequence[DataSource],
+    progress: str,
+    *,
+    legacy: bool,
+    same_labels: bool = True,
+    people: CurrentLabels | None = None,
+) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...], list[int]]:
+    "Read the table of recordings, their labels, the names of the labels, and the length of each data set."
+    opened = open_sources(sources, legacy=legacy, same_labels=same_labels, people=people)
     try:
         table = recordings_table(opened, progress=progress)
-        return table, *_labels(opened, table)
+        return table, *_labels(opened, table), [len(ds) for ds in opened]
     finally:
         close_opened(opened, sources)
 
@@ -415,7 +413,7 @@ def without_validation(
     return found | {last: round(1 - sum(found.values()), 4)}
 
 
-def _other_columns(table: "pd.DataFrame", group: Group, missing: str) -> Iterator[tuple[str, np.ndarray]]:
+def _other_columns(table: "pd.DataFrame", group: Group) -> Iterator[tuple[str, np.ndarray]]:
     "Yield other columns that group the recordings, and their values."
     table = with_date(table)
     known = {*FILE_COLUMNS, *GROUP_KINDS, "label", "content"}
@@ -423,8 +421,7 @@ def _other_columns(table: "pd.DataFrame", group: Group, missing: str) -> Iterato
     for name in ("sensor", *GROUP_KINDS, "folder", *extra):
         if name in table and not (isinstance(group, str) and name == group):
             values = group_values(table, name, missing="one")
-            is_known = missing != "refuse" or not (values == "").any()
-            if is_known and 1 < len(np.unique(values)) <= len(values) // 2:
+            if (values != "").all() and 1 < len(np.unique(values)) <= len(values) // 2:
                 yield name, values
 
 
@@ -435,7 +432,6 @@ def _proposals(
     group: Group,  # that was asked for
     shares: Mapping[str, float],
     seed: int,
-    missing: str,
     needs_validation: bool,
 ) -> Iterator[str]:
     "Yield divisions that have all labels in all parts: without validation, or by another column."
@@ -443,8 +439,7 @@ def _proposals(
     options = {"": shares}
     if not needs_validation and 1 < len(fewer) < len(shares):
         options["--validation none"] = fewer
-    asked = group_values(table, group, missing=missing)
-    for name, values in (("", asked), *_other_columns(table, group, missing)):
+    for name, values in (("", group_values(table, group)), *_other_columns(table, group)):
         groups = _joined_groups(table, values, inside)
         for option, parts in options.items():
             part, lacking = _divide(groups[inside], labels[inside], parts, seed)

@@ -6,7 +6,7 @@
 __all__ = ["BASELINE_TITLES", "NO_TREES", "levels", "baseline_features", "fit_logistic", "fold_baselines"]
 
 # %% ../../../nbs/learn/model/baselines.ipynb #ba000003
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from ...core.errors import DataError
 from ...core.progress import DelayedProgress
-from ...dataset.file.reader import MelDataset, read_rows
+from ...dataset.file.reader import read_rows
 from ..data.segments import Segments
 from .spectral import fit_trees, segment_statistics, window_features
 
@@ -34,19 +34,12 @@ _SILENT_DB = -120.0
 _BLOCK_ROWS = 256  # rows
 
 
-def _by_source(ds: Segments) -> Iterator[tuple[MelDataset, np.ndarray, np.ndarray]]:
-    "Iterate over data sets: positions of their rows among the selected ones, and row numbers."
-    for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
-        places = np.flatnonzero((ds.rows >= start) & (ds.rows < end))
-        yield source, places, ds.rows[places] - start
-
-
 def levels(
     ds: Segments,
 ) -> np.ndarray | None:  # [n, 1] dB re full scale; None if a data set does not store it
     "Return the level of every recording."
     out = np.empty(len(ds.rows))
-    for source, places, rows in _by_source(ds):
+    for source, places, rows in ds.by_source(ds.rows):
         if "files/rms_db" not in source.file:
             return None
         out[places] = source.file["files/rms_db"][:][rows]
@@ -57,7 +50,7 @@ def _band_statistics(ds: Segments, count: DelayedProgress) -> tuple[np.ndarray, 
     "Compute the mean spectrum [n, M] and the features of the trees [n, 2*M] over the segments that each recording has."
     n, n_mels = len(ds.rows), ds.row_shape[2]
     mean, shape = np.empty((n, n_mels)), np.empty((n, 2 * n_mels), np.float32)
-    for source, places, rows in _by_source(ds):
+    for source, places, rows in ds.by_source(ds.rows):
         for at in range(0, len(rows), _BLOCK_ROWS):
             some = places[at : at + _BLOCK_ROWS]
             mels = read_rows(source.mels, rows[at : at + _BLOCK_ROWS])

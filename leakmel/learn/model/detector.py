@@ -192,10 +192,9 @@ class Detector:
         self,
         segment_scores: np.ndarray,  # [..., L]
         vote: str | None = None,  # None: the detector's own
-        share: float | None = None,
     ) -> np.ndarray:  # [...] float64; a leak where it is at least the threshold of the rule
         "Compute the scores of recordings."
-        return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
+        return vote_scores(segment_scores, vote or self.vote, self.share)
 
     def save(
         self,

@@ -213,27 +213,26 @@ class LeakNet(nn.Module):
 
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
+_MOST_ROWS = 1000
 _MIN_DEVIATION_DB = 1e-3  # a band that never changes must not be blown up
 
 
 def band_statistics(
-    ds: Segments,  # the training recordings, at any level
-    *,
-    most: int = 1000,  # recordings that are read
+    ds: Segments,  # the training recordings, at any level; 1,000 of them are read
 ) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for NaN or infinite values
     "Return mean and standard deviation of the bands of a data set."
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
-    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(most, len(ds.rows))).astype(np.int64))
+    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(_MOST_ROWS, len(ds.rows))).astype(np.int64))
     rows = ds.rows[at]
     segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
     total = np.zeros(ds.row_shape[2])
     squares = np.zeros(ds.row_shape[2])
     n = 0
-    for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
-        mine = np.flatnonzero((rows >= start) & (rows < end))
-        for some in np.split(mine, range(64, len(mine), 64)):
-            read = read_rows(source.mels, rows[some] - start)[segment_mask[some]].astype(np.float64)
+    for source, mine, numbers in ds.by_source(rows):
+        for k in range(0, len(mine), 64):
+            part = slice(k, k + 64)
+            read = read_rows(source.mels, numbers[part])[segment_mask[mine[part]]].astype(np.float64)
             x = np.moveaxis(read, -2, 0).reshape(len(total), -1)
             total += x.sum(1)
             squares += (x * x).sum(1)

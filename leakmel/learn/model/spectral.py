@@ -274,9 +274,6 @@ class SpectralClassifier(nn.Module):
         total = of_line * linear + of_recordings * of_whole + of_windows * of_segment
         return total / sum(s.weights)
 
-    def extra_repr(self) -> str:
-        return f"2 x {self.settings.n_trees} trees, {self.settings.n_features} features"
-
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000010
 _BLOCK_RECORDINGS = 256  # recordings that are read at once
@@ -326,11 +323,10 @@ def spectral_features(
     window = segments_per_window(None if source.legacy else source.spec)
     n_windows = max(1, -(-ds.row_shape[0] // window))
     whole, windows, recording = [], [], []
-    for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
-        mine = np.flatnonzero((rows >= start) & (rows < end))
+    for source, mine, numbers in ds.by_source(rows):
         for at in range(0, len(mine), _BLOCK_RECORDINGS):
             some = mine[at : at + _BLOCK_RECORDINGS]
-            mels = torch.from_numpy(read_rows(source.mels, rows[some] - start))
+            mels = torch.from_numpy(read_rows(source.mels, numbers[at : at + _BLOCK_RECORDINGS]))
             has = torch.from_numpy(mask[some])
             mean, variance = segment_statistics(mels)
             one, _ = window_features(

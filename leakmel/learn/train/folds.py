@@ -19,6 +19,7 @@ __all__ = [
     "blend_scores",
     "choose_kind",
     "blend_of",
+    "with_decision",
 ]
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000003
@@ -39,17 +40,22 @@ from ...core.errors import DataError
 from ...core.files import read_own, sealed, write_whole
 from ...core.progress import Progress
 from ...dataset.file.reader import MelDataset
-from ..data.groups import Group, divide_groups, join_groups
+from ..data.groups import Group, divide_groups, join_groups, recordings_of
 from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
+from ..metrics.decisions import HeldOutScores
 from ..metrics.metrics import leak_metrics
-from ..metrics.voting import vote_scores
+from ..metrics.significance import cautions, give_verdict, score_model
+from ..metrics.voting import choose_rule, vote_scores
+from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
+from ..model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
+from ..model.files import write_whole
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
-from .inputs import Pretrained, TrainingData
+from .inputs import TrainingData
 from .state import TrainingState, detector_of
 
 if TYPE_CHECKING:
@@ -141,7 +147,6 @@ class FoldTrainer:
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     identity: str = ""  # digest of recordings and labels, for the names of these files
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
-    pretrained: Pretrained | None = None  # what a network begins with; its settings need the same channels
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
@@ -153,15 +158,6 @@ class FoldTrainer:
     def features(self) -> SpectralFeatures:
         "Features of all recordings."
         return spectral_features(self.ds, keep_level=self.settings.keep_level)
-
-    @property
-    def has_folds(self) -> bool:
-        "Whether the groups can be divided into folds: whether a cross-validation is possible."
-        try:
-            make_folds(self.ds.labels, self.groups.code, 5)
-        except DataError:
-            return False
-        return True
 
     @property
     def truth(self) -> np.ndarray:
@@ -207,7 +203,7 @@ class FoldTrainer:
         settings = with_length(self.settings, len(learned))
         none = {"task": "", "training": "", "validation": ""}
         state = TrainingState(
-            TrainingData(learned, None, self.task, None, none, pretrained=self.pretrained),
+            TrainingData(learned, None, self.task, None, none),
             replace(settings, seed=seed),
             self.device,
         )
@@ -419,3 +415,79 @@ def blend_of(
     slopes, offsets = zip(*lines)
     settings = BlendSettings(spectral.task.leak_in_model, tuple(slopes), tuple(offsets))
     return BlendClassifier(settings, [spectral.classifier, cnn.classifier])  # type: ignore[list-item]
+
+
+# %% ../../../nbs/learn/train/folds.ipynb #dc000004
+_N_DRAWS = 1000  # of groups
+
+
+def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
+    "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
+    truth, numbers = trainer.truth[choice.scored], np.arange(len(trainer.rows))
+    features = baseline_features(trainer.ds, progress="none")
+    simple = {name: np.empty(len(truth)) for name in features}
+    for k in np.unique(choice.fold):
+        mine = choice.fold == k
+        held_out = choice.scored[mine]
+        learned = np.setdiff1d(numbers, held_out)
+        for name, values in fold_baselines(
+            features, trainer.truth, learned, held_out, trainer.settings.seed
+        ).items():
+            simple[name][mine] = values
+    used, code = np.unique(trainer.groups.code[choice.scored], return_inverse=True)
+    g = trainer.groups
+    groups = Groups(g.by, code.astype(np.int64), tuple(g.names[k] for k in used.tolist()), g.note)
+    boot = Bootstrap(truth, groups, n_draws=_N_DRAWS, seed=trainer.settings.seed)
+    own = score_model(boot, vote_scores(choice.segment_scores), name=choice.kind, title=choice.kind)
+    against = {n: score_model(boot, s, name=n, title=BASELINE_TITLES[n]) for n, s in simple.items()}
+    notes = cautions(truth, groups)
+    if choice.kind == "spectral":
+        del against["trees"]
+        notes += (NO_TREES,)
+    how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
+    verdict = give_verdict(boot, own, list(against.values()))
+    return evaluation_record(CROSS_VALIDATION, f"{how} by {choice.by}", truth, groups, own, verdict, notes)
+
+
+def with_decision(
+    detector: Detector,
+    data: TrainingData,
+    settings: TrainSettings,
+    choice: Choice | None,  # None: no cross-validation
+    trainer: FoldTrainer
+    | None,  # of the choice; None: a network was asked for, and its best epoch chose the rule
+    device: str,
+) -> Detector:
+    "Choose vote and threshold on recordings that were not trained on, and add their scores and the evaluation."
+    by = "" if trainer is None else trainer.groups.by
+    if trainer is not None:
+        detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
+    scores, truth, groups, names = [], [], [], []
+    if choice is not None and trainer is not None:
+        scores.append(choice.segment_scores)
+        truth.append(trainer.truth[choice.scored])
+        groups.append(np.array(trainer.groups.names)[trainer.groups.code[choice.scored]])
+        names.append(f"{len(choice.scored):,} recordings in cross-validation")
+    if data.validation is not None:
+        scores.append(score_rows(detector, data.validation, device=device))
+        truth.append(data.is_leak)
+        own = recording_groups(recordings_of(data.validation))
+        groups.append(np.array(own.names)[own.code])
+        by = by or own.by
+        names.append(f"{len(data.is_leak):,} validation recordings")
+    if not scores:
+        return detector
+    source = " and ".join(names)
+    segments, is_leak = np.concatenate(scores), np.concatenate(truth)
+    if trainer is not None:  # else the best epoch chose it
+        rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share)
+        detector = replace(detector, **rule.options() | {"threshold_from": f"highest F1 on {source}"})
+    held_out = HeldOutScores(
+        np.clip(detector.recording_scores(segments), 0, 1),
+        is_leak,
+        np.unique(np.concatenate(groups), return_inverse=True)[1].astype(np.int64),
+        by,
+        source,
+    )
+    evaluations = (_inner_evaluation(choice, trainer),) if choice is not None and trainer is not None else ()
+    return replace(detector, held_out=held_out, evaluations=evaluations)

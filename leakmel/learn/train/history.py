@@ -15,13 +15,12 @@ __all__ = [
     "epochs_from",
     "write_history",
     "learning_curves",
-    "pretraining_curve",
     "TrainingDisplay",
 ]
 
 # %% ../../../nbs/learn/train/history.ipynb #4dac8c2a
 import math, time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -217,31 +216,6 @@ def learning_curves(
         ),
     )
     return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
-
-
-def pretraining_curve(
-    record: Mapping[str, Any],  # "pretraining" of the summary of a training
-) -> "go.Figure":
-    "Draw the loss of a pre-training by step."
-    import plotly.graph_objects as go
-
-    steps, losses = zip(*record["loss"])
-    return styled_figure(
-        [
-            go.Scatter(
-                x=steps,
-                y=f32(losses),
-                mode="lines",
-                line=dict(color=LOSS_COLOR, width=2),
-                hovertemplate="to step %{x}: %{y:.3f}<extra></extra>",
-            )
-        ],
-        f"Pre-training: loss {losses[0]:.2f} at the beginning, {losses[-1]:.2f} after {record['steps']:,} steps",
-        f"{record['method']}; {record['recordings']:,} recordings without labels. The loss does not show whether the detector becomes better",
-        height=300,
-        xaxis=dict(title=dict(text="step")),
-        yaxis=dict(title=dict(text="loss"), rangemode="tozero"),
-    )
 
 
 def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:

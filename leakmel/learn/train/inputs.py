@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "Sources",
-    "Pretrained",
     "TrainingData",
     "TooShortWarning",
     "too_short",
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -38,19 +37,8 @@ from ..data.task import Task, make_task
 from ..model.provenance import Provenance, provenance_of
 from ..model.settings import SPEED_ONLY, TrainSettings
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
-
-
-@dataclass(frozen=True, eq=False)
-class Pretrained:
-    "Layers of a network that was pre-trained without labels."
-
-    weights: "dict[str, Tensor]"  # of all parts but the heads, in host memory
-    record: dict[str, Any]  # method, digest of the data, steps and loss; plain values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,10 +50,8 @@ class TrainingData:
     task: Task
     split: Split | None  # None: there is no validation
     identity: dict[str, str]  # digests that identify the data
-    initial_provenance: Provenance = Provenance(
-        is_complete=True
-    )  # what the net that is begun with was trained with
-    pretrained: Pretrained | None = None  # what a network begins with; None: random weights
+    # what the net that is begun with was trained with
+    initial_provenance: Provenance = Provenance(is_complete=True)
 
     @property
     def class_counts(self) -> list[int]:
@@ -89,9 +75,8 @@ class TrainingData:
     @cached_property
     def provenance(self) -> Provenance:
         "Digests of the recordings, as a detector stores them."
-        return self.initial_provenance | provenance_of(
-            ds for ds in (self.training, self.validation) if ds is not None
-        )
+        parts = (ds for ds in (self.training, self.validation) if ds is not None)
+        return self.initial_provenance | provenance_of(parts)
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #96705899
@@ -247,7 +232,7 @@ def differences(
     then = before.get("settings", {})
     changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    words["pretraining"] = "another pre-training"
+    words["pretraining"] = "a pre-training, which this version does not have"
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 

@@ -4,7 +4,6 @@
 
 # %% auto #0
 __all__ = [
-    "PRETRAINING",
     "SAMPLE_S",
     "TrainingRun",
     "folder_lock",
@@ -22,7 +21,7 @@ __all__ = [
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
 import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import join, quote
@@ -57,7 +56,6 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
-from .decision import with_decision
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     Choice,
@@ -66,10 +64,10 @@ from leakmel.learn.train.folds import (
     choose_kind,
     joined_groups,
     kinds_to_fit,
+    with_decision,
 )
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
-from .pretraining import PRETRAIN_STEPS, Pretraining, open_pretraining
 from leakmel.learn.train.state import (
     TrainingState,
     data_record,
@@ -79,8 +77,7 @@ from leakmel.learn.train.state import (
     restore_checkpoint,
     to_checkpoint,
 )
-from .step import Stepper
-from .timing import SLOW_MS, loader_advice
+from .step import SLOW_MS, Stepper, loader_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +160,6 @@ def _is_summary(f: BinaryIO) -> bool:
     return isinstance(summary, dict) and "best_epoch" in summary
 
 
-PRETRAINING = "pretraining"  # folder of its checkpoints in that of the training
 _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
     "summary.json": _is_summary,
@@ -192,7 +188,6 @@ def _require_same_training(
     checkpoint: Checkpoint,
     values: dict[str, Any],  # of the checkpoint
     now: dict[str, Any],  # of `training_identity`
-    with_pretraining: bool = False,  # a pre-training whose recordings are not open yet
 ) -> None:
     "Refuse to resume another training; raises UsageError, DataError."
     try:
@@ -204,8 +199,6 @@ def _require_same_training(
             path=checkpoint.path,
             remedy="start over with resume='never'",
         ) from e
-    if with_pretraining:
-        now = now | {"pretraining": then.get("pretraining", "")}
     if changes := differences(then, now):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
@@ -366,13 +359,6 @@ class TrainResult(RowTable):
                     "",
                     f"{tried['kind']}: {figures}, balanced accuracy {tried['balanced_accuracy']:.3f}, {tried['seconds']:.1f} s",
                 )
-        if found := s.get("pretraining"):
-            (first, *_), last = found["loss"], found["loss"][-1]
-            loss = f"loss {first[1]:.2f}, at the end {last[1]:.2f}"
-            yield (
-                "before",
-                f"pre-training of {found['steps']:,} steps on {found['recordings']:,} recordings without labels, {loss}",
-            )
         if self.epochs:
             yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
@@ -416,9 +402,6 @@ def finish_training(
     start_text: str,  # of `begin_training`
     choice: Choice | None = None,  # of the kind; None: a network was asked for
     trainer: FoldTrainer | None = None,  # of the choice
-    *,
-    # whether the groups of the training recordings can be divided into folds
-    has_folds: bool = True,
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
@@ -441,8 +424,6 @@ def finish_training(
         "micro_batch": state.stepper.micro_batch,
         "n_ran_out": state.stepper.n_ran_out,
     }
-    if not has_folds:
-        detector = replace(detector, record=detector.record | {"choice": None})
     return _write_result(run.out, detector, state.data, tuple(state.epochs), figures.epoch, run.seconds, more)
 
 
@@ -510,61 +491,6 @@ def _result_of(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
-def _needs_network(settings: TrainSettings, n_recordings: int) -> None:
-    "Refuse a pre-training where no network is trained."
-    if "cnn" not in kinds_to_fit(settings.detector, n_recordings):
-        raise UsageError(
-            "pre-training changes networks only, and no network is trained",
-            code="unused-option",
-            found=f"detector {settings.detector!r} with {n_recordings:,} recordings",
-            remedy="name a kind with a network (--detector cnn, or blend), or leave the pre-training out",
-        )
-
-
-def _opened_pretraining(
-    source: Sources,
-    data: TrainingData,
-    settings: TrainSettings,
-    n_steps: int,
-    out: Path,
-    *,
-    resume: str,
-    **given: Any,
-) -> AbstractContextManager[Pretraining]:  # raises UsageError, DataError
-    "Open a pre-training that a network of this training can begin with."
-    _needs_network(settings, len(data.training.rows))
-    place = out / PRETRAINING
-    if not list_checkpoints(place):
-        _check_folder(out, resume)
-
-    def check(pre: Pretraining) -> None:
-        known = replace(data, identity=data.identity | {"pretraining": pre.identity})
-        _check_resume(out, resume, known, settings)
-        if resume != "never":
-            pre.stored()
-
-    return open_pretraining(source, data, settings, n_steps, place, resume=resume, check=check, **given)
-
-
-def _pretrain(pre: Pretraining, data: TrainingData, resume: str, show: str) -> TrainingData:
-    "Run a pre-training; a signal stops it after a checkpoint."
-
-    def hint() -> str:
-        same = "the same command" + (" without resume='never'" if resume == "never" else "")
-        return f"a checkpoint was written after step {len(pre.losses):,} of the pre-training: {same} resumes from there"
-
-    with DeferredSignals(hint) as stop:
-
-        def after_step() -> None:
-            if stop.came:
-                pre.save()
-            stop.deliver()
-
-        found = pre.run(resume, after_step, show)
-    known = data.initial_provenance | pre.provenance
-    return replace(data, pretrained=found, initial_provenance=known)
-
-
 def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
     "Make the trainer of the cross-validation inside the training set."
     table = recordings_table(data.training.sources, progress="none").iloc[data.training.rows]
@@ -582,8 +508,7 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
         groups,
         device,
         folder / "cross-validation",
-        data.identity["task"] + data.identity["training"] + data.identity.get("pretraining", ""),
-        pretrained=data.pretrained,
+        data.identity["task"] + data.identity["training"],
     )
 
 
@@ -634,7 +559,7 @@ def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, sho
 
 
 def _train_spectral(
-    data: TrainingData,  # without the pre-training, which the detector does not use
+    data: TrainingData,
     settings: TrainSettings,
     trainer: FoldTrainer,
     choice: Choice | None,
@@ -682,11 +607,7 @@ def _check_folder(out: Path, resume: str) -> None:
             path=out,
             remedy="name another folder, or use resume='never', which replaces it",
         )
-    if (
-        resume == "always"
-        and not has_network
-        and not any(any((out / name).glob("*")) for name in ("cross-validation", PRETRAINING))
-    ):
+    if resume == "always" and not has_network and not any((out / "cross-validation").glob("*")):
         raise DataError(
             "the folder holds no training to resume",
             code="nothing-to-resume",
@@ -695,9 +616,7 @@ def _check_folder(out: Path, resume: str) -> None:
         )
 
 
-def _check_resume(
-    out: Path, resume: str, data: TrainingData, settings: TrainSettings, with_pretraining: bool = False
-) -> None:
+def _check_resume(out: Path, resume: str, data: TrainingData, settings: TrainSettings) -> None:
     "Refuse to resume another training before anything is computed."
     if resume == "never":
         return
@@ -705,7 +624,7 @@ def _check_resume(
         warnings.simplefilter("ignore", CheckpointWarning)  # the training reads it again, and warns
         found = latest_checkpoint(out / "checkpoints")
     if found is not None:
-        _require_same_training(out, *found, training_identity(data, settings), with_pretraining)
+        _require_same_training(out, *found, training_identity(data, settings))
 
 
 def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
@@ -734,7 +653,6 @@ def _train_network(
     trainer: FoldTrainer | None,
     show: str,
     after_epoch: Callable[[EpochFigures], object] | None,
-    has_folds: bool,
 ) -> TrainResult:
     "Train a network, and write its files."
     data = run.state.data
@@ -746,7 +664,7 @@ def _train_network(
             monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(run.state.device))
             with TrainingDisplay(run.state, show) as watch, monitor:
                 train_epochs(run, watch, stop, after_epoch)
-            return finish_training(run, start_text, choice, trainer, has_folds=has_folds)
+            return finish_training(run, start_text, choice, trainer)
 
 
 def train(
@@ -764,9 +682,6 @@ def train(
     allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the model keeps the note
     legacy: bool = False,  # files of the earlier system: usable for training and evaluation, but not for predicting from recordings
     labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
-    pretrain: Sources
-    | None = None,  # recordings without labels on which a network is trained first: data sets, or a folder; None: none
-    pretrain_steps: int = PRETRAIN_STEPS,  # optimiser steps of the pre-training
     resume: str = "auto",  # resume an interrupted training: "auto", "always" or "never"
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
@@ -805,31 +720,20 @@ def train(
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
-        trainer = choice = pre = None
-        _check_resume(folder, resume, data, lengths, pretrain is not None)
-        if pretrain is not None:
-            given = {"device": on, "resume": resume, "progress": show}
-            pre = stack.enter_context(
-                _opened_pretraining(pretrain, data, lengths, pretrain_steps, folder, **given)
-            )
-            data = replace(data, identity=data.identity | {"pretraining": pre.identity})
-            settings = replace(settings, channels=lengths.channels)  # also with fewer recordings in a fold
+        trainer = choice = None
+        _check_resume(folder, resume, data, lengths)
         if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
             return done
         _check_folder(folder, resume)
-        begun = data if pre is None else _pretrain(pre, data, resume, show)  # what a network begins with
         if settings.detector != "cnn":
-            trainer = _fold_trainer(begun, settings, on, folder)
-            _announce_time(trainer, begun, lengths, show)
+            trainer = _fold_trainer(data, settings, on, folder)
+            _announce_time(trainer, data, lengths, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
-                if pre is not None:
-                    announce("A spectral detector was chosen: the pre-training is not part of it", show=show)
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
-        for part in (begun.training, begun.validation):
+        for part in (data.training, data.validation):
             if part is not None:
                 part.preload(settings.preload_to_ram, show)
-        state = TrainingState(begun, lengths, on, show=show)
+        state = TrainingState(data, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
-        has_folds = choice is not None or _fold_trainer(begun, settings, on, folder).has_folds
-        return _train_network(run, resume, choice, trainer, show, after_epoch, has_folds)
+        return _train_network(run, resume, choice, trainer, show, after_epoch)

@@ -42,8 +42,7 @@ from ..model.net import LeakNet, NetSettings, band_statistics
 from ..model.settings import TrainSettings, with_length
 from .history import EpochFigures, epochs_from, is_better, should_stop
 from .inputs import TrainingData, training_identity
-from .step import StepFigures, Stepper, seeded_random, step_seed
-from .timing import StepTimer, StepTimes
+from .step import StepFigures, Stepper, StepTimer, StepTimes, seeded_random, step_seed
 
 
 # %% ../../../nbs/learn/train/state.ipynb #bc3857a1
@@ -54,13 +53,9 @@ def new_net(
     "Make a net for some data, with weights from the seed."
     shape = image_shape(data.training.row_shape)
     made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
-    pretrained = data.pretrained
-    statistics = (None, None) if pretrained is not None else band_statistics(data.training)
+    statistics = band_statistics(data.training)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
-        net = LeakNet(made, *statistics)
-    if pretrained is not None:  # the heads are new
-        net.load_state_dict(net.state_dict() | pretrained.weights)
-    return net
+        return LeakNet(made, *statistics)
 
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
@@ -256,6 +251,7 @@ def end_epoch(
         found = validation_figures(scores, data.is_leak, chosen)
     evaluate_s = time.perf_counter() - began
     grad_norm, clipped_share = state.sums.gradients(s.clip_norm)
+    measured = _speed(state, times) | _machine_use(state.timeline.samples)
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
         step=state.stepper.n_done,
@@ -266,10 +262,10 @@ def end_epoch(
         seconds=times.seconds + evaluate_s,
         learn_s=times.seconds,
         evaluate_s=evaluate_s,
-        **_speed(state, times),
+        n_batches=times.n_batches,
         grad_norm=grad_norm,
         clipped_share=clipped_share,
-        **_machine_use(state.timeline.samples),
+        **{name: math.nan if value is None else float(value) for name, value in measured.items()},
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     best = state.best_figures
@@ -285,13 +281,12 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    found = {
+    return {
         "mean_rss_bytes": mean(seen, "rss_bytes"),
         "peak_rss_bytes": peak(seen, "rss_bytes"),
         "mean_gpu_percent": mean(seen, "gpu_percent"),
         "peak_vram_bytes": peak(seen, "vram_bytes"),
     }
-    return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
 def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
@@ -303,7 +298,10 @@ def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
     steady_s = times.seconds - warm_s
     n_steady = n - bool(warm_s)
     rate = n_steady / steady_s if n_steady > 0 and steady_s > 0 else math.nan
-    sampled = {
+    return {
+        "warm_up_s": warm_s,
+        "batches_per_s": rate,
+        "items_per_s": rate * state.loader.order.n_items / len(state.loader),
         "loader_mean_ms": times.wait_ms,
         "loader_max_ms": times.wait_max_ms,
         "h2d_ms": times.h2d_ms,
@@ -311,13 +309,6 @@ def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
         "io_to_compute": times.io_ratio,
         "allocated_bytes": times.allocated_bytes,
         "reserved_bytes": times.reserved_bytes,
-    }
-    return {
-        "warm_up_s": warm_s,
-        "n_batches": n,
-        "batches_per_s": rate,
-        "items_per_s": rate * state.loader.order.n_items / len(state.loader),
-        **{name: math.nan if value is None else float(value) for name, value in sampled.items()},
     }
 
 
@@ -343,7 +334,6 @@ def data_record(
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
         **({"labels_by_people": counts} if (counts := data.labels_by_people) else {}),
-        **({} if data.pretrained is None else {"pretraining": data.pretrained.record}),
     }
 
 
