@@ -4284,8 +4284,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers.RecordingReaders._read_plain': ( 'learn/predict/readers.html#recordingreaders._read_plain',
                                                                                                                'leakmel/learn/predict/readers.py'),
-                                               'leakmel.learn.predict.readers.RecordingReaders._wake': ( 'learn/predict/readers.html#recordingreaders._wake',
-                                                                                                         'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers.RowBlock': ( 'learn/predict/readers.html#rowblock',
                                                                                            'leakmel/learn/predict/readers.py'),
                                                'leakmel.learn.predict.readers.RowBlock.__init__': ( 'learn/predict/readers.html#rowblock.__init__',
