@@ -10,47 +10,45 @@ __all__ = [
     "find_grouping",
     "Answer",
     "new_group_answer",
+    "interval_trace",
     "generalisation_figure",
     "Generalisation",
-    "result_files",
-    "require_result",
-    "write_result",
     "generalisation",
 ]
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000003
 import copy
-import importlib.util
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from ...audio.labels import LabelTable
 from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Progress
-from ...core.run_plan import RowTable, user_path, write_summary
+from ...core.run_plan import RowTable, user_path
 from ...insight.plots import _colour, _f32, _figure, _plain
 from ..data.groups import group_name, group_values
 from ..data.splits import recordings_table
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
     CrossValidation,
-    _figures_text,
-    _plan_fits,
-    _repetitions,
-    _result,
-    _trainer_of,
+    closing_rows,
+    figures_text,
+    fits_of_folds,
+    opened_for,
     outer_folds,
+    plan_processes,
     require_at_least,
-    single_thread,
+    resample,
+    result_of,
+    trainer_of,
+    write_result,
 )
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
@@ -64,11 +62,9 @@ from leakmel.learn.metrics.bootstrap import (
 from ..metrics.significance import ScoredModel, plain, score_model
 from ..model.baselines import baseline_features
 from ..model.devices import pick_device
-from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings
-from ..train.folds import FoldTrainer, joined_groups
-from ..train.inputs import Sources, open_training
-from ..train.loop import folder_lock
+from ..train.folds import joined_groups
+from ..train.inputs import Sources
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -216,34 +212,58 @@ def _interval_text(i: Interval) -> str:
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000012
+def interval_trace(
+    name: str,
+    x: ArrayLike,
+    value: ArrayLike,
+    intervals: Sequence[Interval],
+    colour: str,
+    *,
+    line: Mapping[str, Any],  # without its colour, as the marker
+    marker: Mapping[str, Any],
+    **options: Any,  # of `Scatter`
+) -> "go.Scatter":
+    "Draw figures with their intervals as bars."
+    import plotly.graph_objects as go
+
+    ends = np.array([[i.low, i.high] for i in intervals]).reshape(-1, 2)
+    low, high = _f32(np.nan_to_num(np.abs(ends - np.reshape(value, (-1, 1)))).T)
+    bars = dict(
+        type="data", symmetric=False, array=high, arrayminus=low, color=colour, thickness=1.4, width=0
+    )
+    return go.Scatter(
+        name=name,
+        x=_f32(x),
+        y=_f32(value),
+        mode="lines+markers",
+        line=dict(color=colour, **line),
+        marker=dict(color=colour, **marker),
+        error_y=bars,
+        **options,
+    )
+
+
 def generalisation_figure(
     shown: Sequence[tuple[str, int, Mapping[str, ScoredModel]]],  # label, number of groups, and each model
     answer: Answer,
 ) -> "go.Figure":
     "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest."
-    import plotly.graph_objects as go
-
     note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-    traces = []
     names = list(shown[0][2])
+    traces = []
     for k, name in enumerate(names):
         models = [own[name] for _, _, own in shown]
-        auc = np.array([m.figures["auc"] for m in models])
-        ends = np.array([[m.intervals["auc"].low, m.intervals["auc"].high] for m in models])
-        reach = np.nan_to_num(np.abs(ends - auc[:, None]))
         is_detector = k == 0
-        bars = dict(type="data", symmetric=False, array=_f32(reach[:, 1]), arrayminus=_f32(reach[:, 0]))
+        line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
         traces.append(
-            go.Scatter(
-                name="detector" if is_detector else _plain(models[0].title),
-                x=_f32(np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2)),
-                y=_f32(auc),
-                mode="lines+markers",
-                line=dict(color=_colour(k), width=2.6)
-                if is_detector
-                else dict(color=_colour(k), width=1.4, dash="dot"),
-                marker=dict(size=9 if is_detector else 6, color=_colour(k)),
-                error_y=bars | dict(color=_colour(k), thickness=2 if is_detector else 1, width=0),
+            interval_trace(
+                "detector" if is_detector else _plain(models[0].title),
+                np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
+                [m.figures["auc"] for m in models],
+                [m.intervals["auc"] for m in models],
+                _colour(k),
+                line=line,
+                marker=dict(size=9 if is_detector else 6),
                 customdata=[str(m.intervals["auc"]) for m in models],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
@@ -295,6 +315,11 @@ class Generalisation(RowTable):
         return sum(r.n_done for r in self.tested.values())
 
     @property
+    def n_fits(self) -> int:
+        "Number of fits of all folds."
+        return sum(f.n_fits for r in self.tested.values() for f in r.folds)
+
+    @property
     def left_out(self) -> dict[str, str]:
         "Reason why a grouping was left out."
         return {g.name: g.reason for g in self.groupings if g.result is None}
@@ -332,19 +357,13 @@ class Generalisation(RowTable):
                 yield "left out", f"{show_path(g.name)}: {g.reason}"
                 continue
             name = " = ".join((g.name, *g.also))
-            yield "by", f"{show_path(name)}: {len(g.groups):,} groups, {_figures_text(g.result.detector)}"
+            yield "by", f"{show_path(name)}: {len(g.groups):,} groups, {figures_text(g.result.detector)}"
             simple = (f"{m.title} {m.figures['auc']:.3f}" for m in g.result.baselines.values())
             yield "", f"AUC of baselines: {', '.join(simple)}"
             if g.groups.note:
                 yield "", f"{g.groups.note}."
         yield "answer", self.answer.text
-        n_fits = sum(f.n_fits for r in self.tested.values() for f in r.folds)
-        again = (
-            "" if self.n_done == n_fits else f", {n_fits - self.n_done:,} of them read from an earlier run"
-        )
-        yield "time", f"{n_fits:,} fits{again}, {self.seconds:,.1f} s"
-        if self.out is not None:
-            yield "written", f"{show_path(self.out)}: {', '.join(result_files('generalisation'))}"
+        yield from closing_rows(self, self.n_fits, "generalisation")
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -364,7 +383,7 @@ class Generalisation(RowTable):
             "answer": self.answer.summary,
             "task": repr(self.task),
             "detector": self.asked,
-            "fits": sum(f.n_fits for r in self.tested.values() for f in r.folds),
+            "fits": self.n_fits,
             "fits_of_this_run": self.n_done,
             "seconds": self.seconds,
         }
@@ -382,50 +401,6 @@ class Generalisation(RowTable):
 
 def _models(found: CrossValidation) -> dict[str, ScoredModel]:
     return {"detector": found.detector, **found.baselines}
-
-
-# %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000017
-def result_files(
-    name: str,  # of the result, also the first key of its summary.json
-) -> dict[str, str]:  # name of each file -> how it begins; empty: JSON
-    "Name the files of a result."
-    first = {"generalisation": "grouping,", "learning_curve": "curve,"}[name]
-    page = f"<!doctype html><meta charset='utf-8'><title>{name}</title>"
-    files = {f"{name}.csv": first, f"{name}.html": page, "summary.json": ""}
-    return {n: s for n, s in files.items() if s != page or importlib.util.find_spec("plotly")}
-
-
-def require_result(
-    folder: Path,
-    name: str,  # of the result
-) -> None:  # raises OutputError
-    "Refuse to replace files of others."
-    for file, start in result_files(name).items():
-
-        def is_one(f: BinaryIO, start: str = start) -> bool:
-            return name in json.load(f) if not start else f.read(len(start)) == start.encode()
-
-        require_kind(folder / file, f"result of a {name.replace('_', ' ')}", is_one)
-
-
-def write_result(
-    folder: Path,
-    name: str,  # of the result
-    found: Any,  # with `table`, `plots` and `to_dict`
-) -> None:  # raises OutputError, SpaceError
-    "Write the table, the page and the summary of a result."
-    for file, start in result_files(name).items():
-        if file.endswith(".csv"):
-            text = found.table.to_csv(index=False)
-        elif file.endswith(".html"):
-            figure = found.plots()[name].to_html(
-                full_html=False, include_plotlyjs=True, config={"displaylogo": False}
-            )
-            text = f"{start}{found._repr_html_()}{figure}\n"
-        else:
-            continue
-        write_whole(folder / file, text.encode("utf-8", "backslashreplace"))
-    write_summary(folder, found.to_dict())
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000019
@@ -460,25 +435,6 @@ def _left_out(g: Grouping, e: DataError) -> Grouping:
     if e.code != "label-in-one-part":
         raise e
     return replace(g, code=e.code, reason=f"A label would be missing in training: {e.found}.")
-
-
-def _evaluate_grouping(
-    trainer: FoldTrainer,
-    grouping: Grouping,
-    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
-    baselines: Mapping[str, np.ndarray],
-    jobs: int,
-    n_draws: int,
-    bar: Progress,
-) -> Grouping:
-    "Cross-validate by a grouping."
-    own, began = copy.copy(trainer), time.perf_counter()  # a copy shares the features
-    own.groups = grouping.groups
-    try:
-        repetitions, n_done = _repetitions(own, baselines, folds, jobs, bar)
-    except DataError as e:  # no folds inside a fold, for the kind "blend"
-        return _left_out(grouping, e)
-    return replace(grouping, result=_result(own, repetitions, n_done, n_draws, began, None))
 
 
 def _no_grouping_error(groupings: Sequence[Grouping]) -> DataError:
@@ -517,39 +473,36 @@ def generalisation(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    with (
-        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
-    ):
-        if folder is not None:
-            require_result(folder, "generalisation")
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("generalisation", data, folder, settings, **task) as opened:
         table = recordings_table(opened.training.sources, progress="none")
         table = table.iloc[opened.training.rows].reset_index(drop=True)
+        classes = opened.training.labels
         own_seeds = [settings.seed + k for k in range(seeds)]
-        planned = _plan_groupings(
-            [find_grouping(table, name) for name in names], opened.training.labels, n_folds, own_seeds
-        )
+        planned = _plan_groupings([find_grouping(table, n) for n in names], classes, n_folds, own_seeds)
         usable = [g for g in planned if not g.code]
         if not usable:
             raise _no_grouping_error(planned)
-        trainer = _trainer_of(opened, settings, usable[0].groups, on, folder)
-        folds = [
-            [outer_folds(trainer.ds.labels, g.groups.code, n_folds, s) for s in own_seeds] for g in usable
-        ]
+        trainer = trainer_of(opened, settings, usable[0].groups, on, folder)
+        folds = [[outer_folds(classes, g.groups.code, n_folds, s) for s in own_seeds] for g in usable]
+        fits = [fits_of_folds([fold for fold, _ in own]) for own in folds]
         baselines = baseline_features(trainer.ds, progress="none")
         if settings.detector != "cnn":
-            _ = trainer.features  # read once, for all groupings
-        n_outer = sum(int(fold.max()) + 1 for own in folds for fold, _ in own)
-        with single_thread():
-            processes = _plan_fits(trainer, opened, n_outer, jobs, show)
-        total = len(usable) * seeds * len(trainer.rows)
-        with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            done = [
-                _evaluate_grouping(trainer, g, own, baselines, processes, n_draws, bar)
-                for g, own in zip(usable, folds)
-            ]
+            _ = trainer.features  # read once: the copies below share them
+        processes = plan_processes(trainer, opened, sum(map(len, fits)), jobs, show)
+        done = []
+        for k, g in enumerate(usable):
+            own, own_began = copy.copy(trainer), time.perf_counter()
+            own.groups = g.groups
+            label = f"cross-validation by {show_path(g.name)}"
+            try:
+                scores, n_done = resample(own, fits[k], baselines, processes, show, label)
+            except DataError as e:  # no folds inside a fold, for the kind "blend"
+                done.append(_left_out(g, e))
+                continue
+            result = result_of(own, (scores[""], n_done), folds[k], n_draws, own_began)
+            done.append(replace(g, result=result))
         groupings = [g for g in done if g.result is not None]
         groupings += [g for g in (*done, *planned) if g.code]
         tested = [

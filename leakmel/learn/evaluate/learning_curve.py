@@ -20,42 +20,41 @@ __all__ = [
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed
 
 from ...audio.labels import LabelTable
-from ...core.errors import UsageError, show_path
-from ...core.processes import safe_module_path
-from ...core.progress import Progress
+from ...core.errors import UsageError
 from ...core.run_plan import RowTable, user_path
-from ...insight.plots import _colour, _f32, _figure
+from ...insight.plots import _colour, _figure
 from ..data.groups import Group
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
-    WORKER_IDLE_S,
-    _groups_of,
-    _plan_fits,
-    _trainer_of,
+    Fit,
+    Scores,
+    closing_rows,
+    fits_of_folds,
+    groups_of,
+    opened_for,
     outer_folds,
+    plan_processes,
     require_at_least,
-    single_thread,
+    resample,
+    trainer_of,
+    write_result,
 )
-from .generalisation import require_result, result_files, write_result
+from .generalisation import interval_trace
 from ..metrics.bootstrap import Bootstrap, Groups, Interval, interval_from_draws
 from ..metrics.metrics import leak_metrics
 from ..metrics.significance import plain
-from ..metrics.voting import vote_scores
 from ..model.devices import pick_device
 from ..model.settings import TrainSettings
 from ..train.folds import FoldTrainer
-from ..train.inputs import Sources, open_training
-from ..train.loop import folder_lock
+from ..train.inputs import Sources
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -226,14 +225,7 @@ class LearningCurve(RowTable):
             part = f"{p.recordings:,.0f} recordings of {p.groups:,.0f} {self.word}s"
             yield p.curve, f"{p.share:.0%}, {part}: AUC {p.mean:.3f}{ends}{spread}"
         yield "answer", self.text
-        again = (
-            ""
-            if self.n_done == self.n_fits
-            else f", {self.n_fits - self.n_done:,} of them read from an earlier run"
-        )
-        yield "time", f"{self.n_fits:,} fits{again}, {self.seconds:,.1f} s"
-        if self.out is not None:
-            yield "written", f"{show_path(self.out)}: {', '.join(result_files('learning_curve'))}"
+        yield from closing_rows(self, self.n_fits, "learning_curve")
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -258,25 +250,19 @@ class LearningCurve(RowTable):
 
     def plots(self) -> "dict[str, go.Figure]":  # learning_curve
         "Draw both curves, by name."
-        import plotly.graph_objects as go
-
         traces = []
         names = {"recordings": f"fewer recordings of each {self.word}", "groups": f"fewer {self.word}s"}
         for k, (curve, name) in enumerate(names.items()):
             own = [p for p in self.points if p.curve == curve]
-            mean = np.array([p.mean for p in own])
-            ends = np.array([[p.interval.low, p.interval.high] for p in own]).reshape(-1, 2)
-            reach = np.nan_to_num(np.abs(ends - mean[:, None]))
-            bars = dict(type="data", symmetric=False, array=_f32(reach[:, 1]), arrayminus=_f32(reach[:, 0]))
             traces.append(
-                go.Scatter(
-                    name=name,
-                    x=_f32([p.recordings for p in own]),
-                    y=_f32(mean),
-                    mode="lines+markers",
-                    line=dict(color=_colour(k), width=2.4),
-                    marker=dict(size=8, color=_colour(k), symbol=("circle", "diamond")[k]),
-                    error_y=bars | dict(color=_colour(k), thickness=1.4, width=0),
+                interval_trace(
+                    name,
+                    [p.recordings for p in own],
+                    [p.mean for p in own],
+                    [p.interval for p in own],
+                    _colour(k),
+                    line=dict(width=2.4),
+                    marker=dict(size=8, symbol=("circle", "diamond")[k]),
                     customdata=[f"{p.groups:,.0f} {self.word}s, {p.interval}" for p in own],
                     hovertemplate="%{x:,.0f} recordings of %{customdata}: AUC %{y:.3f}<extra>%{fullData.name}</extra>",
                 )
@@ -296,57 +282,35 @@ class LearningCurve(RowTable):
 
 
 # %% ../../../nbs/learn/evaluate/learning_curve.ipynb #lc000013
-def _score_part(
-    trainer: FoldTrainer, learned: np.ndarray, held_out: np.ndarray, seed: int
-) -> tuple[np.ndarray, int]:  # [m] score of each held-out recording; fits of this call
-    "Train on a part of the recordings, and score the held-out ones; runs in any process."
-    before = trainer.n_done
-    with single_thread():
-        segments = trainer.scores(trainer.settings.detector, learned, held_out, seed)
-    return vote_scores(segments), trainer.n_done - before
-
-
-@dataclass(frozen=True)
-class _Part:
-    "A part of the training recordings of a fold."
-
-    curve: str
-    share: float
-    seed: int
-    learned: np.ndarray
-    held_out: np.ndarray
-
-
-def _parts(trainer: FoldTrainer, shares: Sequence[float], n_folds: int, seeds: int) -> list[_Part]:
-    "List the parts of all folds; the whole part is of the curve `groups`, and serves both."
-    classes, code, found = trainer.ds.labels, trainer.groups.code, []
-    for seed in range(seeds):
-        fold, _ = outer_folds(classes, code, n_folds, trainer.settings.seed + seed)
-        for k in range(int(fold.max()) + 1):
-            learned, held_out = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
-            found.append(_Part("groups", 1.0, seed, learned, held_out))
-            for curve in CURVES:
-                for share in (s for s in shares if s < 1):
-                    part = smaller_part(
-                        classes[learned], code[learned], curve, share, trainer.settings.seed + seed
-                    )
-                    found.append(_Part(curve, share, seed, learned[part], held_out))
+def _fits(trainer: FoldTrainer, shares: Sequence[float], n_folds: int, seeds: int) -> list[Fit]:
+    "List the fits of all points; the whole part is of the curve `groups`, and serves both."
+    classes, code = trainer.ds.labels, trainer.groups.code
+    own_seeds = [trainer.settings.seed + k for k in range(seeds)]
+    found = []
+    for whole in fits_of_folds([outer_folds(classes, code, n_folds, s)[0] for s in own_seeds]):
+        found.append(replace(whole, of=("groups", 1.0)))
+        learned = whole.learned
+        for curve in CURVES:
+            for share in (s for s in shares if s < 1):
+                part = smaller_part(classes[learned], code[learned], curve, share, own_seeds[whole.seed])
+                found.append(replace(whole, of=(curve, share), learned=learned[part]))
     return found
 
 
 def _points(
     trainer: FoldTrainer,
-    parts: Sequence[_Part],
-    scores: Mapping[tuple[str, float], np.ndarray],
+    fits: Sequence[Fit],
+    found: Mapping[Any, Scores],  # of each curve and share
     boot: Bootstrap,
 ) -> tuple[tuple[CurvePoint, ...], tuple[Gain, ...]]:
     "Compute the points of both curves and the gains."
     points, gains = [], []
+    scores = {key: own.detector for key, own in found.items()}
     whole = scores["groups", 1.0]
-    sizes: dict[tuple[str, float], list[tuple[int, int]]] = {}
-    for p in parts:
-        size = (len(p.learned), len(np.unique(trainer.groups.code[p.learned])))
-        sizes.setdefault((p.curve, p.share), []).append(size)
+    sizes: dict[Any, list[tuple[int, int]]] = {}
+    for fit in fits:
+        size = (len(fit.learned), len(np.unique(trainer.groups.code[fit.learned])))
+        sizes.setdefault(fit.of, []).append(size)
     n_all = np.mean(sizes["groups", 1.0], 0)[0]
     for curve in CURVES:
         own = sorted(share for name, share in scores if name == curve and share < 1)
@@ -423,38 +387,20 @@ def learning_curve(
     settings = replace(settings, detector="spectral") if note else settings
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    with (
-        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else folder_lock(folder, "learning curve"),
-    ):
-        if folder is not None:
-            require_result(folder, "learning_curve")
-        trainer = _trainer_of(opened, settings, _groups_of(opened, group), on, folder)
-        parts = _parts(trainer, shares, n_folds, seeds)
-        with single_thread():
-            processes = _plan_fits(trainer, opened, len(parts), jobs, show)
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("learning_curve", data, folder, settings, **task) as opened:
+        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
+        fits = _fits(trainer, shares, n_folds, seeds)
+        processes = plan_processes(trainer, opened, len(fits), jobs, show)
         if settings.detector == "spectral":
             _ = trainer.features  # read once, not in each process
-        scores: dict[tuple[str, float], np.ndarray] = {}
-        n_done = 0
-        run = Parallel(
-            n_jobs=processes, return_as="generator", pre_dispatch="all", idle_worker_timeout=WORKER_IDLE_S
-        )
-        tasks = (delayed(_score_part)(trainer, p.learned, p.held_out, p.seed) for p in parts)
-        bar = Progress(len(parts), unit="fits", label="learning curve", show=show)
-        with safe_module_path(), bar:
-            for part, (score, n) in zip(parts, run(tasks)):
-                own = scores.setdefault((part.curve, part.share), np.full((seeds, len(trainer.rows)), np.nan))
-                own[part.seed, part.held_out] = score
-                n_done += n
-                bar.update(bar.n_done + 1)
+        scores, n_done = resample(trainer, fits, {}, processes, show, "learning curve")
         boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=settings.seed)
-        points, gains = _points(trainer, parts, scores, boot)
+        points, gains = _points(trainer, fits, scores, boot)
         facts = (trainer.task, settings.detector, note, trainer.groups, len(trainer.rows))
         seconds = time.perf_counter() - began
-        found = LearningCurve(*facts, points, gains, len(parts), n_done, seconds, folder)
+        found = LearningCurve(*facts, points, gains, len(fits), n_done, seconds, folder)
         if folder is not None:
             write_result(folder, "learning_curve", found)
     return found
