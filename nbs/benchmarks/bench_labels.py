@@ -92,7 +92,7 @@ def measure_labels(path: Path, sizes: Sequence[int], seed: int) -> list[dict[str
     from leakmel.learn.data.splits import recordings_table
     from leakmel.learn.embed.embed import embed_rows
     from leakmel.learn.embed.features import open_embedder
-    from leakmel.learn.metrics.voting import vote_scores
+    from leakmel.learn.metrics.metrics import vote_scores
     from leakmel.learn.model.detector import Detector, score_rows
     from leakmel.learn.model.settings import TrainSettings, with_length
     from leakmel.learn.train.folds import FoldTrainer, joined_groups

@@ -64,7 +64,7 @@ from ..data.task import Task
 from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
 from ..metrics.decisions import HeldOutScores, cross_calibrated
-from ..metrics.metrics import leak_metrics, reliability
+from ..metrics.metrics import leak_metrics, reliability, vote_scores
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
@@ -73,7 +73,6 @@ from leakmel.learn.metrics.significance import (
     plain,
     score_model,
 )
-from ..metrics.voting import vote_scores
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.devices import pick_device
 from ..model.files import require_kind, write_whole

@@ -6,6 +6,9 @@
 __all__ = [
     "GROUPINGS",
     "NO_GROUPS",
+    "CURVES",
+    "SHARES",
+    "NEGLIGIBLE",
     "Grouping",
     "find_grouping",
     "Answer",
@@ -14,6 +17,13 @@ __all__ = [
     "generalisation_figure",
     "Generalisation",
     "generalisation",
+    "smaller_part",
+    "Gain",
+    "gain_text",
+    "find_gain",
+    "CurvePoint",
+    "LearningCurve",
+    "learning_curve",
 ]
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000003
@@ -30,40 +40,45 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ...audio.labels import LabelTable
-from ...core.errors import DataError, UsageError, show_path
+from ...core.errors import DataError, show_path, UsageError
 from ...core.run_plan import RowTable, user_path
 from ...insight.plots import _colour, _f32, _figure, _plain
-from ..data.groups import group_name, group_values
+from ..data.groups import Group, group_name, group_values
 from ..data.splits import recordings_table
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
-    CrossValidation,
     closing_rows,
+    CrossValidation,
     figures_text,
+    Fit,
     fits_of_folds,
+    groups_of,
     opened_for,
     outer_folds,
     plan_processes,
     require_at_least,
     resample,
     result_of,
+    Scores,
     trainer_of,
     write_result,
 )
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
+    _encode_groups,
     Bootstrap,
     Difference,
+    differences,
     Groups,
     Interval,
-    _encode_groups,
-    differences,
+    interval_from_draws,
 )
-from ..metrics.significance import ScoredModel, plain, score_model
+from ..metrics.metrics import leak_metrics
+from ..metrics.significance import plain, score_model, ScoredModel
 from ..model.baselines import baseline_features
 from ..model.devices import pick_device
 from ..model.settings import TrainSettings
-from ..train.folds import joined_groups
+from ..train.folds import FoldTrainer, joined_groups
 from ..train.inputs import Sources
 
 if TYPE_CHECKING:
@@ -85,12 +100,7 @@ class Grouping:
     result: CrossValidation | None = None  # None: left out
     code: str = ""  # why it was left out, in kebab-case
     reason: str = ""  # why it was left out, a sentence
-    also: tuple[str, ...] = ()  # other groupings with the same groups
-
-    @property
-    def hardest_name(self) -> str:
-        "Name of the hardest of the groupings with these groups."
-        return (self.name, *self.also)[-1]
+    also: tuple[str, ...] = ()  # other groupings with the same groups, the hardest at the end
 
 
 def find_grouping(
@@ -506,7 +516,7 @@ def generalisation(
         groupings = [g for g in done if g.result is not None]
         groupings += [g for g in (*done, *planned) if g.code]
         tested = [
-            (g.hardest_name, g.result.groups, np.stack([r.score for r in g.result.repetitions]))
+            ((g.name, *g.also)[-1], g.result.groups, np.stack([r.score for r in g.result.repetitions]))
             for g in groupings
             if g.result is not None
         ]
@@ -517,4 +527,351 @@ def generalisation(
         found = Generalisation(trainer.task, settings.detector, tuple(groupings), answer, seconds, folder)
         if folder is not None:
             write_result(folder, "generalisation", found)
+    return found
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000005
+CURVES = {"recordings": "fewer recordings of each group", "groups": "fewer groups"}
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def smaller_part(
+    classes: np.ndarray,  # [k] int, class of each training recording
+    code: np.ndarray,  # [k] int, group of each training recording
+    curve: str,  # "recordings": of each group; "groups": with all of their recordings
+    share: float,  # above 0, at most 1
+    seed: int = 0,
+) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
+    "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(code))
+    if curve == "recordings":
+        cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
+        rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
+        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
+    numbers, each = np.unique(code, return_inverse=True)
+    held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
+    held[each, classes] = True
+    drawn = rng.permutation(len(numbers))
+    alike = pd.Series(list(map(bytes, held[drawn]))).groupby(list(map(bytes, held[drawn])))
+    place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
+    drawn = drawn[np.argsort(place, kind="stable")]
+    first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
+    drawn = np.array(sorted(drawn, key=lambda g: g not in first))
+    n = max(len(first), round(share * len(numbers)))
+    return np.flatnonzero(np.isin(each, drawn[:n]))
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000008
+NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help
+
+
+@dataclass(frozen=True)
+class Gain:
+    "Difference of the AUC between a smaller part and all of the training recordings."
+
+    curve: str  # "recordings" or "groups"
+    share: float  # of the smaller part
+    value: float
+    interval: Interval  # bootstrap over groups
+
+    @property
+    def finding(self) -> str:
+        "`helps`: the interval is above 0; `hardly`: it lies within NEGLIGIBLE; else `unknown`."
+        i = self.interval
+        if i.known and i.low > 0 and i.high > NEGLIGIBLE:
+            return "helps"
+        return "hardly" if i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE else "unknown"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return plain values."
+        i = self.interval
+        found = {"share": self.share, "value": plain(self.value), "low": plain(i.low), "high": plain(i.high)}
+        return found | {"note": i.note, "finding": self.finding}
+
+
+def gain_text(
+    gain: Gain,
+    word: str = "sensor",  # what a group is
+) -> str:  # a sentence
+    "State whether more recordings or more groups would help."
+    what = f"recordings of the same {word}s" if gain.curve == "recordings" else f"{word}s"
+    i = gain.interval
+    ends = f" (95 % interval {i.low:.3f} to {i.high:.3f})" if i.known else f" ({i.note})"
+    change = f"the AUC changes by {gain.value:+.3f}{ends} from {gain.share:.0%} of them to all"
+    found = {
+        "helps": f"More {what} would probably help: {change}.",
+        "hardly": f"More {what} would hardly help: {change}.",
+        "unknown": f"Whether more {what} would help cannot be told: {change}.",
+    }
+    return found[gain.finding]
+
+
+def find_gain(
+    boot: Bootstrap,  # of all recordings
+    curve: str,
+    share: float,
+    smaller: np.ndarray,  # [seeds, n] out-of-fold scores with the smaller part
+    whole: np.ndarray,  # [seeds, n] with all training recordings
+) -> Gain:
+    "Compute the gain in AUC, as a mean over seeds, with its interval over groups."
+    areas = [np.mean([leak_metrics(boot.truth, s)["auc"] for s in own]) for own in (smaller, whole)]
+    draws = [np.mean([boot.auc_draws(s) for s in own], 0) for own in (smaller, whole)]
+    interval = interval_from_draws(draws[1] - draws[0], *boot.group_support("auc"))
+    return Gain(curve, share, float(areas[1] - areas[0]), interval)
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000011
+@dataclass(frozen=True)
+class CurvePoint:
+    "AUC of held-out recordings after training on a share of the others."
+
+    curve: str  # "recordings" or "groups"
+    share: float
+    recordings: float  # in training, mean over folds and seeds
+    groups: float  # in training, likewise
+    auc: tuple[float, ...]  # of all recordings, for each seed
+    interval: Interval  # of the mean over seeds, bootstrap over groups
+
+    @property
+    def mean(self) -> float:
+        "Mean AUC over seeds."
+        return float(np.mean(self.auc))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LearningCurve(RowTable):
+    "AUC of a detector against the number of training recordings and groups."
+
+    task: Task
+    detector: str  # kind
+    note: str  # on the kind, a sentence; empty: it was asked for
+    groups: Groups
+    n_recordings: int
+    points: tuple[CurvePoint, ...]  # of both curves, ascending
+    gains: tuple[Gain, ...]  # of each curve that has smaller parts
+    n_fits: int
+    n_done: int  # fits of this call; those of an interrupted call are not repeated
+    seconds: float  # of this call
+    out: Path | None = None  # folder of the files
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        "A row for each point: curve, share, recordings, groups, AUC with interval, and AUC of each seed."
+        rows = []
+        for p in self.points:
+            row = {"curve": p.curve, "share": p.share, "recordings": p.recordings, "groups": p.groups}
+            row |= {"auc": p.mean, "auc_low": p.interval.low, "auc_high": p.interval.high}
+            rows.append(row | {f"auc_{k + 1}": v for k, v in enumerate(p.auc)})
+        return pd.DataFrame(rows)
+
+    @property
+    def word(self) -> str:
+        "Noun of a group."
+        return self.groups.counted(1).split(" ", 1)[1]
+
+    @property
+    def text(self) -> str:
+        "Whether more recordings or more groups would help, in sentences."
+        found = [gain_text(g, self.word) for g in self.gains]
+        if not any(g.curve == "recordings" for g in self.gains):
+            found.append(f"Each {self.word} has too few recordings to leave some of them out.")
+        return " ".join(found)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        "Yield pairs of a name and a text."
+        yield (
+            "detector",
+            f"{self.detector}, {self.n_recordings:,} recordings of {self.groups.counted(len(self.groups))}",
+        )
+        for text in filter(None, (self.note, self.groups.note)):
+            yield "", f"{text.rstrip('.')}."
+        for p in self.points:
+            ends = f" ({p.interval})" if p.interval.known else ""
+            spread = f", seeds {min(p.auc):.3f} to {max(p.auc):.3f}" if len(p.auc) > 1 else ""
+            part = f"{p.recordings:,.0f} recordings of {p.groups:,.0f} {self.word}s"
+            yield p.curve, f"{p.share:.0%}, {part}: AUC {p.mean:.3f}{ends}{spread}"
+        yield "answer", self.text
+        yield from closing_rows(self, self.n_fits, "learning_curve")
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return plain values for JSON."
+        table = self.table
+        points = [
+            {n: v if isinstance(v, str) else plain(v) for n, v in row.items()}
+            for row in table.to_dict("records")
+        ]
+        return {
+            "learning_curve": points,
+            "answer": self.text,
+            "gains": {g.curve: g.summary for g in self.gains},
+            "task": repr(self.task),
+            "detector": self.detector,
+            "note": self.note,
+            "recordings": self.n_recordings,
+            "groups": {"by": self.groups.by, "n": len(self.groups)},
+            "fits": self.n_fits,
+            "fits_of_this_run": self.n_done,
+            "seconds": self.seconds,
+        }
+
+    def plots(self) -> "dict[str, go.Figure]":  # learning_curve
+        "Draw both curves, by name."
+        traces = []
+        names = {"recordings": f"fewer recordings of each {self.word}", "groups": f"fewer {self.word}s"}
+        for k, (curve, name) in enumerate(names.items()):
+            own = [p for p in self.points if p.curve == curve]
+            traces.append(
+                interval_trace(
+                    name,
+                    [p.recordings for p in own],
+                    [p.mean for p in own],
+                    [p.interval for p in own],
+                    _colour(k),
+                    line=dict(width=2.4),
+                    marker=dict(size=8, symbol=("circle", "diamond")[k]),
+                    customdata=[f"{p.groups:,.0f} {self.word}s, {p.interval}" for p in own],
+                    hovertemplate="%{x:,.0f} recordings of %{customdata}: AUC %{y:.3f}<extra>%{fullData.name}</extra>",
+                )
+            )
+        words = {"recordings": "more recordings", "groups": f"more {self.word}s"}
+        results = {"helps": "would probably help", "hardly": "would hardly help", "unknown": "cannot be told"}
+        title = "; ".join(f"{words[g.curve]}: {results[g.finding]}" for g in self.gains)
+        fig = _figure(
+            traces,
+            f"{title[:1].upper()}{title[1:]}",
+            "The same held-out recordings for every point; bars: 95 % confidence intervals",
+            height=440,
+            xaxis=dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
+            yaxis=dict(title=dict(text="AUC of held-out recordings")),
+        )
+        return {"learning_curve": fig.update_layout(margin=dict(b=44))}
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000013
+def _fits(trainer: FoldTrainer, shares: Sequence[float], n_folds: int, seeds: int) -> list[Fit]:
+    "List the fits of all points; the whole part is of the curve `groups`, and serves both."
+    classes, code = trainer.ds.labels, trainer.groups.code
+    own_seeds = [trainer.settings.seed + k for k in range(seeds)]
+    found = []
+    for whole in fits_of_folds([outer_folds(classes, code, n_folds, s)[0] for s in own_seeds]):
+        found.append(replace(whole, of=("groups", 1.0)))
+        learned = whole.learned
+        for curve in CURVES:
+            for share in (s for s in shares if s < 1):
+                part = smaller_part(classes[learned], code[learned], curve, share, own_seeds[whole.seed])
+                found.append(replace(whole, of=(curve, share), learned=learned[part]))
+    return found
+
+
+def _points(
+    trainer: FoldTrainer,
+    fits: Sequence[Fit],
+    found: Mapping[Any, Scores],  # of each curve and share
+    boot: Bootstrap,
+) -> tuple[tuple[CurvePoint, ...], tuple[Gain, ...]]:
+    "Compute the points of both curves and the gains."
+    points, gains = [], []
+    scores = {key: own.detector for key, own in found.items()}
+    whole = scores["groups", 1.0]
+    sizes: dict[Any, list[tuple[int, int]]] = {}
+    for fit in fits:
+        size = (len(fit.learned), len(np.unique(trainer.groups.code[fit.learned])))
+        sizes.setdefault(fit.of, []).append(size)
+    n_all = np.mean(sizes["groups", 1.0], 0)[0]
+    for curve in CURVES:
+        own = sorted(share for name, share in scores if name == curve and share < 1)
+        smaller = [s for s in own if np.mean(sizes[curve, s], 0)[0] < 0.95 * n_all]
+        for share in (*smaller, 1.0):
+            key = ("groups", 1.0) if share == 1 else (curve, share)
+            areas = tuple(leak_metrics(boot.truth, s)["auc"] for s in scores[key])
+            draws = np.mean([boot.auc_draws(s) for s in scores[key]], 0)
+            interval = interval_from_draws(draws, *boot.group_support("auc"))
+            n, n_groups = np.mean(sizes[key], 0).tolist()
+            points.append(CurvePoint(curve, share, n, n_groups, areas, interval))
+        if smaller:
+            half = min(smaller, key=lambda s: abs(s - 0.5))
+            gains.append(find_gain(boot, curve, half, scores[curve, half], whole))
+    return tuple(points), tuple(gains)
+
+
+def _checked_shares(
+    sizes: Sequence[float] | None, n_folds: int, seeds: int, jobs: int | None, detector: str
+) -> list[float]:
+    "Check the arguments; return the shares, ascending, with 1."
+    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
+    shares = sorted({*(float(s) for s in (SHARES if sizes is None else sizes)), 1.0})
+    if len(shares) < 2 or shares[0] <= 0 or shares[-1] > 1:
+        raise UsageError(
+            "the sizes must be shares of the training recordings, with one below 1",
+            code="usage",
+            found=", ".join(f"{s:g}" for s in shares),
+            expected="numbers above 0 and at most 1",
+        )
+    if detector == "blend":
+        raise UsageError(
+            "a learning curve needs one kind of detector",
+            code="usage",
+            found=detector,
+            expected="spectral, cnn or auto",
+        )
+    return shares
+
+
+_AUTO = "The kind is spectral, because a choice of the kind would take ten times as many fits"
+
+
+def learning_curve(
+    data: Sources,  # data set, or several: all of their recordings are used
+    *,
+    group: Group = "sensor",  # kept together in folds and intervals; as for `cross_validate`
+    out: str
+    | os.PathLike
+    | None = None,  # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
+    sizes: Sequence[float] | None = None,  # shares of the training recordings, 1 is always one; None: SHARES
+    n_folds: int = 5,  # at least 2; as for `cross_validate`
+    seeds: int = 3,  # repetitions with other folds, parts and fits, at least 1
+    settings: TrainSettings | None = None,  # None: the defaults; the kind "auto" is taken as "spectral"
+    leak_label: str = "LEAK",  # matched by the whole name, ignoring case
+    kind: str = "multiclass",  # or "binary": all labels but the leak are one class
+    leave_out: Sequence[str] = (),  # labels whose recordings are not used
+    device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
+    n_draws: int = 2000,  # of groups, for intervals
+    legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
+    jobs: int | None = None,  # processes; as for `cross_validate`
+    progress: bool | str = True,  # or as for `core.progress.Progress`
+) -> LearningCurve:  # raises UsageError, DataError, OutputError
+    """Compute the AUC of held-out recordings against the number of labelled recordings and groups in training.
+
+    The gain of a curve is the pooled AUC (mean over seeds) with all training recordings less that with about half of
+    them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
+    hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
+    """
+    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
+    shares = _checked_shares(sizes, n_folds, seeds, jobs, settings.detector)
+    note = _AUTO if settings.detector == "auto" else ""
+    settings = replace(settings, detector="spectral") if note else settings
+    show = progress if isinstance(progress, str) else "auto" if progress else "none"
+    folder = None if out is None else user_path(out)
+    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("learning_curve", data, folder, settings, **task) as opened:
+        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
+        fits = _fits(trainer, shares, n_folds, seeds)
+        processes = plan_processes(trainer, opened, len(fits), jobs, show)
+        if settings.detector == "spectral":
+            _ = trainer.features  # read once, not in each process
+        scores, n_done = resample(trainer, fits, {}, processes, show, "learning curve")
+        boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=settings.seed)
+        points, gains = _points(trainer, fits, scores, boot)
+        facts = (trainer.task, settings.detector, note, trainer.groups, len(trainer.rows))
+        seconds = time.perf_counter() - began
+        found = LearningCurve(*facts, points, gains, len(fits), n_done, seconds, folder)
+        if folder is not None:
+            write_result(folder, "learning_curve", found)
     return found

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...core.errors import DataError, UsageError
 from ..metrics.decisions import Calibration
-from ..metrics.voting import segments_needed
+from ..metrics.metrics import segments_needed
 from .detector import Detector, required_spec
 from .export import SamplesToScores, trial_recordings
 from .spectral import SpectralClassifier

@@ -28,7 +28,7 @@ from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT
 from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
-from ..metrics.voting import DecisionRule, choose_rule
+from ..metrics.metrics import DecisionRule, choose_rule
 from ..model.card import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, class_scores, load_detector, score_rows

@@ -37,7 +37,7 @@ from ...core.monitor import free_memory, size_text
 from ...dataset.file.reader import MelDataset
 from ..data.segments import Segments, load_items
 from ..data.task import LEFT_OUT, Task, find_label
-from ..metrics.voting import segments_needed
+from ..metrics.metrics import segments_needed
 from ..model.detector import Detector
 from ..train.inputs import row_digests
 

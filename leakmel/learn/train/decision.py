@@ -14,7 +14,7 @@ from ..data.groups import recordings_of
 from ..metrics.bootstrap import Bootstrap, Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
 from ..metrics.significance import cautions, give_verdict, score_model
-from ..metrics.voting import choose_rule, vote_scores
+from ..metrics.metrics import choose_rule, vote_scores
 from leakmel.learn.model.baselines import (
     BASELINE_TITLES,
     NO_TREES,

@@ -45,7 +45,7 @@ from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
 from ..metrics.metrics import leak_metrics
-from ..metrics.voting import vote_scores
+from ..metrics.metrics import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
