@@ -325,7 +325,7 @@ class Generalisation(RowTable):
         return sum(r.n_done for r in self.tested.values())
 
     @property
-    def n_fits(self) -> int:
+    def _n_fits(self) -> int:
         "Number of fits of all folds."
         return sum(f.n_fits for r in self.tested.values() for f in r.folds)
 
@@ -373,7 +373,7 @@ class Generalisation(RowTable):
             if g.groups.note:
                 yield "", f"{g.groups.note}."
         yield "answer", self.answer.text
-        yield from closing_rows(self, self.n_fits, "generalisation")
+        yield from closing_rows(self, self._n_fits, "generalisation")
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -393,7 +393,7 @@ class Generalisation(RowTable):
             "answer": self.answer.summary,
             "task": repr(self.task),
             "detector": self.asked,
-            "fits": self.n_fits,
+            "fits": self._n_fits,
             "fits_of_this_run": self.n_done,
             "seconds": self.seconds,
         }
