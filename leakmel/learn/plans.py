@@ -45,15 +45,14 @@ from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, group_split, without_validation
 from .data.task import make_task
 from .evaluate.cross_validation import CrossValidation, cross_validate
-from .evaluate.evaluation import evaluate, record_evaluation
-from .evaluate.report import Evaluation
+from .evaluate.evaluation import Evaluation, evaluate, record_evaluation
 from .model.card import evaluation_result
 from .model.detector import load_detector
 from .model.devices import pick_device
 from .model.files import list_checkpoints
 from .model.locate import model_file
 from .model.settings import CheckpointSettings, TrainSettings
-from .predict.plots import MOST_RECORDINGS
+from .reports import MOST_RECORDINGS
 from .predict.predict import Predictions, predict, rule_of
 from .train.loop import TrainResult, steps_after, train
 

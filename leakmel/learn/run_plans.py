@@ -36,8 +36,7 @@ from ..core.parameters import Kinds, field_kinds
 from ..core.progress import announce
 from ..core.run_plan import run_folder, runs_folder, user_path, write_summary
 from ..dataset.run.pipeline import find_data
-from .evaluate.evaluation import try_to_record
-from .evaluate.report import Evaluation
+from .evaluate.evaluation import Evaluation, try_to_record
 from .metrics.metrics import FIGURES
 from .metrics.significance import figure_title
 from .model.detector import load_detector

@@ -27,7 +27,7 @@ from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.files import load_plain
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.metrics.metrics import UNCHOSEN
 from leakmel.learn.model import spectral
 from leakmel.learn.model.spectral import (
     SpectralClassifier,

@@ -14,7 +14,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.generalisation import Generalisation, find_grouping, new_group_answer
-from leakmel.learn.evaluate.learning_curve import CURVES, Gain, find_gain, gain_text, smaller_part
+from leakmel.learn.evaluate.generalisation import CURVES, Gain, find_gain, gain_text, smaller_part
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
 from leakmel.learn.train.folds import FoldTrainer
 

@@ -44,7 +44,7 @@ from leakmel.learn.metrics.significance import (
     permute_group_labels,
     score_model,
 )
-from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.metrics.metrics import UNCHOSEN
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings

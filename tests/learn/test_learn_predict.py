@@ -34,7 +34,7 @@ from leakmel.learn.data.segments import (
     conform_recording,
 )
 from leakmel.learn.data.task import make_task
-from leakmel.learn.metrics.voting import VOTES, vote_scores
+from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict import predict as prediction
@@ -801,7 +801,7 @@ def test_memory_does_not_grow_with_recordings(tmp_path, model):
 
 
 def test_a_changed_file_is_not_shown_with_old_scores(tmp_path, detector):
-    from leakmel.learn.predict.plots import suspicious_mels
+    from leakmel.learn.reports import suspicious_mels
 
     folder = tmp_path / "wav"
     put(folder, "a.wav", noise(1))

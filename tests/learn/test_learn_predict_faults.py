@@ -18,7 +18,7 @@ from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.plans import execute_prediction, plan_prediction, prediction_kinds
 from leakmel.learn.predict import predict as prediction
-from leakmel.learn.predict.plots import MOST_RECORDINGS, suspicious_mels
+from leakmel.learn.reports import MOST_RECORDINGS, suspicious_mels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096

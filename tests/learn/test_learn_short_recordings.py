@@ -24,7 +24,7 @@ from leakmel.learn.data.segments import LEVELS, Segments, cut_into_rows, segment
 from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate.evaluation import leak_mask
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
-from leakmel.learn.metrics.voting import VOTES, vote_scores
+from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics

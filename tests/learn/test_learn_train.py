@@ -27,7 +27,7 @@ from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
-from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
+from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings

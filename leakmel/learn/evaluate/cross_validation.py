@@ -6,24 +6,38 @@
 __all__ = [
     "MOST_LEFT_OUT",
     "WORKER_IDLE_S",
-    "TABLE_NAME",
     "WORTH_PROCESSES",
     "outer_folds",
     "FoldFigures",
     "Repetition",
     "single_thread",
+    "Fit",
+    "fits_of_folds",
+    "Scores",
+    "resample",
+    "result_files",
+    "require_result",
+    "write_result",
+    "closing_rows",
     "CrossValidation",
+    "figures_text",
+    "plan_processes",
+    "result_of",
+    "groups_of",
+    "trainer_of",
     "require_at_least",
+    "opened_for",
     "cross_validate",
 ]
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000003
+import importlib.util
 import json
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,7 +64,7 @@ from ..data.task import Task
 from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
 from ..metrics.decisions import HeldOutScores, cross_calibrated
-from ..metrics.metrics import leak_metrics, reliability
+from ..metrics.metrics import leak_metrics, reliability, vote_scores
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
@@ -59,7 +73,6 @@ from leakmel.learn.metrics.significance import (
     plain,
     score_model,
 )
-from ..metrics.voting import vote_scores
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.devices import pick_device
 from ..model.files import require_kind, write_whole
@@ -170,21 +183,38 @@ def single_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _score_fold(
-    trainer: FoldTrainer, features: Mapping[str, np.ndarray], fold: np.ndarray, k: int, seed: int
-) -> tuple[
-    FoldFigures, np.ndarray, dict[str, np.ndarray], int
-]:  # [m] of detector and baselines; fits of this call
+@dataclass(frozen=True, eq=False)
+class Fit:
+    "A fit of a resampling: the recordings it learns from, and those that it scores."
+
+    of: Hashable  # what it belongs to: a point of a learning curve, or the only result
+    seed: int  # number of the repetition, from 0
+    fold: int
+    learned: np.ndarray  # [k] int
+    held_out: np.ndarray  # [m] int
+
+
+def fits_of_folds(folds: Sequence[np.ndarray]) -> list[Fit]:  # [n] int fold of each recording, for each seed
+    "List the fits of a cross-validation."
+    return [
+        Fit("", seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
+        for seed, fold in enumerate(folds)
+        for k in range(int(fold.max()) + 1)
+    ]
+
+
+def _score_fit(
+    trainer: FoldTrainer, features: Mapping[str, np.ndarray], fit: Fit
+) -> tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]:  # [m] of detector and baselines; fits
     "Train without the recordings of a fold, and score them; runs in any process."
     began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.truth
-    learned, held_out = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+    learned, held_out = fit.learned, fit.held_out
     with single_thread():
-        segments, kind, reason, n_fits = _fold_scores(trainer, learned, held_out, seed)
-        own = trainer.settings.seed + seed
-        simple = fold_baselines(features, truth, learned, held_out, own, n_threads=1)
+        segments, kind, reason, n_fits = _fold_scores(trainer, learned, held_out, fit.seed)
+        simple = fold_baselines(features, truth, learned, held_out, trainer.settings.seed + fit.seed, 1)
     score = vote_scores(segments)
     figures = leak_metrics(truth[held_out], score)
-    facts = (seed, k, len(held_out), int(truth[held_out].sum()), kind, reason)
+    facts = (fit.seed, fit.fold, len(held_out), int(truth[held_out].sum()), kind, reason)
     quality = (figures["auc"], figures["balanced_accuracy"])
     found = FoldFigures(*facts, *quality, n_fits, time.perf_counter() - began)
     return found, score, simple, trainer.n_done - n_before
@@ -193,65 +223,150 @@ def _score_fold(
 WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
 
 
-def _run_folds(
+def _run_fits(
     trainer: FoldTrainer,
     features: Mapping[str, np.ndarray],
-    tasks: Sequence[tuple[np.ndarray, int, int]],  # of `_score_fold`
-    jobs: int,
-    cluster: Cluster | None,
-) -> Iterator[tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]]:
-    "Score folds in processes of this machine or on a cluster; yield results as they come."
+    fits: Sequence[Fit],
+    jobs: int,  # processes; 1: this one
+    cluster: Cluster | None,  # None: processes of this machine
+) -> Iterator[tuple[int, tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]]]:
+    "Score fits in processes of this machine, in order, or on a cluster, as they come; yield numbers and results."
     if cluster is None:
         run = Parallel(
-            n_jobs=jobs,
-            return_as="generator_unordered",
-            pre_dispatch="all",
-            idle_worker_timeout=WORKER_IDLE_S,
+            n_jobs=jobs, return_as="generator", pre_dispatch="all", idle_worker_timeout=WORKER_IDLE_S
         )
         with safe_module_path():
-            yield from run(delayed(_score_fold)(trainer, features, *task) for task in tasks)
+            yield from enumerate(run(delayed(_score_fit)(trainer, features, fit) for fit in fits))
         return
-    names = [f"leakmel-fold-{seed + 1}-{k + 1}" for _, k, seed in tasks]
+    names = [f"leakmel-fold-{fit.seed + 1}-{fit.fold + 1}" for fit in fits]
     with open_cluster(cluster) as client:
-        for _, result in run_tasks(
-            client, _score_fold, [(trainer, features, *task) for task in tasks], names
-        ):
-            yield result
+        yield from run_tasks(client, _score_fit, [(trainer, features, fit) for fit in fits], names)
+
+
+@dataclass(eq=False)
+class Scores:
+    "Scores of all recordings with each seed, by detectors that were trained without them."
+
+    detector: np.ndarray  # [S, n]
+    baselines: dict[str, np.ndarray]  # [S, n] of each
+    folds: list[FoldFigures] = field(default_factory=list)
+
+
+def resample(
+    trainer: FoldTrainer,
+    fits: Sequence[Fit],  # each recording is held out once for each seed
+    features: Mapping[str, np.ndarray],  # of the baselines; empty: none is fitted
+    jobs: int,  # processes; 1: this one
+    show: str,  # as for `core.progress.Progress`
+    label: str = "cross-validation",  # of the progress
+    cluster: Cluster | None = None,  # None: processes of this machine
+) -> tuple[dict[Hashable, Scores], int]:  # of what the fits belong to; fits of this call
+    "Fit detectors on parts of the recordings, and score the others."
+    if (jobs > 1 or cluster is not None) and trainer.settings.detector != "cnn":
+        _ = trainer.features  # read once, not in each process
+    shape = (1 + max(fit.seed for fit in fits), len(trainer.rows))
+    found = {
+        of: Scores(np.full(shape, np.nan), {name: np.full(shape, np.nan) for name in features})
+        for of in dict.fromkeys(fit.of for fit in fits)
+    }
+    n_done = 0
+    total = sum(len(fit.held_out) for fit in fits)
+    with Progress(total, unit="recordings", label=label, show=show) as bar:
+        for k, (figures, score, baselines, n) in _run_fits(trainer, features, fits, jobs, cluster):
+            fit = fits[k]
+            own = found[fit.of]
+            own.detector[fit.seed, fit.held_out] = score
+            for name, values in baselines.items():
+                own.baselines[name][fit.seed, fit.held_out] = values
+            own.folds.append(figures)
+            n_done += n
+            bar.update(
+                bar.n_done + len(score), f"{sum(len(s.folds) for s in found.values())} of {len(fits)} fits"
+            )
+    return found, n_done
 
 
 def _repetitions(
-    trainer: FoldTrainer,
-    features: Mapping[str, np.ndarray],
-    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
-    jobs: int,  # processes; 1: this one
-    bar: Progress,
-    cluster: Cluster | None = None,  # None: processes of this machine
-) -> tuple[tuple[Repetition, ...], int]:  # fits of this call
-    "Score every recording once with each seed."
-    truth = trainer.truth
-    if (jobs > 1 or cluster is not None) and trainer.settings.detector != "cnn":
-        _ = trainer.features  # read once, not in each process
-    score = np.full((len(folds), len(truth)), np.nan)
-    simple = {name: score.copy() for name in features}
-    figures: list[FoldFigures] = []
-    n_done = 0
-    tasks = [(fold, k, seed) for seed, (fold, _) in enumerate(folds) for k in range(int(fold.max()) + 1)]
-    for own, scores, baselines, n in _run_folds(trainer, features, tasks, jobs, cluster):
-        held_out = folds[own.seed][0] == own.fold
-        score[own.seed, held_out] = scores
-        for name, values in baselines.items():
-            simple[name][own.seed, held_out] = values
-        figures.append(own)
-        n_done += n
-        bar.update(bar.n_done + len(scores), f"{len(figures)} of {len(tasks)} folds")
+    trainer: FoldTrainer, scores: Scores, folds: Sequence[tuple[np.ndarray, bool]]
+) -> tuple[Repetition, ...]:
+    "Divide scores by their seeds."
     found = []
     for seed, (fold, is_one_out) in enumerate(folds):
-        all_of = leak_metrics(truth, score[seed])
-        mine = tuple(sorted((f for f in figures if f.seed == seed), key=lambda f: f.fold))
+        score = scores.detector[seed]
+        all_of = leak_metrics(trainer.truth, score)
+        mine = tuple(sorted((f for f in scores.folds if f.seed == seed), key=lambda f: f.fold))
         quality = (all_of["auc"], all_of["balanced_accuracy"])
-        baselines = {name: values[seed] for name, values in simple.items()}
-        found.append(Repetition(fold, is_one_out, score[seed], baselines, mine, *quality))
-    return tuple(found), n_done
+        baselines = {name: values[seed] for name, values in scores.baselines.items()}
+        found.append(Repetition(fold, is_one_out, score, baselines, mine, *quality))
+    return tuple(found)
+
+
+# %% ../../../nbs/learn/evaluate/cross_validation.ipynb #ge000017
+_FIRST_LINES = {  # what the table of a result has in its first line
+    "cross_validation": ",leak,fold,score",
+    "generalisation": "grouping,",
+    "learning_curve": "curve,",
+}
+
+
+def result_files(
+    name: str,  # of the result, also the first key of its summary.json
+) -> dict[str, str]:  # name of each file -> what its first line has; empty: JSON
+    "Name the files of a result."
+    files = {f"{name}.csv": _FIRST_LINES[name]}
+    if name != "cross_validation" and importlib.util.find_spec("plotly"):
+        files[f"{name}.html"] = f"<!doctype html><meta charset='utf-8'><title>{name}</title>"
+    return files | {"summary.json": ""}
+
+
+def require_result(
+    folder: Path,
+    name: str,  # of the result
+) -> None:  # raises OutputError
+    "Refuse to replace files of others."
+    for file, mark in result_files(name).items():
+
+        def is_one(f: BinaryIO, mark: str = mark) -> bool:
+            return mark.encode() in f.readline() if mark else name in json.load(f)
+
+        require_kind(folder / file, f"result of a {name.replace('_', '-')}", is_one)
+
+
+def write_result(
+    folder: Path,
+    name: str,  # of the result
+    found: Any,  # with `table`, `plots` and `to_dict`
+) -> None:  # raises OutputError, SpaceError
+    "Write the table, the page and the summary of a result."
+    table = found.table
+    shown = [n for n in ("path", "label", "sensor", "group") if n in table]
+    texts = {
+        f"{name}.csv": table.assign(**{n: [show_path(v) for v in table[n]] for n in shown}).to_csv(
+            index=False
+        )
+    }
+    for file in result_files(name):
+        if file.endswith(".html"):
+            figure = found.plots()[name]
+            shown_figure = figure.to_html(
+                full_html=False, include_plotlyjs=True, config={"displaylogo": False}
+            )
+            texts[file] = f"{result_files(name)[file]}{found._repr_html_()}{shown_figure}\n"
+    for file, text in texts.items():
+        write_whole(folder / file, text.encode("utf-8", "backslashreplace"))
+    write_summary(folder, found.to_dict())
+
+
+def closing_rows(
+    found: Any,  # a result with `n_done`, `seconds` and `out`
+    n_fits: int,
+    name: str = "cross_validation",  # of the result
+) -> Iterator[tuple[str, str]]:
+    "Yield the last rows of a result: the time and the files."
+    again = "" if found.n_done == n_fits else f", {n_fits - found.n_done:,} of them read from an earlier run"
+    yield "time", f"{n_fits:,} fits{again}, {found.seconds:,.1f} s"
+    if found.out is not None:
+        yield "written", f"{show_path(found.out)}: {', '.join(result_files(name))}"
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000013
@@ -320,7 +435,7 @@ class CrossValidation(RowTable):
             yield "labels", counts_text(dict(self.labels_by_people))
         for model in (self.detector, *self.baselines.values()):
             name = "baseline" if model.title in compared else "reference"
-            yield "detector" if model is self.detector else name, f"{model.title}: {_figures_text(model)}"
+            yield "detector" if model is self.detector else name, f"{model.title}: {figures_text(model)}"
         yield "verdict", str(self.verdict)
         for text in self.cautions:
             yield "caution", text
@@ -332,13 +447,7 @@ class CrossValidation(RowTable):
             yield "kind", found
             if any(f.reason == _NO_CHOICE for f in self.folds):
                 yield "", _NO_CHOICE
-        n_fits = sum(f.n_fits for f in self.folds)
-        again = (
-            "" if self.n_done == n_fits else f", {n_fits - self.n_done:,} of them read from an earlier run"
-        )
-        yield "time", f"{n_fits:,} fits{again}, {self.seconds:,.1f} s"
-        if self.out is not None:
-            yield "written", f"{show_path(self.out / TABLE_NAME)}, summary.json"
+        yield from closing_rows(self, sum(f.n_fits for f in self.folds))
 
     def _spread_text(self, name: str, n: int) -> str:
         auc, other = self.spread[f"{name}_auc"], self.spread[f"{name}_balanced_accuracy"]
@@ -411,7 +520,7 @@ class CrossValidation(RowTable):
         }
 
 
-def _figures_text(model: ScoredModel) -> str:
+def figures_text(model: ScoredModel) -> str:
     "AUC and balanced accuracy with their intervals."
     found = []
     for name, title in (("auc", "AUC"), ("balanced_accuracy", "balanced accuracy")):
@@ -421,16 +530,6 @@ def _figures_text(model: ScoredModel) -> str:
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000015
-TABLE_NAME = "cross_validation.csv"
-
-
-def _is_summary(f: BinaryIO) -> bool:
-    return "cross_validation" in json.load(f)
-
-
-_FILES = {"summary.json": _is_summary, TABLE_NAME: lambda f: b",leak,fold,score" in f.readline()}
-
-
 WORTH_PROCESSES = 30.0  # seconds of all fits; each process takes a few to start
 _PROCESS_BYTES = 1 << 30  # of a process without the rows
 _MOST_TIMED = 200  # recordings
@@ -446,11 +545,12 @@ def _spectral_seconds(trainer: FoldTrainer) -> float:
     some = np.linspace(0, n - 1, min(n, _MOST_TIMED)).astype(np.int64)
     some = np.union1d(some, np.unique(trainer.ds.labels, return_index=True)[1])  # with each class
     began = time.perf_counter()
-    trainer.fit("spectral", some)
+    with single_thread():
+        trainer.fit("spectral", some)
     return (time.perf_counter() - began) * n / len(some)
 
 
-def _plan_fits(
+def plan_processes(
     trainer: FoldTrainer, data: TrainingData, n_outer: int, jobs: int | None, show: str
 ) -> int:  # processes
     "Choose the number of processes; announce the number of fits, and how long they take on this machine."
@@ -472,7 +572,8 @@ def _plan_fits(
     if "cnn" in kinds:
         lengths = with_length(settings, len(data.training))
         steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
-        seconds += n * steps * step_seconds(lengths, data, trainer.device)
+        with single_thread():
+            seconds += n * steps * step_seconds(lengths, data, trainer.device)
         parts.append(f"{n} networks of about {steps:,} steps")
     if jobs is None and seconds < WORTH_PROCESSES:
         most = 1
@@ -501,31 +602,30 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
     return table
 
 
-def _result(
+def result_of(
     trainer: FoldTrainer,
-    repetitions: tuple[Repetition, ...],
-    n_done: int,
+    fits: tuple[Scores, int],  # of `resample`, with the number of fits of this call
+    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
     n_draws: int,
     began: float,
-    folder: Path | None,
+    folder: Path | None = None,
+    labels_by_people: Mapping[str, int] | None = None,
 ) -> CrossValidation:
     "Compute pooled figures, and compare them with those of the baselines."
-    table, asked = _result_table(trainer, repetitions), trainer.settings.detector
+    scores, n_done = fits
+    repetitions, asked = _repetitions(trainer, scores, folds), trainer.settings.detector
     boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
-    detector = score_model(boot, np.stack([r.score for r in repetitions]), name="detector", title=asked)
-    simple = {
-        n: score_model(boot, np.stack([r.baselines[n] for r in repetitions]), name=n, title=t)
-        for n, t in BASELINE_TITLES.items()
-    }
+    detector = score_model(boot, scores.detector, name="detector", title=asked)
+    simple = {n: score_model(boot, scores.baselines[n], name=n, title=t) for n, t in BASELINE_TITLES.items()}
     notes = cautions(trainer.truth, trainer.groups)
     against = dict(simple)
-    if all(f.kind == "spectral" for r in repetitions for f in r.folds):
+    if all(f.kind == "spectral" for f in scores.folds):
         del against["trees"]
         notes += (NO_TREES,)
     return CrossValidation(
         task=trainer.task,
         asked=asked,
-        table=table,
+        table=_result_table(trainer, repetitions),
         groups=trainer.groups,
         detector=detector,
         baselines=simple,
@@ -535,26 +635,18 @@ def _result(
         n_done=n_done,
         seconds=time.perf_counter() - began,
         out=folder,
+        labels_by_people=labels_by_people or {},
     )
 
 
-def _write_files(found: CrossValidation, folder: Path) -> None:
-    "Write the table of recordings and the summary."
-    table = found.table
-    shown = [n for n in ("path", "label", "sensor", "group") if n in table]
-    table = table.assign(**{n: [show_path(v) for v in table[n]] for n in shown})
-    write_whole(folder / TABLE_NAME, table.to_csv(index=False).encode("utf-8", "backslashreplace"))
-    write_summary(folder, found.to_dict())
-
-
-def _groups_of(data: TrainingData, group: Group) -> Groups:
+def groups_of(data: TrainingData, group: Group) -> Groups:
     "Group the recordings of a training; groups that share content are one."
     table, rows = recordings_table(data.training.sources, progress="none"), data.training.rows
     own = group if isinstance(group, str) else group_values(table, group, missing="one")[rows]
     return joined_groups(table.iloc[rows].reset_index(drop=True), own)
 
 
-def _trainer_of(
+def trainer_of(
     data: TrainingData, settings: TrainSettings, groups: Groups, device: str, folder: Path | None
 ) -> FoldTrainer:
     "Make the trainer of all folds."
@@ -572,6 +664,25 @@ def require_at_least(
     for name, (value, least) in given.items():
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
+
+
+@contextmanager
+def opened_for(
+    name: str,  # of the result, also the first key of its summary.json
+    data: Sources,
+    folder: Path | None,  # of the files; None: none is written
+    settings: TrainSettings,
+    **how: Any,  # other arguments of `open_training`
+) -> Iterator[TrainingData]:  # raises UsageError, DataError, OutputError
+    "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
+    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
+    with (
+        open_training(data, settings=unloaded, **how) as opened,
+        nullcontext() if folder is None else folder_lock(folder, name.replace("_", "-")),
+    ):
+        if folder is not None:
+            require_result(folder, name)
+        yield opened
 
 
 def cross_validate(
@@ -602,27 +713,18 @@ def cross_validate(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    with (
-        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
-    ):
-        for name, is_one in _FILES.items():
-            if folder is not None:
-                require_kind(folder / name, "result of a cross-validation", is_one)
-        trainer = _trainer_of(opened, settings, _groups_of(opened, group), on, folder)
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("cross_validation", data, folder, settings, **task) as opened:
+        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
         labels_of, code = trainer.ds.labels, trainer.groups.code
         folds = [outer_folds(labels_of, code, n_folds, settings.seed + seed) for seed in range(seeds)]
+        fits = fits_of_folds([fold for fold, _ in folds])
         features = baseline_features(trainer.ds, progress="none")
-        n_outer = sum(int(fold.max()) + 1 for fold, _ in folds)
-        with single_thread():
-            processes = 1 if cluster is not None else _plan_fits(trainer, opened, n_outer, jobs, show)
-        total = seeds * len(trainer.rows)
-        with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            repetitions, n_done = _repetitions(trainer, features, folds, processes, bar, cluster)
-        found = _result(trainer, repetitions, n_done, n_draws, began, folder)
-        found = replace(found, labels_by_people=opened.labels_by_people)
+        processes = 1 if cluster is not None else plan_processes(trainer, opened, len(fits), jobs, show)
+        scores, n_done = resample(trainer, fits, features, processes, show, cluster=cluster)
+        by_people = opened.labels_by_people
+        found = result_of(trainer, (scores[""], n_done), folds, n_draws, began, folder, by_people)
         if folder is not None:
-            _write_files(found, folder)
+            write_result(folder, "cross_validation", found)
     return found

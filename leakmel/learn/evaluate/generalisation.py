@@ -6,69 +6,80 @@
 __all__ = [
     "GROUPINGS",
     "NO_GROUPS",
+    "CURVES",
+    "SHARES",
+    "NEGLIGIBLE",
     "Grouping",
     "find_grouping",
     "Answer",
     "new_group_answer",
+    "interval_trace",
     "generalisation_figure",
     "Generalisation",
-    "result_files",
-    "require_result",
-    "write_result",
     "generalisation",
+    "smaller_part",
+    "Gain",
+    "gain_text",
+    "find_gain",
+    "CurvePoint",
+    "LearningCurve",
+    "learning_curve",
 ]
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000003
 import copy
-import importlib.util
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from ...audio.labels import LabelTable
 from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Progress
-from ...core.run_plan import RowTable, user_path, write_summary
-from ...insight.plots import label_colour, f32, styled_figure, plain_text
-from ..data.groups import group_name, group_values
+from ...core.run_plan import RowTable, user_path
+from ...insight.plots import f32, label_colour, plain_text, styled_figure
+from ..data.groups import Group, group_name, group_values
 from ..data.splits import recordings_table
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
+    closing_rows,
     CrossValidation,
-    _figures_text,
-    _plan_fits,
-    _repetitions,
-    _result,
-    _trainer_of,
+    figures_text,
+    Fit,
+    fits_of_folds,
+    groups_of,
+    opened_for,
     outer_folds,
+    plan_processes,
     require_at_least,
-    single_thread,
+    resample,
+    result_of,
+    Scores,
+    trainer_of,
+    write_result,
 )
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
+    _encode_groups,
     Bootstrap,
     Difference,
+    differences,
     Groups,
     Interval,
-    _encode_groups,
-    differences,
+    interval_from_draws,
 )
-from ..metrics.significance import ScoredModel, plain, score_model
+from ..metrics.metrics import leak_metrics
+from ..metrics.significance import plain, score_model, ScoredModel
 from ..model.baselines import baseline_features
 from ..model.devices import pick_device
-from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings
 from ..train.folds import FoldTrainer, joined_groups
-from ..train.inputs import Sources, open_training
-from ..train.loop import folder_lock
+from ..train.inputs import Sources
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -89,12 +100,7 @@ class Grouping:
     result: CrossValidation | None = None  # None: left out
     code: str = ""  # why it was left out, in kebab-case
     reason: str = ""  # why it was left out, a sentence
-    also: tuple[str, ...] = ()  # other groupings with the same groups
-
-    @property
-    def hardest_name(self) -> str:
-        "Name of the hardest of the groupings with these groups."
-        return (self.name, *self.also)[-1]
+    also: tuple[str, ...] = ()  # other groupings with the same groups, the hardest at the end
 
 
 def find_grouping(
@@ -216,34 +222,58 @@ def _interval_text(i: Interval) -> str:
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000012
+def interval_trace(
+    name: str,
+    x: ArrayLike,
+    value: ArrayLike,
+    intervals: Sequence[Interval],
+    colour: str,
+    *,
+    line: Mapping[str, Any],  # without its colour, as the marker
+    marker: Mapping[str, Any],
+    **options: Any,  # of `Scatter`
+) -> "go.Scatter":
+    "Draw figures with their intervals as bars."
+    import plotly.graph_objects as go
+
+    ends = np.array([[i.low, i.high] for i in intervals]).reshape(-1, 2)
+    low, high = f32(np.nan_to_num(np.abs(ends - np.reshape(value, (-1, 1)))).T)
+    bars = dict(
+        type="data", symmetric=False, array=high, arrayminus=low, color=colour, thickness=1.4, width=0
+    )
+    return go.Scatter(
+        name=name,
+        x=f32(x),
+        y=f32(value),
+        mode="lines+markers",
+        line=dict(color=colour, **line),
+        marker=dict(color=colour, **marker),
+        error_y=bars,
+        **options,
+    )
+
+
 def generalisation_figure(
     shown: Sequence[tuple[str, int, Mapping[str, ScoredModel]]],  # label, number of groups, and each model
     answer: Answer,
 ) -> "go.Figure":
     "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest."
-    import plotly.graph_objects as go
-
     note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-    traces = []
     names = list(shown[0][2])
+    traces = []
     for k, name in enumerate(names):
         models = [own[name] for _, _, own in shown]
-        auc = np.array([m.figures["auc"] for m in models])
-        ends = np.array([[m.intervals["auc"].low, m.intervals["auc"].high] for m in models])
-        reach = np.nan_to_num(np.abs(ends - auc[:, None]))
         is_detector = k == 0
-        bars = dict(type="data", symmetric=False, array=f32(reach[:, 1]), arrayminus=f32(reach[:, 0]))
+        line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
         traces.append(
-            go.Scatter(
-                name="detector" if is_detector else plain_text(models[0].title),
-                x=f32(np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2)),
-                y=f32(auc),
-                mode="lines+markers",
-                line=dict(color=label_colour(k), width=2.6)
-                if is_detector
-                else dict(color=label_colour(k), width=1.4, dash="dot"),
-                marker=dict(size=9 if is_detector else 6, color=label_colour(k)),
-                error_y=bars | dict(color=label_colour(k), thickness=2 if is_detector else 1, width=0),
+            interval_trace(
+                "detector" if is_detector else plain_text(models[0].title),
+                np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
+                [m.figures["auc"] for m in models],
+                [m.intervals["auc"] for m in models],
+                label_colour(k),
+                line=line,
+                marker=dict(size=9 if is_detector else 6),
                 customdata=[str(m.intervals["auc"]) for m in models],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
@@ -295,6 +325,11 @@ class Generalisation(RowTable):
         return sum(r.n_done for r in self.tested.values())
 
     @property
+    def _n_fits(self) -> int:
+        "Number of fits of all folds."
+        return sum(f.n_fits for r in self.tested.values() for f in r.folds)
+
+    @property
     def left_out(self) -> dict[str, str]:
         "Reason why a grouping was left out."
         return {g.name: g.reason for g in self.groupings if g.result is None}
@@ -332,19 +367,13 @@ class Generalisation(RowTable):
                 yield "left out", f"{show_path(g.name)}: {g.reason}"
                 continue
             name = " = ".join((g.name, *g.also))
-            yield "by", f"{show_path(name)}: {len(g.groups):,} groups, {_figures_text(g.result.detector)}"
+            yield "by", f"{show_path(name)}: {len(g.groups):,} groups, {figures_text(g.result.detector)}"
             simple = (f"{m.title} {m.figures['auc']:.3f}" for m in g.result.baselines.values())
             yield "", f"AUC of baselines: {', '.join(simple)}"
             if g.groups.note:
                 yield "", f"{g.groups.note}."
         yield "answer", self.answer.text
-        n_fits = sum(f.n_fits for r in self.tested.values() for f in r.folds)
-        again = (
-            "" if self.n_done == n_fits else f", {n_fits - self.n_done:,} of them read from an earlier run"
-        )
-        yield "time", f"{n_fits:,} fits{again}, {self.seconds:,.1f} s"
-        if self.out is not None:
-            yield "written", f"{show_path(self.out)}: {', '.join(result_files('generalisation'))}"
+        yield from closing_rows(self, self._n_fits, "generalisation")
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -364,7 +393,7 @@ class Generalisation(RowTable):
             "answer": self.answer.summary,
             "task": repr(self.task),
             "detector": self.asked,
-            "fits": sum(f.n_fits for r in self.tested.values() for f in r.folds),
+            "fits": self._n_fits,
             "fits_of_this_run": self.n_done,
             "seconds": self.seconds,
         }
@@ -382,50 +411,6 @@ class Generalisation(RowTable):
 
 def _models(found: CrossValidation) -> dict[str, ScoredModel]:
     return {"detector": found.detector, **found.baselines}
-
-
-# %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000017
-def result_files(
-    name: str,  # of the result, also the first key of its summary.json
-) -> dict[str, str]:  # name of each file -> how it begins; empty: JSON
-    "Name the files of a result."
-    first = {"generalisation": "grouping,", "learning_curve": "curve,"}[name]
-    page = f"<!doctype html><meta charset='utf-8'><title>{name}</title>"
-    files = {f"{name}.csv": first, f"{name}.html": page, "summary.json": ""}
-    return {n: s for n, s in files.items() if s != page or importlib.util.find_spec("plotly")}
-
-
-def require_result(
-    folder: Path,
-    name: str,  # of the result
-) -> None:  # raises OutputError
-    "Refuse to replace files of others."
-    for file, start in result_files(name).items():
-
-        def is_one(f: BinaryIO, start: str = start) -> bool:
-            return name in json.load(f) if not start else f.read(len(start)) == start.encode()
-
-        require_kind(folder / file, f"result of a {name.replace('_', ' ')}", is_one)
-
-
-def write_result(
-    folder: Path,
-    name: str,  # of the result
-    found: Any,  # with `table`, `plots` and `to_dict`
-) -> None:  # raises OutputError, SpaceError
-    "Write the table, the page and the summary of a result."
-    for file, start in result_files(name).items():
-        if file.endswith(".csv"):
-            text = found.table.to_csv(index=False)
-        elif file.endswith(".html"):
-            figure = found.plots()[name].to_html(
-                full_html=False, include_plotlyjs=True, config={"displaylogo": False}
-            )
-            text = f"{start}{found._repr_html_()}{figure}\n"
-        else:
-            continue
-        write_whole(folder / file, text.encode("utf-8", "backslashreplace"))
-    write_summary(folder, found.to_dict())
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000019
@@ -460,25 +445,6 @@ def _left_out(g: Grouping, e: DataError) -> Grouping:
     if e.code != "label-in-one-part":
         raise e
     return replace(g, code=e.code, reason=f"A label would be missing in training: {e.found}.")
-
-
-def _evaluate_grouping(
-    trainer: FoldTrainer,
-    grouping: Grouping,
-    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
-    baselines: Mapping[str, np.ndarray],
-    jobs: int,
-    n_draws: int,
-    bar: Progress,
-) -> Grouping:
-    "Cross-validate by a grouping."
-    own, began = copy.copy(trainer), time.perf_counter()  # a copy shares the features
-    own.groups = grouping.groups
-    try:
-        repetitions, n_done = _repetitions(own, baselines, folds, jobs, bar)
-    except DataError as e:  # no folds inside a fold, for the kind "blend"
-        return _left_out(grouping, e)
-    return replace(grouping, result=_result(own, repetitions, n_done, n_draws, began, None))
 
 
 def _no_grouping_error(groupings: Sequence[Grouping]) -> DataError:
@@ -517,43 +483,40 @@ def generalisation(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    with (
-        open_training(data, settings=unloaded, **task, legacy=legacy, labels=labels, progress=show) as opened,
-        nullcontext() if folder is None else folder_lock(folder, "cross-validation"),
-    ):
-        if folder is not None:
-            require_result(folder, "generalisation")
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("generalisation", data, folder, settings, **task) as opened:
         table = recordings_table(opened.training.sources, progress="none")
         table = table.iloc[opened.training.rows].reset_index(drop=True)
+        classes = opened.training.labels
         own_seeds = [settings.seed + k for k in range(seeds)]
-        planned = _plan_groupings(
-            [find_grouping(table, name) for name in names], opened.training.labels, n_folds, own_seeds
-        )
+        planned = _plan_groupings([find_grouping(table, n) for n in names], classes, n_folds, own_seeds)
         usable = [g for g in planned if not g.code]
         if not usable:
             raise _no_grouping_error(planned)
-        trainer = _trainer_of(opened, settings, usable[0].groups, on, folder)
-        folds = [
-            [outer_folds(trainer.ds.labels, g.groups.code, n_folds, s) for s in own_seeds] for g in usable
-        ]
+        trainer = trainer_of(opened, settings, usable[0].groups, on, folder)
+        folds = [[outer_folds(classes, g.groups.code, n_folds, s) for s in own_seeds] for g in usable]
+        fits = [fits_of_folds([fold for fold, _ in own]) for own in folds]
         baselines = baseline_features(trainer.ds, progress="none")
         if settings.detector != "cnn":
-            _ = trainer.features  # read once, for all groupings
-        n_outer = sum(int(fold.max()) + 1 for own in folds for fold, _ in own)
-        with single_thread():
-            processes = _plan_fits(trainer, opened, n_outer, jobs, show)
-        total = len(usable) * seeds * len(trainer.rows)
-        with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            done = [
-                _evaluate_grouping(trainer, g, own, baselines, processes, n_draws, bar)
-                for g, own in zip(usable, folds)
-            ]
+            _ = trainer.features  # read once: the copies below share them
+        processes = plan_processes(trainer, opened, sum(map(len, fits)), jobs, show)
+        done = []
+        for k, g in enumerate(usable):
+            own, own_began = copy.copy(trainer), time.perf_counter()
+            own.groups = g.groups
+            label = f"cross-validation by {show_path(g.name)}"
+            try:
+                scores, n_done = resample(own, fits[k], baselines, processes, show, label)
+            except DataError as e:  # no folds inside a fold, for the kind "blend"
+                done.append(_left_out(g, e))
+                continue
+            result = result_of(own, (scores[""], n_done), folds[k], n_draws, own_began)
+            done.append(replace(g, result=result))
         groupings = [g for g in done if g.result is not None]
         groupings += [g for g in (*done, *planned) if g.code]
         tested = [
-            (g.hardest_name, g.result.groups, np.stack([r.score for r in g.result.repetitions]))
+            ((g.name, *g.also)[-1], g.result.groups, np.stack([r.score for r in g.result.repetitions]))
             for g in groupings
             if g.result is not None
         ]
@@ -564,4 +527,351 @@ def generalisation(
         found = Generalisation(trainer.task, settings.detector, tuple(groupings), answer, seconds, folder)
         if folder is not None:
             write_result(folder, "generalisation", found)
+    return found
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000005
+CURVES = {"recordings": "fewer recordings of each group", "groups": "fewer groups"}
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def smaller_part(
+    classes: np.ndarray,  # [k] int, class of each training recording
+    code: np.ndarray,  # [k] int, group of each training recording
+    curve: str,  # "recordings": of each group; "groups": with all of their recordings
+    share: float,  # above 0, at most 1
+    seed: int = 0,
+) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
+    "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(code))
+    if curve == "recordings":
+        cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
+        rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
+        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
+    numbers, each = np.unique(code, return_inverse=True)
+    held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
+    held[each, classes] = True
+    drawn = rng.permutation(len(numbers))
+    alike = pd.Series(list(map(bytes, held[drawn]))).groupby(list(map(bytes, held[drawn])))
+    place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
+    drawn = drawn[np.argsort(place, kind="stable")]
+    first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
+    drawn = np.array(sorted(drawn, key=lambda g: g not in first))
+    n = max(len(first), round(share * len(numbers)))
+    return np.flatnonzero(np.isin(each, drawn[:n]))
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000008
+NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help
+
+
+@dataclass(frozen=True)
+class Gain:
+    "Difference of the AUC between a smaller part and all of the training recordings."
+
+    curve: str  # "recordings" or "groups"
+    share: float  # of the smaller part
+    value: float
+    interval: Interval  # bootstrap over groups
+
+    @property
+    def finding(self) -> str:
+        "`helps`: the interval is above 0; `hardly`: it lies within NEGLIGIBLE; else `unknown`."
+        i = self.interval
+        if i.known and i.low > 0 and i.high > NEGLIGIBLE:
+            return "helps"
+        return "hardly" if i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE else "unknown"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return plain values."
+        i = self.interval
+        found = {"share": self.share, "value": plain(self.value), "low": plain(i.low), "high": plain(i.high)}
+        return found | {"note": i.note, "finding": self.finding}
+
+
+def gain_text(
+    gain: Gain,
+    word: str = "sensor",  # what a group is
+) -> str:  # a sentence
+    "State whether more recordings or more groups would help."
+    what = f"recordings of the same {word}s" if gain.curve == "recordings" else f"{word}s"
+    i = gain.interval
+    ends = f" (95 % interval {i.low:.3f} to {i.high:.3f})" if i.known else f" ({i.note})"
+    change = f"the AUC changes by {gain.value:+.3f}{ends} from {gain.share:.0%} of them to all"
+    found = {
+        "helps": f"More {what} would probably help: {change}.",
+        "hardly": f"More {what} would hardly help: {change}.",
+        "unknown": f"Whether more {what} would help cannot be told: {change}.",
+    }
+    return found[gain.finding]
+
+
+def find_gain(
+    boot: Bootstrap,  # of all recordings
+    curve: str,
+    share: float,
+    smaller: np.ndarray,  # [seeds, n] out-of-fold scores with the smaller part
+    whole: np.ndarray,  # [seeds, n] with all training recordings
+) -> Gain:
+    "Compute the gain in AUC, as a mean over seeds, with its interval over groups."
+    areas = [np.mean([leak_metrics(boot.truth, s)["auc"] for s in own]) for own in (smaller, whole)]
+    draws = [np.mean([boot.auc_draws(s) for s in own], 0) for own in (smaller, whole)]
+    interval = interval_from_draws(draws[1] - draws[0], *boot.group_support("auc"))
+    return Gain(curve, share, float(areas[1] - areas[0]), interval)
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000011
+@dataclass(frozen=True)
+class CurvePoint:
+    "AUC of held-out recordings after training on a share of the others."
+
+    curve: str  # "recordings" or "groups"
+    share: float
+    recordings: float  # in training, mean over folds and seeds
+    groups: float  # in training, likewise
+    auc: tuple[float, ...]  # of all recordings, for each seed
+    interval: Interval  # of the mean over seeds, bootstrap over groups
+
+    @property
+    def mean(self) -> float:
+        "Mean AUC over seeds."
+        return float(np.mean(self.auc))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LearningCurve(RowTable):
+    "AUC of a detector against the number of training recordings and groups."
+
+    task: Task
+    detector: str  # kind
+    note: str  # on the kind, a sentence; empty: it was asked for
+    groups: Groups
+    n_recordings: int
+    points: tuple[CurvePoint, ...]  # of both curves, ascending
+    gains: tuple[Gain, ...]  # of each curve that has smaller parts
+    n_fits: int
+    n_done: int  # fits of this call; those of an interrupted call are not repeated
+    seconds: float  # of this call
+    out: Path | None = None  # folder of the files
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        "A row for each point: curve, share, recordings, groups, AUC with interval, and AUC of each seed."
+        rows = []
+        for p in self.points:
+            row = {"curve": p.curve, "share": p.share, "recordings": p.recordings, "groups": p.groups}
+            row |= {"auc": p.mean, "auc_low": p.interval.low, "auc_high": p.interval.high}
+            rows.append(row | {f"auc_{k + 1}": v for k, v in enumerate(p.auc)})
+        return pd.DataFrame(rows)
+
+    @property
+    def word(self) -> str:
+        "Noun of a group."
+        return self.groups.counted(1).split(" ", 1)[1]
+
+    @property
+    def text(self) -> str:
+        "Whether more recordings or more groups would help, in sentences."
+        found = [gain_text(g, self.word) for g in self.gains]
+        if not any(g.curve == "recordings" for g in self.gains):
+            found.append(f"Each {self.word} has too few recordings to leave some of them out.")
+        return " ".join(found)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        "Yield pairs of a name and a text."
+        yield (
+            "detector",
+            f"{self.detector}, {self.n_recordings:,} recordings of {self.groups.counted(len(self.groups))}",
+        )
+        for text in filter(None, (self.note, self.groups.note)):
+            yield "", f"{text.rstrip('.')}."
+        for p in self.points:
+            ends = f" ({p.interval})" if p.interval.known else ""
+            spread = f", seeds {min(p.auc):.3f} to {max(p.auc):.3f}" if len(p.auc) > 1 else ""
+            part = f"{p.recordings:,.0f} recordings of {p.groups:,.0f} {self.word}s"
+            yield p.curve, f"{p.share:.0%}, {part}: AUC {p.mean:.3f}{ends}{spread}"
+        yield "answer", self.text
+        yield from closing_rows(self, self.n_fits, "learning_curve")
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return plain values for JSON."
+        table = self.table
+        points = [
+            {n: v if isinstance(v, str) else plain(v) for n, v in row.items()}
+            for row in table.to_dict("records")
+        ]
+        return {
+            "learning_curve": points,
+            "answer": self.text,
+            "gains": {g.curve: g.summary for g in self.gains},
+            "task": repr(self.task),
+            "detector": self.detector,
+            "note": self.note,
+            "recordings": self.n_recordings,
+            "groups": {"by": self.groups.by, "n": len(self.groups)},
+            "fits": self.n_fits,
+            "fits_of_this_run": self.n_done,
+            "seconds": self.seconds,
+        }
+
+    def plots(self) -> "dict[str, go.Figure]":  # learning_curve
+        "Draw both curves, by name."
+        traces = []
+        names = {"recordings": f"fewer recordings of each {self.word}", "groups": f"fewer {self.word}s"}
+        for k, (curve, name) in enumerate(names.items()):
+            own = [p for p in self.points if p.curve == curve]
+            traces.append(
+                interval_trace(
+                    name,
+                    [p.recordings for p in own],
+                    [p.mean for p in own],
+                    [p.interval for p in own],
+                    label_colour(k),
+                    line=dict(width=2.4),
+                    marker=dict(size=8, symbol=("circle", "diamond")[k]),
+                    customdata=[f"{p.groups:,.0f} {self.word}s, {p.interval}" for p in own],
+                    hovertemplate="%{x:,.0f} recordings of %{customdata}: AUC %{y:.3f}<extra>%{fullData.name}</extra>",
+                )
+            )
+        words = {"recordings": "more recordings", "groups": f"more {self.word}s"}
+        results = {"helps": "would probably help", "hardly": "would hardly help", "unknown": "cannot be told"}
+        title = "; ".join(f"{words[g.curve]}: {results[g.finding]}" for g in self.gains)
+        fig = styled_figure(
+            traces,
+            f"{title[:1].upper()}{title[1:]}",
+            "The same held-out recordings for every point; bars: 95 % confidence intervals",
+            height=440,
+            xaxis=dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
+            yaxis=dict(title=dict(text="AUC of held-out recordings")),
+        )
+        return {"learning_curve": fig.update_layout(margin=dict(b=44))}
+
+
+# %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000013
+def _fits(trainer: FoldTrainer, shares: Sequence[float], n_folds: int, seeds: int) -> list[Fit]:
+    "List the fits of all points; the whole part is of the curve `groups`, and serves both."
+    classes, code = trainer.ds.labels, trainer.groups.code
+    own_seeds = [trainer.settings.seed + k for k in range(seeds)]
+    found = []
+    for whole in fits_of_folds([outer_folds(classes, code, n_folds, s)[0] for s in own_seeds]):
+        found.append(replace(whole, of=("groups", 1.0)))
+        learned = whole.learned
+        for curve in CURVES:
+            for share in (s for s in shares if s < 1):
+                part = smaller_part(classes[learned], code[learned], curve, share, own_seeds[whole.seed])
+                found.append(replace(whole, of=(curve, share), learned=learned[part]))
+    return found
+
+
+def _points(
+    trainer: FoldTrainer,
+    fits: Sequence[Fit],
+    found: Mapping[Any, Scores],  # of each curve and share
+    boot: Bootstrap,
+) -> tuple[tuple[CurvePoint, ...], tuple[Gain, ...]]:
+    "Compute the points of both curves and the gains."
+    points, gains = [], []
+    scores = {key: own.detector for key, own in found.items()}
+    whole = scores["groups", 1.0]
+    sizes: dict[Any, list[tuple[int, int]]] = {}
+    for fit in fits:
+        size = (len(fit.learned), len(np.unique(trainer.groups.code[fit.learned])))
+        sizes.setdefault(fit.of, []).append(size)
+    n_all = np.mean(sizes["groups", 1.0], 0)[0]
+    for curve in CURVES:
+        own = sorted(share for name, share in scores if name == curve and share < 1)
+        smaller = [s for s in own if np.mean(sizes[curve, s], 0)[0] < 0.95 * n_all]
+        for share in (*smaller, 1.0):
+            key = ("groups", 1.0) if share == 1 else (curve, share)
+            areas = tuple(leak_metrics(boot.truth, s)["auc"] for s in scores[key])
+            draws = np.mean([boot.auc_draws(s) for s in scores[key]], 0)
+            interval = interval_from_draws(draws, *boot.group_support("auc"))
+            n, n_groups = np.mean(sizes[key], 0).tolist()
+            points.append(CurvePoint(curve, share, n, n_groups, areas, interval))
+        if smaller:
+            half = min(smaller, key=lambda s: abs(s - 0.5))
+            gains.append(find_gain(boot, curve, half, scores[curve, half], whole))
+    return tuple(points), tuple(gains)
+
+
+def _checked_shares(
+    sizes: Sequence[float] | None, n_folds: int, seeds: int, jobs: int | None, detector: str
+) -> list[float]:
+    "Check the arguments; return the shares, ascending, with 1."
+    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
+    shares = sorted({*(float(s) for s in (SHARES if sizes is None else sizes)), 1.0})
+    if len(shares) < 2 or shares[0] <= 0 or shares[-1] > 1:
+        raise UsageError(
+            "the sizes must be shares of the training recordings, with one below 1",
+            code="usage",
+            found=", ".join(f"{s:g}" for s in shares),
+            expected="numbers above 0 and at most 1",
+        )
+    if detector == "blend":
+        raise UsageError(
+            "a learning curve needs one kind of detector",
+            code="usage",
+            found=detector,
+            expected="spectral, cnn or auto",
+        )
+    return shares
+
+
+_AUTO = "The kind is spectral, because a choice of the kind would take ten times as many fits"
+
+
+def learning_curve(
+    data: Sources,  # data set, or several: all of their recordings are used
+    *,
+    group: Group = "sensor",  # kept together in folds and intervals; as for `cross_validate`
+    out: str
+    | os.PathLike
+    | None = None,  # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
+    sizes: Sequence[float] | None = None,  # shares of the training recordings, 1 is always one; None: SHARES
+    n_folds: int = 5,  # at least 2; as for `cross_validate`
+    seeds: int = 3,  # repetitions with other folds, parts and fits, at least 1
+    settings: TrainSettings | None = None,  # None: the defaults; the kind "auto" is taken as "spectral"
+    leak_label: str = "LEAK",  # matched by the whole name, ignoring case
+    kind: str = "multiclass",  # or "binary": all labels but the leak are one class
+    leave_out: Sequence[str] = (),  # labels whose recordings are not used
+    device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
+    n_draws: int = 2000,  # of groups, for intervals
+    legacy: bool = False,  # files of the earlier system
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
+    jobs: int | None = None,  # processes; as for `cross_validate`
+    progress: bool | str = True,  # or as for `core.progress.Progress`
+) -> LearningCurve:  # raises UsageError, DataError, OutputError
+    """Compute the AUC of held-out recordings against the number of labelled recordings and groups in training.
+
+    The gain of a curve is the pooled AUC (mean over seeds) with all training recordings less that with about half of
+    them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
+    hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
+    """
+    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
+    shares = _checked_shares(sizes, n_folds, seeds, jobs, settings.detector)
+    note = _AUTO if settings.detector == "auto" else ""
+    settings = replace(settings, detector="spectral") if note else settings
+    show = progress if isinstance(progress, str) else "auto" if progress else "none"
+    folder = None if out is None else user_path(out)
+    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
+    task |= {"legacy": legacy, "labels": labels, "progress": show}
+    with opened_for("learning_curve", data, folder, settings, **task) as opened:
+        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
+        fits = _fits(trainer, shares, n_folds, seeds)
+        processes = plan_processes(trainer, opened, len(fits), jobs, show)
+        if settings.detector == "spectral":
+            _ = trainer.features  # read once, not in each process
+        scores, n_done = resample(trainer, fits, {}, processes, show, "learning curve")
+        boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=settings.seed)
+        points, gains = _points(trainer, fits, scores, boot)
+        facts = (trainer.task, settings.detector, note, trainer.groups, len(trainer.rows))
+        seconds = time.perf_counter() - began
+        found = LearningCurve(*facts, points, gains, len(fits), n_done, seconds, folder)
+        if folder is not None:
+            write_result(folder, "learning_curve", found)
     return found

@@ -42,11 +42,6 @@ class HeldOutScores:
         return len(np.unique(self.group))
 
     @property
-    def is_by_recording(self) -> bool:
-        "Whether groups are single recordings, several of which may be of one sensor."
-        return self.by in ("recording", "source") or self.by != "sensor" and self.n_groups == len(self)
-
-    @property
     def normal(self) -> tuple[np.ndarray, np.ndarray]:  # [m] float64, [m] int64
         "Scores and groups of the recordings without a leak."
         return self.score[~self.truth], self.group[~self.truth]
@@ -229,10 +224,13 @@ def alarm_threshold(
             rates.append(100 * (left_out >= min(1.0, chosen)).mean())
     low, high = np.quantile(rates, (0.025, 0.975)).tolist() if rates else (np.nan, np.nan)
     leaks = scores.score[scores.truth]
+    # then several single recordings may be of one sensor
+    is_by_recording = scores.by in ("recording", "source")
+    is_by_recording |= scores.by != "sensor" and scores.n_groups == len(scores)
     return AlarmThreshold(
         threshold=float(threshold),
         per_100=float(per_100),
-        is_guaranteed=conformal is not None and conformal <= 1 and not scores.is_by_recording,
+        is_guaranteed=conformal is not None and conformal <= 1 and not is_by_recording,
         expected=float(np.mean(rates)) if rates else float("nan"),
         low=low,
         high=high,

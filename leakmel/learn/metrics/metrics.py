@@ -5,6 +5,9 @@
 # %% auto #0
 __all__ = [
     "FIGURES",
+    "VOTES",
+    "UNCHOSEN",
+    "CANDIDATES",
     "check_scores",
     "Confusion",
     "confusion",
@@ -16,15 +19,21 @@ __all__ = [
     "best_threshold",
     "Reliability",
     "reliability",
+    "segments_needed",
+    "vote_scores",
+    "DecisionRule",
+    "choose_rule",
 ]
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #b2ff1feb
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...core.errors import DataError
+from ...core.errors import DataError, UsageError
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #a34d4d28
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
@@ -247,3 +256,108 @@ def reliability(
     n = np.bincount(bins, minlength=n_bins)
     means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
     return Reliability(n, *means)
+
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #a3a9fa64
+VOTES = ("mean", "long_vote", "any_long", "frac_vote")
+UNCHOSEN = "not chosen: 0.5"  # origin of a threshold that was not chosen
+
+
+def segments_needed(
+    n_long: int,  # L, of the recording
+    share: float = 0.5,  # of them that must be leaks, above 0 to 1
+) -> int:  # 1 to L
+    "Count the long segments that must be leaks: the share, rounded up (at least half of 79 is 40)."
+    if not 0 < share <= 1:
+        raise UsageError("the share must be above 0 and at most 1", code="usage", found=share)
+    return max(1, math.ceil(round(share * n_long, 9)))  # 0.07 * 100 is a little above 7
+
+
+def vote_scores(
+    segment_scores: np.ndarray,  # [..., L], of leaks, 0 to 1; NaN: a segment that the recording does not have
+    rule: str = "mean",  # "mean"; "long_vote": at least half of the long segments (Ma et al. 2025); "any_long": one is enough; "frac_vote": `share`
+    share: float = 0.5,  # of the long segments, for "frac_vote"
+) -> np.ndarray:  # [...] float64
+    "Compute the score of each recording; it is a leak if this is at least the threshold."
+    scores = np.asarray(segment_scores, np.float64)
+    if rule not in VOTES:
+        raise UsageError(
+            "the voting rule is unknown", code="usage", found=repr(rule), expected=", ".join(VOTES)
+        )
+    if scores.ndim < 1 or not scores.shape[-1]:
+        raise UsageError(
+            "the array of segment scores is empty", code="invalid-scores", found=f"shape {scores.shape}"
+        )
+    n = (~np.isnan(scores)).sum(-1)
+    if not n.all():
+        raise UsageError(
+            "some recordings have no score",
+            code="invalid-scores",
+            found=f"{int((n == 0).sum()):,} of {n.size:,} recordings with NaN only",
+        )
+    out = np.empty(scores.shape[:-1])
+    for k in np.unique(n).tolist():  # recordings with k segments: [.., k]
+        mine = n == k
+        own = scores[mine]
+        own = own[~np.isnan(own)].reshape(-1, k)
+        if rule == "mean":
+            out[mine] = own.mean(-1)
+            continue
+        needed = 1 if rule == "any_long" else segments_needed(k, 0.5 if rule == "long_vote" else share)
+        out[mine] = np.partition(own, k - needed, axis=-1)[:, k - needed]
+    return out
+
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #b0b0c496
+CANDIDATES = (
+    ("mean", 0.5),
+    ("long_vote", 0.5),
+    ("frac_vote", 0.6),
+    ("frac_vote", 0.7),
+    ("frac_vote", 0.8),
+    ("frac_vote", 0.9),
+)
+
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #6eac2297
+@dataclass(frozen=True)
+class DecisionRule:
+    "Rule that classifies recordings by the scores of their segments; plain values."
+
+    vote: str = "mean"  # of `VOTES`
+    share: float = 0.5  # of the segments, for "frac_vote"
+    thresholds: tuple[float, ...] = (0.5,) * len(VOTES)  # of each of VOTES
+    threshold_from: str = UNCHOSEN  # origin of vote and thresholds, as text
+
+    def __post_init__(self):
+        object.__setattr__(self, "share", float(self.share))  # 1 is a share, too
+
+    @property
+    def threshold(self) -> float:
+        "Threshold of the voting rule in use."
+        return self.thresholds[VOTES.index(self.vote)]
+
+    def options(self) -> dict[str, Any]:
+        "Return the options of `Detector`."
+        return {
+            "vote": self.vote,
+            "share": self.share,
+            "thresholds": dict(zip(VOTES, self.thresholds)),
+            "threshold_from": self.threshold_from,
+        }
+
+
+def choose_rule(
+    is_leak: np.ndarray,  # [B] bool, of validation, both kinds
+    segment_scores: np.ndarray,  # [B, L]
+    vote: str = "auto",  # "auto", or a fixed rule
+    share: float = 0.5,  # for a fixed "frac_vote"
+) -> DecisionRule:  # raises DataError if a class is missing
+    "Choose voting rule and thresholds on validation."
+    rule, needed = vote, share
+    if vote == "auto":  # the largest area under the ROC curve; the first one of equals
+        areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]
+        rule, needed = CANDIDATES[int(np.argmax(np.round(areas, 6)))]
+    thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
+    source = f"highest F1 on {len(segment_scores):,} validation recordings"
+    return DecisionRule(rule, needed, thresholds, source)

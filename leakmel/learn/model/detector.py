@@ -37,7 +37,7 @@ from ..data.loaders import open_loader
 from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.decisions import HeldOutScores
-from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
+from ..metrics.metrics import UNCHOSEN, VOTES, vote_scores
 from leakmel.learn.model.card import (
     EvaluationRecord,
     held_out_from_plain,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ...audio.conform import even_step
 from ...core.errors import DataError, UsageError
 from ..metrics.decisions import Calibration
-from ..metrics.voting import segments_needed
+from ..metrics.metrics import segments_needed
 from .detector import Detector, required_spec
 from .spectral import SpectralClassifier
 from ...mel.reference import hann_periodic

@@ -11,6 +11,7 @@ __all__ = [
     "Rule",
     "rule_of",
     "rejected_path",
+    "prediction_schema",
     "check_output",
     "Predictions",
     "predict",
@@ -42,14 +43,14 @@ from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import PLAIN
 from ..data.segments import LENGTHS, covered_samples
 from ..metrics.decisions import Calibration, alarm_threshold, fit_calibration
-from ..metrics.voting import VOTES, vote_scores
+from ..metrics.metrics import VOTES, vote_scores
 from ..model.card import EvaluationRecord, evaluation_result, evaluation_text
 from ..model.detector import Detector, load_detector, required_spec
 from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
-from . import parquet
+from ...dataset.export.tables import require_package, write_table
 from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
 from .scored import Categories, ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
@@ -252,13 +253,30 @@ def rejected_path(
     return out.with_name(f"{out.stem}.rejected{out.suffix.lower()}")
 
 
+# %% ../../../nbs/learn/predict/predict.ipynb #f0260005
+_PARQUET = ".parquet"
+_TEXTS = ("path", "path_base64", "message")
+_CODED = ("label", "vote", "encoding", "status", "sensor", "evaluation", "code")  # few different texts
+_FLAGS = ("leak", "silent", "opposite_phase", "dry", "in_training")
+_COUNTS = ("n_segments", "sample_rate", "channels")
+
+
+def prediction_schema(columns: Sequence[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
+    "Return the types of columns of predictions, or of rejected files."
+    pa = require_package("pyarrow")
+    kinds = dict.fromkeys(_TEXTS, pa.string()) | dict.fromkeys(_CODED, pa.dictionary(pa.int32(), pa.string()))
+    kinds |= dict.fromkeys(_FLAGS, pa.bool_()) | dict.fromkeys(_COUNTS, pa.int64())
+    kinds["segment_scores"] = pa.list_(pa.float32())
+    return pa.schema([(name, kinds.get(name, pa.float64())) for name in columns])
+
+
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
 def check_output(
     out: Path,
     folder: Path,  # of the recordings
 ) -> None:  # raises OutputError
     "Refuse a target that cannot be written, or that would replace another file."
-    is_parquet = out.suffix.lower() == parquet.SUFFIX
+    is_parquet = out.suffix.lower() == _PARQUET
     if not is_parquet and out.suffix.lower() != ".csv":
         raise OutputError(
             "scores are written to a CSV or Parquet file",
@@ -267,7 +285,7 @@ def check_output(
             expected="a name that ends in .csv or .parquet",
         )
     if is_parquet:
-        parquet.prediction_schema(COLUMNS)  # a missing package is an error now, not after the scores
+        prediction_schema(COLUMNS)  # a missing package is an error now, not after the scores
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
             "the output lies inside the folder of the recordings",
@@ -278,7 +296,9 @@ def check_output(
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
 
         def is_ours(file: BinaryIO, first: tuple[str, ...] = columns[:3]) -> bool:
-            return parquet.is_table(file, first) if is_parquet else has_columns(file, first)
+            if not is_parquet:
+                return has_columns(file, first)
+            return tuple(require_package("pyarrow.parquet").read_schema(file).names[:3]) == first
 
         require_kind(path, "table of predictions", is_ours)
     parent = next(p for p in out.parents if p.exists())
@@ -446,11 +466,10 @@ class Predictions:
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix.lower() == parquet.SUFFIX:
-                parquet.write_predictions(
-                    rejected, REJECTED_COLUMNS, lambda: iter([self._rejected_columns()])
-                )
-                parquet.write_predictions(scores, COLUMNS, self._pages)
+            if target.suffix.lower() == _PARQUET:
+                left_out = prediction_schema(REJECTED_COLUMNS)
+                write_table(rejected, left_out, lambda: iter([self._rejected_columns()]))
+                write_table(scores, prediction_schema(COLUMNS), self._pages)
             else:
                 _write_csv(rejected, REJECTED_COLUMNS, iter([self._rejected_columns()]))
                 _write_csv(scores, COLUMNS, self._pages())
@@ -595,18 +614,6 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
 @dataclass(frozen=True, eq=False)
-class _Scoring:
-    "How recordings are scored, for any process."
-
-    detector: Detector
-    engine: str
-    device: str
-    length: str
-    files_per_batch: int | None
-    read_workers: int | None
-
-
-@dataclass(frozen=True, eq=False)
 class _Scored:
     "Scores of recordings, and what computed them."
 
@@ -616,37 +623,44 @@ class _Scored:
     device: str
 
 
-def _score(found: RecordingList, how: _Scoring, progress: str) -> _Scored:
+def _score(
+    found: RecordingList,
+    detector: Detector,
+    engine: str,
+    device: str,
+    length: str,
+    files_per_batch: int | None,
+    read_workers: int | None,
+    progress: str = "none",
+) -> _Scored:
     "Read and score recordings."
-    n, spec = len(found.listing), required_spec(how.detector)
-    on = pick_device(how.device, registered=True)
-    sizes = block_sizes(spec, on, n, how.files_per_batch, how.read_workers)
+    n, spec = len(found.listing), required_spec(detector)
+    on = pick_device(device, registered=True)
+    sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
     label = f"scoring {show_path(found.listing.folder.name)}"
     with (
-        open_scorer(how.detector, how.engine, on, sizes.n_files) as scorer,
+        open_scorer(detector, engine, on, sizes.n_files) as scorer,
         Progress(n, label=label, show=progress) as bar,
     ):
-        readers = RecordingReaders(
-            found, spec, how.length, sizes.n_files, sizes.n_readers, scorer.reader_engine
-        )
+        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, scorer.reader_engine)
         with readers.copies:
             scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
             run_threads(
                 readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
             )
     rejections = tuple(sorted(readers.rejected, key=lambda r: r.path))
-    recordings = _collect(found, scoring, how.detector.provenance)
+    recordings = _collect(found, scoring, detector.provenance)
     return _Scored(recordings, rejections, scorer.identity, scorer.device)
 
 
-def _score_part(found: RecordingList, how: _Scoring, n_together: int) -> _Scored:
-    "Score a part in a process of a cluster."
+def _score_part(found: RecordingList, how: tuple[Any, ...], n_together: int) -> _Scored:
+    "Score a part in a process of a cluster; `how` has the other arguments of `_score`."
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(cores_of_task(n_together))
     try:
-        return _score(found, how, "none")
+        return _score(found, *how)
     finally:
         torch.set_num_threads(before)
 
@@ -654,7 +668,7 @@ def _score_part(found: RecordingList, how: _Scoring, n_together: int) -> _Scored
 _MOST_IN_PART, _LEAST_IN_PART = 65_536, 500  # recordings
 
 
-def _score_on_cluster(found: RecordingList, how: _Scoring, cluster: Cluster, progress: str) -> _Scored:
+def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Cluster, progress: str) -> _Scored:
     "Score parts of the recordings on a cluster, and join the scores."
     n = len(found.listing)
     with open_cluster(cluster) as client:
@@ -726,9 +740,9 @@ def predict(
     native()  # an import; not part of the time
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
-    how = _Scoring(detector, engine, device, length, files_per_batch, read_workers)
+    how = (detector, engine, device, length, files_per_batch, read_workers)
     if cluster is None:
-        scored = _score(found, how, progress)
+        scored = _score(found, *how, progress)
     else:
         scored = _score_on_cluster(found, how, cluster, progress)
     done = Predictions(

@@ -275,16 +275,18 @@ class RecordingReaders:
             for first in range(0, len(files), files_per_batch)
         ]
         self._waiting = enumerate(batches)
-        self.lanes = ThreadGroup(self._wake)
+        free, filled, copies = self.free, self.filled, self.copies
+
+        def wake(n_threads: int) -> None:  # without `self`: a circle would keep the blocks until gc.collect()
+            copies.close()
+            for queue in (free, filled):
+                for _ in range(n_threads):
+                    queue.put(None)
+
+        self.lanes = ThreadGroup(wake)
         self._n_readers = n_readers
         for i in range(n_readers):
             self.lanes.add(f"reader-{i}", self._read_all)
-
-    def _wake(self, n_threads: int) -> None:
-        self.copies.close()
-        for queue in (self.free, self.filled):
-            for _ in range(n_threads):
-                queue.put(None)
 
     def _read_all(self, lane: str) -> None:
         "Fill blocks until all recordings are read; the last reader notifies the scorer."

@@ -288,16 +288,6 @@ def open_scorer(
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #41ed20f6
-@dataclass(frozen=True, eq=False)
-class _KeptScores:
-    "Scores of the pieces of recordings in a block."
-
-    files: np.ndarray  # [n] int64, number of the recording
-    firsts: np.ndarray  # [n] int64, first long segment in its recording
-    counts: np.ndarray  # [n] int64, long segments that count
-    scores: np.ndarray  # [n, L] float32
-
-
 class ScoringThread:
     "Scores the blocks that readers fill, and keeps the scores of each recording."
 
@@ -308,7 +298,8 @@ class ScoringThread:
         self.scorer = scorer
         self.finished = threading.Event()
         self.n_done = 0  # recordings
-        self._kept: list[_KeptScores] = []
+        # of each block: numbers of recordings, first long segments in them, how many count (int64), scores
+        self._kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         for _ in range(n_blocks):
             readers.free.put(RowBlock(n_files, readers.spec, scorer.host_array))
         readers.lanes.add("scorer", self._score)
@@ -337,9 +328,9 @@ class ScoringThread:
             for name, values in quality(block.moments[mine], block.samples.shape[1], True).items():
                 facts[name][files[mine]] = values
         mine = np.flatnonzero(block.counts[: block.n] > 0)
-        kept = _KeptScores(*(x[mine] for x in (block.files, block.firsts, block.counts, block.scores)))
-        self._kept.append(kept)
-        self.n_done += int((kept.firsts + kept.counts == self.readers.n_long[kept.files]).sum())
+        files, firsts, counts = block.files[mine], block.firsts[mine], block.counts[mine]
+        self._kept.append((files, firsts, counts, block.scores[mine]))
+        self.n_done += int((firsts + counts == self.readers.n_long[files]).sum())
         self.readers.free.put(block)
 
     def segment_scores(self) -> SegmentScores:
@@ -347,11 +338,11 @@ class ScoringThread:
         ends = np.cumsum(self.readers.n_long)
         values = np.full(int(ends[-1]), np.nan, np.float32)
         while self._kept:
-            kept = self._kept.pop()
-            starts = ends[kept.files] - self.readers.n_long[kept.files] + kept.firsts
-            places = np.arange(kept.scores.shape[1])
-            counts = places < kept.counts[:, None]
-            values[(starts[:, None] + places)[counts]] = kept.scores[counts]
+            files, firsts, counts, scores = self._kept.pop()
+            starts = ends[files] - self.readers.n_long[files] + firsts
+            places = np.arange(scores.shape[1])
+            is_counted = places < counts[:, None]
+            values[(starts[:, None] + places)[is_counted]] = scores[is_counted]
         return SegmentScores(values, ends)
 
 

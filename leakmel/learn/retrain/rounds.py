@@ -43,8 +43,7 @@ from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT, Task
 from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
-from ..metrics.metrics import FIGURES
-from ..metrics.voting import DecisionRule, choose_rule
+from ..metrics.metrics import FIGURES, DecisionRule, choose_rule
 from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, check_features, class_scores, load_detector, score_rows

@@ -38,7 +38,7 @@ from ...dataset.file.reader import MelDataset
 from ..data.segments import Segments
 from ..data.splits import recordings_table
 from ..data.task import LEFT_OUT, Task, find_label
-from ..metrics.voting import segments_needed
+from ..metrics.metrics import segments_needed
 from ..model.detector import Detector
 from ..train.inputs import row_digests
 

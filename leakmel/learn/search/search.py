@@ -222,12 +222,7 @@ class _Task:
     stop_file: Path | None = None  # where this file appears, the training ends
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Trained:
-    "Result of a training."
-
-    trial: Trial
-    error: Exception | None = None  # that ended it
+_Trained = tuple[Trial, Exception | None]  # result of a training, and the error that ended it
 
 
 def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Trained:
@@ -271,7 +266,7 @@ def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Tra
     losses = tuple(e.val_loss for e in epochs)
     reason = "" if error is None else str(error)
     seconds = sum(e.seconds for e in epochs)
-    return _Trained(Trial(task.number, state, task.changes, f1s, losses, seconds, reason, kept_epoch), error)
+    return Trial(task.number, state, task.changes, f1s, losses, seconds, reason, kept_epoch), error
 
 
 def _train_on_worker(task: _Task, n_together: int) -> _Trained:
@@ -344,8 +339,7 @@ class _Search:
             for k, result in finished:
                 task = given[k]
                 if isinstance(result, MachineError):
-                    lost = Trial(task.number, "failed", task.changes, (), (), 0.0, str(result))
-                    result = _Trained(lost, error=result)
+                    result = Trial(task.number, "failed", task.changes, (), (), 0.0, str(result)), result
                 yield task, result
 
     def propose(self) -> _Task:
@@ -396,16 +390,16 @@ class _Search:
             (1, trials) if not done else (trials,)
         ):  # the first trial must succeed before others begin
             lost = list[tuple[Trial, Exception]]()  # of processes that ended
-            for _, result in self.trained(self.proposals(most, began, seconds, again)):
-                if result.error is not None and all(t.state == "failed" for t in done[-_MAX_FAILURES:]):
-                    raise result.error  # the first trial must succeed, and one of several in a row
-                if result.error is not None and isinstance(result.error.__cause__, BrokenExecutor):
-                    lost.append((result.trial, result.error))
+            for _, (trial, error) in self.trained(self.proposals(most, began, seconds, again)):
+                if error is not None and all(t.state == "failed" for t in done[-_MAX_FAILURES:]):
+                    raise error  # the first trial must succeed, and one of several in a row
+                if error is not None and isinstance(error.__cause__, BrokenExecutor):
+                    lost.append((trial, error))
                     continue
-                self.keep(result.trial)
+                self.keep(trial)
                 so_far = self.state.best
                 self.bar.update(len(done), f"best F1 {so_far.f1:.4f} in trial {so_far.number}")
-                announce(repr(result.trial), show=self.show)
+                announce(repr(trial), show=self.show)
             if len(lost) == 1:
                 self.keep(lost[0][0])
             if (
@@ -419,11 +413,11 @@ class _Search:
         have = {(a.trial, a.seed) for a in self.state.again}
         changes = {trial.number: trial.changes for trial in done}
         wanted = [(n, seed) for seed in seeds for n in (0, best) if (n, seed) not in have]
-        for task, result in self.trained(self.task(n, changes[n], seed) for n, seed in wanted):
-            if result.error is not None:
-                raise result.error
-            self.keep(SeedTrial(task.number, task.settings.seed, result.trial.f1, result.trial.seconds))
-            text = f"trial {task.number} with seed {task.settings.seed}: F1 {result.trial.f1:.4f}"
+        for task, (trial, error) in self.trained(self.task(n, changes[n], seed) for n, seed in wanted):
+            if error is not None:
+                raise error
+            self.keep(SeedTrial(task.number, task.settings.seed, trial.f1, trial.seconds))
+            text = f"trial {task.number} with seed {task.settings.seed}: F1 {trial.f1:.4f}"
             announce(text, show=self.show)
 
     def conclude(self, trials: int, again: int, stamp: str) -> SearchResult:
@@ -499,7 +493,9 @@ def seconds_for_seeds(
 
 
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
-def _check_arguments(resume: str, numbers: dict[str, Any]) -> None:  # raises UsageError
+def _check_arguments(
+    resume: str, numbers: dict[str, Any], settings: TrainSettings
+) -> None:  # raises UsageError
     if resume not in RESUME:
         raise UsageError(
             "the value of resume is unknown",
@@ -512,9 +508,6 @@ def _check_arguments(resume: str, numbers: dict[str, Any]) -> None:  # raises Us
         if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
 
-
-def _network_settings(settings: TrainSettings) -> TrainSettings:  # raises UsageError
-    "Return the initial settings of a search, which trains networks only."
     if settings.detector not in ("auto", "cnn"):
         raise UsageError(
             "a search trains networks only, but another kind of detector was asked for",
@@ -523,7 +516,6 @@ def _network_settings(settings: TrainSettings) -> TrainSettings:  # raises Usage
             expected="detector 'cnn', or 'auto' to leave it open",
             remedy="train this kind without a search (leakmel train)",
         )
-    return replace(settings, detector="cnn")
 
 
 def search(
@@ -558,9 +550,10 @@ def search(
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     numbers = {"trials": trials, "again": again, **pruning, "hours": 1 if hours is None else hours}
-    _check_arguments(resume, numbers)
+    given = settings or TrainSettings()
+    _check_arguments(resume, numbers, given)
     began = time.monotonic()
-    base = _network_settings(settings or TrainSettings())
+    base = replace(given, detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = Path(os.path.abspath(os.path.expanduser(out)))

@@ -35,7 +35,7 @@ from ...core.timeline import Timeline
 from ..data.loaders import Loader, open_loader
 from ..data.segments import Segments
 from ..metrics.metrics import leak_metrics
-from ..metrics.voting import DecisionRule, choose_rule, vote_scores
+from ..metrics.metrics import DecisionRule, choose_rule, vote_scores
 from ..model.detector import Detector, image_shape, score_rows
 from ..model.devices import memory_guard
 from ..model.net import LeakNet, NetSettings, band_statistics
