@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from configparser import ConfigParser
 from functools import cache
 from importlib.metadata import entry_points, metadata
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from each import each
 from house import compound_lines, measure, places, sources
 from readme import readme_text
 from sync import run_front_page
@@ -246,11 +248,15 @@ def room_of(name: str) -> int:
     return ROOMS.index(name.split(".")[1])
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_rooms_import_only_from_rooms_on_the_left(path):
-    name = module_name(path)
-    against = sorted(i for i in imports_of(path) if room_of(i) > room_of(name))
-    assert not against, f"{name} ({ROOMS[room_of(name)]}) imports {', '.join(against)}"
+def test_rooms_import_only_from_rooms_on_the_left():
+    against = [
+        f"{name} ({ROOMS[room_of(name)]}) imports {imported}"
+        for path in MODULES
+        for name in [module_name(path)]
+        for imported in sorted(imports_of(path))
+        if room_of(imported) > room_of(name)
+    ]
+    assert not against, "\n".join(against)
 
 
 def folder_of(name: str) -> tuple[str, int]:
@@ -260,14 +266,15 @@ def folder_of(name: str) -> tuple[str, int]:
     return room, order.index(rest[0]) if len(rest) == 2 and rest[0] in order else len(order)
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in MODULES if module_name(p).split(".")[1] in FOLDERS], ids=module_name
-)
-def test_imports_inside_a_room_follow_the_order_of_sub_folders(path):
-    name = module_name(path)
-    room, place = folder_of(name)
-    against = sorted(i for i in imports_of(path) if folder_of(i)[0] == room and folder_of(i)[1] > place)
-    assert not against, f"{name} imports {', '.join(against)}"
+def test_imports_inside_a_room_follow_the_order_of_sub_folders():
+    against = []
+    for path in MODULES:
+        room, place = folder_of(module_name(path))
+        for imported in sorted(imports_of(path)):
+            other, its_place = folder_of(imported)
+            if other == room and its_place > place:
+                against.append(f"{module_name(path)} imports {imported}")
+    assert not against, "\n".join(against)
 
 
 def test_every_sub_folder_is_ordered():
@@ -360,48 +367,63 @@ def test_structure_measure_counts_examples(tmp_path):
 # ---- notebooks as they are stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", source_notebooks(), ids=lambda p: str(p.relative_to(NOTEBOOKS)))
-def test_notebooks_are_stored_clean(path):
-    for cell in cells_of(path):
-        if cell.cell_type != "code":
+def unclean_parts(cell: nbformat.NotebookNode, is_run: bool) -> Iterator[str]:
+    "Yield what must not be stored with a code cell."
+    if cell.execution_count is not None or any(
+        "execution_count" in o and o.execution_count for o in cell.outputs
+    ):
+        yield "the number of an execution"
+    if not set(cell.metadata) <= {"tags"}:
+        yield f"metadata {sorted(cell.metadata)}"
+    if is_run and cell.outputs:
+        yield "an output; run notebooks are stored without outputs"
+    for output in cell.outputs:
+        if output.output_type not in ("stream", "execute_result"):
+            yield f"an output of type {output.output_type}; only small text is stored"
             continue
-        assert cell.execution_count is None
-        assert set(cell.metadata) <= {"tags"}
-        if is_run_notebook(path):
-            assert not cell.outputs, "run notebooks are stored without outputs"
-        for output in cell.outputs:
-            assert output.output_type in ("stream", "execute_result"), (
-                f"only small text is stored, not {output.output_type}"
-            )
-            assert "execution_count" not in output or output.execution_count is None
-            text = output.text if output.output_type == "stream" else output.data.get("text/plain", "")
-            assert len(text) <= 4000
-            assert not re.search(r"0x[0-9a-f]{6,}|/tmp/|\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d", text), (
-                "an output that is different each time"
-            )
-            assert set(output.get("data", {"text/plain"})) <= {"text/plain", "text/markdown"}
+        text = output.text if output.output_type == "stream" else output.data.get("text/plain", "")
+        if len(text) > 4000:
+            yield f"an output of {len(text):,} characters"
+        if re.search(r"0x[0-9a-f]{6,}|/tmp/|\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d", text):
+            yield "an output that is different each time"
+        if not set(output.get("data", {"text/plain"})) <= {"text/plain", "text/markdown"}:
+            yield f"an output as {sorted(output.data)}"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in source_notebooks() if is_library_notebook(p)],
-    ids=lambda p: str(p.relative_to(NOTEBOOKS)),
-)
-def test_library_notebooks_start_with_the_required_cells(path):
+def test_notebooks_are_stored_clean():
+    unclean = [
+        f"{path.relative_to(NOTEBOOKS)}, cell {k}: {part}"
+        for path in source_notebooks()
+        for k, cell in enumerate(cells_of(path))
+        if cell.cell_type == "code"
+        for part in unclean_parts(cell, is_run_notebook(path))
+    ]
+    assert not unclean, "\n".join(unclean)
+
+
+def missing_cells(path: Path) -> Iterator[str]:
+    "Yield what a library notebook lacks."
     cells = cells_of(path)
     title, *rest = cells[0].source.splitlines()
-    assert title.startswith("# ")
-    assert any(line.startswith("> ") for line in rest), "one sentence under the title"
+    if not title.startswith("# "):
+        yield "a title"
+    if not any(line.startswith("> ") for line in rest):
+        yield "one sentence under the title"
     default = next(c.source for c in cells if c.source.startswith("#| default_exp")).split()[-1]
-    assert default == ".".join(path.relative_to(NOTEBOOKS).with_suffix("").parts), (
-        "a notebook exports the module of its own name"
-    )
-    assert (PACKAGE / Path(*default.split("."))).with_suffix(".py").is_file()
-    prose, exports = (
-        sum(c.cell_type == "markdown" for c in cells),
-        sum(bool(re.match(r"#\| *export", c.source)) for c in cells),
-    )
-    assert prose >= exports / 3, "more prose: it says why"
+    if default != ".".join(path.relative_to(NOTEBOOKS).with_suffix("").parts):
+        yield "a module of its own name"
+    if not (PACKAGE / Path(*default.split("."))).with_suffix(".py").is_file():
+        yield "its module"
+    n_prose = sum(c.cell_type == "markdown" for c in cells)
+    if n_prose < sum(bool(re.match(r"#\| *export", c.source)) for c in cells) / 3:
+        yield "more prose: it says why"
+
+
+def test_library_notebooks_start_with_the_required_cells():
+    libraries = [p for p in source_notebooks() if is_library_notebook(p)]
+    missing = [f"{p.relative_to(NOTEBOOKS)} lacks {part}" for p in libraries for part in missing_cells(p)]
+    assert libraries
+    assert not missing, "\n".join(missing)
 
 
 def test_run_notebooks_are_known_to_the_makefile():
@@ -451,25 +473,28 @@ def public_functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncF
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_public_functions_are_documented(path):
+def undocumented_parts(path: Path) -> Iterator[str]:
+    "Yield public parts of a module that lack a docstring or a type."
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree), "a sentence about the module"
-    missing = [
-        f"class {n.name}: no docstring"
-        for n in tree.body
-        if isinstance(n, ast.ClassDef) and not n.name.startswith("_") and not ast.get_docstring(n)
-    ]
+    if not ast.get_docstring(tree):
+        yield "no sentence about the module"
+    for n in tree.body:
+        if isinstance(n, ast.ClassDef) and not n.name.startswith("_") and not ast.get_docstring(n):
+            yield f"class {n.name}: no docstring"
     for name, node, is_method in public_functions(path):
         args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         is_bound = is_method and not any(ast.unparse(d) == "staticmethod" for d in node.decorator_list)
         bare = [a.arg for a in args[int(is_bound) :] if a.annotation is None]
         if bare:
-            missing.append(f"{name}: no type for {', '.join(bare)}")
+            yield f"{name}: no type for {', '.join(bare)}"
         if node.returns is None:
-            missing.append(f"{name}: no type of the result")
+            yield f"{name}: no type of the result"
         if not is_method and not ast.get_docstring(node):
-            missing.append(f"{name}: no docstring")
+            yield f"{name}: no docstring"
+
+
+def test_public_functions_are_documented():
+    missing = [f"{module_name(p)}: {part}" for p in MODULES for part in undocumented_parts(p)]
     assert not missing, "\n".join(missing)
 
 
@@ -573,7 +598,7 @@ def test_make_lists_its_targets():
         assert f"make {target} " in done.stdout
 
 
-@pytest.mark.parametrize(
+@each(
     ("script", "message"),
     [
         ("exit 127", "3.11 or newer is needed"),
