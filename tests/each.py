@@ -64,8 +64,10 @@ def fresh(fixtures: dict[str, Any], own: Path | None, k: int) -> Iterator[dict[s
     "Fixtures for case `k`: a folder of its own, files as they were, nothing patched, nothing printed."
     used, cwd = dict(fixtures), Path.cwd()
     patch = used["monkeypatch"] = pytest.MonkeyPatch()
-    if "capsys" in used:
-        used["capsys"].readouterr()
+    for name in {"capsys", "capfd"} & used.keys():
+        used[name].readouterr()
+    if "caplog" in used:
+        used["caplog"].clear()
     paths: list[Path] = []
     if own is not None:
         paths = [p for p in fixtures.values() if isinstance(p, Path) and own in p.parents and p.exists()]
@@ -98,11 +100,12 @@ def each(
         given = set(cases[0][1]) if cases else set(wanted)
         parameters = inspect.signature(body).parameters
 
-        @functools.wraps(body)
+        @functools.wraps(test)
         def run(request: pytest.FixtureRequest, **fixtures: Any) -> None:
             own = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
             fixtures |= {"request": request}
             failed: list[BaseException] = []
+            n_held = 0
             skipped: BaseException | None = None
             for k, (name, values) in enumerate(cases):
                 if ONLY not in name:
@@ -110,11 +113,13 @@ def each(
                 try:
                     with fresh(fixtures, own, k) as used:
                         body(**{n: v for n, v in (used | values).items() if n in parameters})
+                    n_held += 1
                 except pytest.skip.Exception as e:
                     skipped = e
                 except (Exception, pytest.fail.Exception) as e:
                     e.add_note(f"the case: {name}")
                     failed.append(e)
+            request.node.user_properties.append(("cases", n_held))
             if failed:
                 which = "; ".join(e.__notes__[-1].removeprefix("the case: ") for e in failed)
                 raise BaseExceptionGroup(f"{len(failed)} of {len(cases)} cases failed: {which}", failed)

@@ -1,4 +1,4 @@
-"""Change one thing at a time in a module and see which changes its tests catch: mutate.py leakmel/x.py --tests "tests/test_x.py -k quick\""""
+"""Change one thing at a time in a module, and print which changes its tests catch and which survive."""
 
 import argparse
 import ast
@@ -15,43 +15,38 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("leakmel", "tests", "nbs", "runs", "pyproject.toml", "settings.ini", "setup.py", "Makefile")
-OTHER_COMPARISON = {
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn},
-    **{ast.NotIn: ast.In, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
-}
-OTHER_OPERATOR = {
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult},
-    **{ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And},
-}
+PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
+    *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
+    *((ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.BitOr, ast.BitAnd), (ast.And, ast.Or)),
+]
+OTHER = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 
 
 def changed(node: ast.AST) -> Iterator[ast.AST]:
     "Yield what may stand in the place of a node."
-    new = copy.deepcopy(node)
+    new: Any = copy.deepcopy(node)
+    kind: Any = OTHER.get(type(getattr(new, "op", None) or getattr(new, "ops", [None])[0]))
     match new:
-        case ast.Compare() if (other := OTHER_COMPARISON.get(type(new.ops[0]))) is not None:
-            new.ops[0] = other()
+        case ast.Compare() if kind is not None:
+            new.ops[0] = kind()
             yield new
-        case ast.BinOp() | ast.BoolOp() if (other := OTHER_OPERATOR.get(type(new.op))) is not None:
-            new.op = other()
+        case ast.BinOp() | ast.BoolOp() if kind is not None:
+            new.op = kind()
             yield new
         case ast.If() | ast.IfExp() | ast.While():
             new.test = ast.UnaryOp(ast.Not(), new.test)
             yield new
         case ast.Constant(value=bool()):
             yield ast.Constant(not new.value)
-        case ast.Constant(value=int() | float()):
-            yield ast.Constant(new.value + 1)
+        case ast.Constant(value=int() | float() as number):
+            yield ast.Constant(number + 1)
         case ast.Return() if new.value is not None:
             yield ast.Return(ast.Constant(None))
-        case ast.Raise():
-            yield ast.Pass()
-        case ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()):
-            yield ast.Pass()
-        case ast.AugAssign():
+        case ast.Raise() | ast.AugAssign() | ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()):
             yield ast.Pass()
 
 
@@ -62,92 +57,68 @@ def mutants(text: str) -> dict[str, str]:
         for name, value in ast.iter_fields(parent):
             if name in ("annotation", "returns", "decorator_list", "keywords"):
                 continue
-            places = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
-            for k, node in places:
+            slots: Any = value if isinstance(value, list) else vars(parent)
+            for key in range(len(value)) if isinstance(value, list) else [name]:
+                node = slots[key]
                 for new in changed(node) if isinstance(node, ast.AST) else ():
-                    put(parent, name, k, new)
-                    what = f"{ast.unparse(node).splitlines()[0]} -> {ast.unparse(new).splitlines()[0]}"
-                    found[f"{getattr(node, 'lineno', 0)}: {what}"] = ast.unparse(
-                        ast.fix_missing_locations(tree)
-                    )
-                    put(parent, name, k, node)
+                    slots[key] = new
+                    words = [ast.unparse(x).partition("\n")[0] for x in (node, new)]
+                    whole = ast.unparse(ast.fix_missing_locations(tree))
+                    found[f"{getattr(node, 'lineno', 0)}: {words[0]} -> {words[1]}"] = whole
+                    slots[key] = node
     return found
 
 
-def put(parent: ast.AST, name: str, k: int | None, node: ast.AST) -> None:
-    if k is None:
-        setattr(parent, name, node)
-    else:
-        getattr(parent, name)[k] = node
-
-
 def outcome(folder: Path, tests: list[str], limit_s: float) -> str:
-    "Run tests until one fails: its name, `time limit`, or nothing where all passed."
+    "Run tests until one fails: its name, the status or `time limit`; nothing where all passed."
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    child = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)
     try:
         text, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         return "time limit"
-    failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].split(" ")[1] if failed else f"exit {child.returncode}" if child.returncode else ""
+    failed = [line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else f"status {child.returncode}" if child.returncode else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module", type=Path, help="the module to change, below this project")
+    parser.add_argument("module", help="the module to change: leakmel/…")
     parser.add_argument(
         "--tests", required=True, help="arguments of pytest; files that catch most come first"
     )
     parser.add_argument("--sample", type=int, default=50, help="how many changes to try")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the record here after each change, too")
+    parser.add_argument("--again", type=Path, help="a record: try the changes that were caught there")
+    parser.add_argument("--out", type=Path, required=True, help="the record, written after each change")
     args = parser.parse_args()
-    tests = shlex.split(args.tests)
-    name = args.module.resolve().relative_to(ROOT)
-    found = mutants((ROOT / name).read_text(encoding="utf-8"))
+    tests, found = shlex.split(args.tests), mutants((ROOT / args.module).read_text(encoding="utf-8"))
     picked = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for part in COPIED:
-            if (ROOT / part).is_dir():
-                shutil.copytree(
-                    ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "out*.ipynb")
-                )
-            else:
-                shutil.copy(ROOT / part, folder / part)
-        start = time.monotonic()
-        if failed := outcome(folder, tests, 3600):
+    if args.again:
+        picked = [what for what in json.loads(args.again.read_text())["caught"] if what in found]
+    record: dict[str, Any] = {"module": args.module, "tests": args.tests, "of": len(found)}
+    record |= {"caught": {}, "survived": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in filter(Path.is_dir, (ROOT / name for name in COPIED)):
+            shutil.copytree(part, Path(folder, part.name), ignore=shutil.ignore_patterns("__pycache__"))
+        for part in filter(Path.is_file, (ROOT / name for name in COPIED)):
+            shutil.copy(part, folder)
+        began = time.monotonic()
+        if failed := outcome(Path(folder), tests, 3600):
             parser.error(f"the tests fail on the unchanged module: {failed}")
-        limit_s = 60 + 4 * (time.monotonic() - start)
-        record = {
-            "module": str(name),
-            "tests": args.tests,
-            "seed": args.seed,
-            "of": len(found),
-            "caught": {},
-            "survived": [],
-        }
+        limit_s = 60 + 4 * (time.monotonic() - began)
         for what in picked:
-            (folder / name).write_text(found[what], encoding="utf-8")
-            by = outcome(folder, tests, limit_s)
-            if by:
+            Path(folder, args.module).write_text(found[what], encoding="utf-8")
+            if by := outcome(Path(folder), tests, limit_s):
                 record["caught"][what] = by
             else:
                 record["survived"].append(what)
-            if args.out:
-                args.out.write_text(json.dumps(record, indent=1))
-    print(json.dumps(record, indent=1))
+            args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record["survived"], indent=1))
     return 0
 
 

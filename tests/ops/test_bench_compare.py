@@ -34,6 +34,8 @@ from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench_gpu import geometry_spec
 
+pytestmark = pytest.mark.site
+
 HELPERS = str(Path(suite.__file__).parent)
 
 # A contestant whose file is right, unless it is told what to do wrong.

@@ -6,7 +6,7 @@ import bench_loaders as suite
 import pytest
 from errors import raises
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.site, pytest.mark.usefixtures("one_thread")]
 
 
 def test_the_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from leakmel.mel.engines import CPU_ENGINES, EngineUnavailable
 from leakmel.ops import bench
 from leakmel.ops.bench import ProcessRun, spread
 
+pytestmark = pytest.mark.site
+
 
 def here(*argv: str) -> ProcessRun:
     "`run_leakmel` without the start of a process."

@@ -16,6 +16,8 @@ from leakmel.insight.plots import SUBTITLE_LETTERS
 from leakmel.ops import bench
 from leakmel.ops.bench import SUITES, find_records, is_right, store
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
     "compare": [bench_figures.compare_figure, bench_figures.rate_figure],
