@@ -70,7 +70,8 @@ def fresh(fixtures: dict[str, Any], own: Path | None, k: int) -> Iterator[dict[s
         used["caplog"].clear()
     paths: list[Path] = []
     if own is not None:
-        paths = [p for p in fixtures.values() if isinstance(p, Path) and own in p.parents and p.exists()]
+        values = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in fixtures.values())
+        paths = [p for p in values if isinstance(p, Path) and own in p.parents and p.exists()]
         folder = used["tmp_path"] = own / f"case {k}"
         folder.mkdir()
         if cwd == own:
