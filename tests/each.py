@@ -72,7 +72,7 @@ def fresh(fixtures: dict[str, Any], own: Path | None, k: int) -> Iterator[dict[s
     if own is not None:
         values = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in fixtures.values())
         paths = [p for p in values if isinstance(p, Path) and own in p.parents and p.exists()]
-        folder = used["tmp_path"] = own / f"case {k}"
+        folder = used["tmp_path"] = own / f"case-{k}"
         folder.mkdir()
         if cwd == own:
             os.chdir(folder)

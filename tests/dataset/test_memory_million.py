@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 
 from leakmel.audio.synth import wav_bytes
 
@@ -66,7 +67,7 @@ def built(tmp_path_factory) -> dict[int, Path]:
     return roots
 
 
-@pytest.mark.parametrize("step", STEPS)
+@each("step", STEPS)
 def test_memory_of_one_more_recording(built, step):
     before, work, most = STEPS[step]
     peaks = {n: 1024 * int(run_child(before, work, PEAK, root=root)) for n, root in built.items()}
