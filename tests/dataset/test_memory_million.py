@@ -11,7 +11,7 @@ from each import each
 
 from leakmel.audio.synth import wav_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 FEW, MANY = 10_000, 50_000
 IMPORTS = "import re, sys; import leakmel as lm; root, out, spec = *sys.argv[1:], lm.MelSpec(duration_s=0.25)"
 BUILD = "lm.build(root, out=out, spec=spec, engine='cpu', progress='none')"

@@ -11,6 +11,7 @@ from typing import Any
 import bench_growth
 import bench_parts
 import pytest
+from each import each
 from bench_growth import bytes_per_file, growth_figure, growth_sizes, growth_table, linked_set
 from bench_parts import (
     BUILDS,
@@ -246,7 +247,7 @@ def test_each_linked_name_is_a_separate_recording(tmp_path, in_this_process):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "says"),
     [
         (errno.EMLINK, "no more names"),

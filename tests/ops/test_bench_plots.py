@@ -8,6 +8,7 @@ from typing import Any
 import bench_figures
 import numpy as np
 import pytest
+from each import each
 from bench_growth import growth_figure
 from errors import raises
 
@@ -35,7 +36,7 @@ def drawn(figure: Any) -> list[float]:
     return [float(x) for trace in figure.data if trace.type == "bar" for x in trace.x if np.isfinite(x)]
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+@each("path", RECORDS, ids=lambda p: p.stem)
 def test_tracked_records_can_be_drawn(path):
     record = json.loads(path.read_text(encoding="utf-8"))
     assert is_right(record)
