@@ -39,7 +39,7 @@ BUDGETS = {
     "packed assignments of more than two": 76,  # only goes down
     "imports of private names": 76,  # only goes down
     "exported names": 2_045,  # only goes down
-    "collected tests": 3_208,  # only goes down
+    "collected tests": 3_243,  # only goes down
 }
 
 

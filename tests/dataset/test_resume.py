@@ -708,6 +708,25 @@ def journal_forged(target: Path) -> None:
         )
 
 
+def test_a_flipped_byte_anywhere_ends_the_journal_before_its_line(data: Path, interrupted: Path) -> None:
+    lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
+    identity = json.loads(lines[0][33:])
+
+    def n_entries(entry: bytes) -> int:
+        journal_path(interrupted).write_bytes(lines[0] + entry)
+        return len(journal.read_journal(journal_path(interrupted), identity).entries)
+
+    accepted = []
+    for at in range(len(lines[1])):
+        entry = bytearray(lines[1])
+        entry[at] ^= 1
+        if n_entries(bytes(entry)):
+            accepted.append(at)
+    assert accepted == [32], "the blank behind the digest says nothing"
+    assert n_entries(lines[1]) == 1
+    assert build(data, interrupted).verified.ok
+
+
 @pytest.mark.parametrize(
     "fault",
     [
