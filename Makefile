@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 SETUP  := settings.ini setup.py pyproject.toml
-# A target installs the extra that it needs: notebook (build), all (lab), dev (test, check, docs, export).
+# A target installs the extra that it needs: notebook (build), all (lab), dev (test, test-site, check, docs, export).
 INSTALLED := .venv/.installed
 
 # Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
@@ -26,12 +26,12 @@ override SETTINGS := $(value SETTINGS)
 export DATA OUT SETTINGS
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test static notebooks house lab docs export clean setup
+.PHONY: help build check test test-site static notebooks house lab docs export clean setup
 .PRECIOUS: $(INSTALLED)-%
 .SUFFIXES:
 
 help: ## print this list
-	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  make build DATA=folder OUT=folder    your recordings: a folder of splits, or of label folders"
 	@echo "  make build SETTINGS=\"sample_rate=4096 duration_s=1 preset=overlap\""
@@ -57,9 +57,14 @@ build: $(INSTALLED)-notebook ## build verified data sets, from DATA or a made de
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED)-dev ## check that notebooks and package agree; run notebook tests, ruff, mypy and pytest
+test: $(INSTALLED)-dev ## check that notebooks and package agree; run notebook tests, ruff, mypy and pytest without test-site
 	@$(MAKE) --no-print-directory -j 2 static notebooks
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not long and not site' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What a change of the package seldom breaks, and what takes long: marked `site`.
+test-site: export OMP_NUM_THREADS := 1
+test-site: $(INSTALLED)-dev ## the tests of installation, documentation, pages in a browser, and benchmarks
+	$(BIN)/python -m pytest -m 'site and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Two parts of `make test`, side by side: much of them keeps one core busy.
 static:

@@ -1,8 +1,9 @@
 """Count what the tests of each promise tried, and keep it as data for nbs/explanations/promises.ipynb.
 
 `LEAKMEL_PROMISES=FILE pytest ...` writes FILE; without it nothing is written. A test counts for the promises that name it in promises.toml:
-one trial, or as many as it says by the fixture `tried`. A test that fails counts what held before and one failure. Only what ran counts,
-and long variants stand apart from the others. A second run of the same commit adds to FILE; what it ran again replaces what was there.
+one trial, as many as it runs cases by `@each`, or as many as it says by the fixture `tried`. A test that fails counts what held before and
+one failure. Only what ran counts, and long variants stand apart from the others. A second run of the same commit adds to FILE; what it ran
+again replaces what was there.
 """
 
 import json
@@ -61,6 +62,8 @@ class Counted:
             self.bad.add(report.nodeid)
         variant = "long" if "long" in report.keywords else "short"
         trials: dict[str, int] = {}
+        cases = dict(report.user_properties).get("cases")  # of a test that runs a table of them
+        n_held = cast(int, cases) if cases is not None else int(not report.failed)
         for key, value in report.user_properties:
             if key == "tried":
                 trials[cast(Any, value)[0]] = trials.get(cast(Any, value)[0], 0) + cast(Any, value)[1]
@@ -76,9 +79,7 @@ class Counted:
                 counts["failures"] += 1  # its call was counted
             else:
                 counts["tests"] += 1
-                counts["trials"] += (
-                    trials.get(promise, 0) + report.failed if promise in trials or report.failed else 1
-                )
+                counts["trials"] += trials.get(promise, n_held) + report.failed
                 counts["failures"] += report.failed
 
     def pytest_sessionfinish(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import soundfile
 from errors import raises
 
@@ -55,8 +56,8 @@ def counted(result: lm.BuildResult) -> None:
 # -- rates --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["disjoint", "overlap"])
-@pytest.mark.parametrize("rate", RATES)
+@each("preset", ["disjoint", "overlap"])
+@each("rate", RATES)
 def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:
     "Windows of a preset fit each rate."
     seconds = 1 if rate > 2000 else math.ceil(2048 / rate)
@@ -87,7 +88,7 @@ def test_recording_shorter_than_a_window_is_rejected_with_a_remedy(tmp_path: Pat
     check(lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=small, **QUIET).path, tmp_path / "data")
 
 
-@pytest.mark.parametrize("files_per_batch", [1, 2, 7])
+@each("files_per_batch", [1, 2, 7])
 def test_all_rates_at_4096_hz(tmp_path: Path, files_per_batch: int) -> None:
     for rate in RATES:
         put(tmp_path / "data" / "A" / f"{rate}.wav", noise(rate, seed=rate), rate)
@@ -179,8 +180,8 @@ def test_each_channel_rule(tmp_path: Path, rule: Any) -> None:
 # -- lengths ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("short", ["pad", "reject"])
-@pytest.mark.parametrize("long", ["cut", "reject"])
+@each("short", ["pad", "reject"])
+@each("long", ["cut", "reject"])
 def test_each_length_rule(tmp_path: Path, short: Any, long: Any) -> None:
     lengths = {
         "fits": (4096, 4096),
@@ -270,8 +271,8 @@ def test_every_encoding_in_one_folder(tmp_path: Path) -> None:
     assert r.summary["status_counts"] == {}
 
 
-@pytest.mark.parametrize("engine", cpu_engines())
-@pytest.mark.parametrize("files_per_batch", [1, 2, 7])
+@each("engine", cpu_engines())
+@each("files_per_batch", [1, 2, 7])
 def test_row_of_a_16_bit_file_does_not_depend_on_other_files_in_the_batch(
     tmp_path: Path, engine: str, files_per_batch: int
 ) -> None:
@@ -311,8 +312,8 @@ def test_at_least_two_engines_are_compared() -> None:
 # -- real recordings ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["clips_5s", "recordings"])
-@pytest.mark.parametrize("target", [None, 4096])
+@each("folder", ["clips_5s", "recordings"])
+@each("target", [None, 4096])
 def test_real_recordings(tmp_path: Path, folder: str, target: int | None) -> None:
     "As they are, and at 4,096 Hz; recordings of different lengths as ten seconds each."
     where = os.environ.get("LEAKMEL_REAL_WAVS")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 import scipy.signal
 
@@ -56,8 +57,8 @@ STATUSES: dict[str, tuple[np.ndarray, int]] = {
 }
 
 
-@pytest.mark.parametrize("use_compiled", [False, True])
-@pytest.mark.parametrize("status", STATUSES)
+@each("use_compiled", [False, True])
+@each("status", STATUSES)
 def test_statuses(status: str, use_compiled: bool) -> None:
     samples, rate = STATUSES[status]
     before = samples.copy()
@@ -71,8 +72,8 @@ def test_statuses(status: str, use_compiled: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("n", [N - 100, N, N + 100])
-@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+@each("n", [N - 100, N, N + 100])
+@each("dtype", [np.int16, np.float32])
 def test_matching_recordings_are_unchanged(n: int, dtype: type) -> None:
     samples: np.ndarray = noise(n).astype(dtype)
     row, _ = conform(samples, RATE, rules())
@@ -89,7 +90,7 @@ REJECTED: dict[str, tuple[np.ndarray, int, dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("code", REJECTED)
+@each("code", REJECTED)
 def test_rejections(code: str) -> None:
     samples, rate, changes, output = REJECTED[code]
     asked = rules(sample_rate=5000, **changes)  # another number than that of the samples
@@ -122,8 +123,8 @@ def test_mean_and_first() -> None:
     assert np.array_equal(first, stereo[:, 0])
 
 
-@pytest.mark.parametrize("n_channels", [2, 3, 5, 8, 9, 64])
-@pytest.mark.parametrize("rule", ["mean", "first"])
+@each("n_channels", [2, 3, 5, 8, 9, 64])
+@each("rule", ["mean", "first"])
 def test_compiled_code_mixes_channels_to_the_same_bits(
     n_channels: int, rule: Literal["mean", "first"]
 ) -> None:
@@ -167,8 +168,8 @@ def share(samples: np.ndarray) -> float:
     )
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.float32])
-@pytest.mark.parametrize("n_channels", [2, 3, 8, 64])
+@each("dtype", [np.int16, np.float32])
+@each("n_channels", [2, 3, 8, 64])
 def test_opposite_phase_is_flagged_below_one_percent_of_the_energy(dtype: type, n_channels: int) -> None:
     "Channels that cancel but for a growing common part: the flag goes at 1 % of the energy, and nowhere else."
     own = np.random.default_rng(2).normal(0, 3000, (N, n_channels))
@@ -200,7 +201,7 @@ def test_silence_and_one_channel_are_not_opposite() -> None:
     assert to_mono(half_dead, "mean")[1] == "downmixed"
 
 
-@pytest.mark.parametrize("n_channels", [1, 2, 3, 5, 8, 9, 64])
+@each("n_channels", [1, 2, 3, 5, 8, 9, 64])
 def test_mean_of_channels_has_the_bits_of_numpy(n_channels: int) -> None:
     rng = np.random.default_rng(n_channels)
     for x in (
@@ -254,7 +255,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@each(("source", "target"), PAIRS)
 def test_resampling_keeps_frequency_phase_and_level_of_tones(source: int, target: int) -> None:
     "Away from the ends a tone keeps frequency and phase, nothing is added, and its level changes by less than 0.01 dB up to 0.84 of half the rate."
     for share, loss in ((0.02, 1e-6), (0.1, 1e-6), (0.2, 1e-5), (0.42, 1e-3)):
@@ -274,7 +275,7 @@ def test_resampling_keeps_frequency_phase_and_level_of_tones(source: int, target
         assert np.abs(got[inner] - basis @ [in_phase, quadrature]).max() < 3e-7, hz
 
 
-@pytest.mark.parametrize("source", [8000, 48_000, 51_200])
+@each("source", [8000, 48_000, 51_200])
 def test_resampling_removes_frequencies_above_the_new_nyquist(source: int) -> None:
     t = np.arange(2 * source) / source
     for hz in (2200, 2600, 3900):
@@ -282,7 +283,7 @@ def test_resampling_removes_frequencies_above_the_new_nyquist(source: int) -> No
         assert np.abs(got[1000:-1000]).max() < 1e-6, "120 dB down: nothing is wrap_text back"
 
 
-@pytest.mark.parametrize(("source", "target"), [(8000, 4096), (12_288, 4096), (2048, 4096)])
+@each(("source", "target"), [(8000, 4096), (12_288, 4096), (2048, 4096)])
 def test_resampler_agrees_with_scipy(source: int, target: int) -> None:
     "A long windowed sinc by scipy, on noise that leaves room for both filters' slopes."
     rng = np.random.default_rng(1)
@@ -300,8 +301,8 @@ def test_resampler_agrees_with_scipy(source: int, target: int) -> None:
     )  # soxr's slope begins early and softly
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-@pytest.mark.parametrize("n", [1, 2, 3, 99, 1000, 4097])
+@each(("source", "target"), PAIRS)
+@each("n", [1, 2, 3, 99, 1000, 4097])
 def test_resampled_length_follows_the_ratio_of_rates(source: int, target: int, n: int) -> None:
     got = to_rate(noise(n)[:, 0], source, target)
     assert len(got) == int(np.floor(n * target / source + 0.5))
@@ -309,7 +310,7 @@ def test_resampled_length_follows_the_ratio_of_rates(source: int, target: int, n
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("source", [292, 8000, 11_025, 44_100, 51_200])
+@each("source", [292, 8000, 11_025, 44_100, 51_200])
 def test_cutting_before_resampling_changes_no_bit(source: int) -> None:
     x = noise(40 * source)
     row, status = conform(x, source, rules())

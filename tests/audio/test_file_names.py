@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_vectorised_parsing_equals_parsing_one_by_one(paths: list[bytes]) -> Non
     check(paths)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 7])
+@each("at_once", [1, 2, 7])
 def test_block_size_does_not_change_columns(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     "Blocks of names of different lengths become one column."
     paths = [

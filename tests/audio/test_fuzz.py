@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from each import each
 
 FUZZER = Path(__file__).parents[1] / "fuzzer.py"
 
@@ -46,7 +47,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
     tried("S4", n_tried)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fault", "message"),
     [
         (

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from each import each
 
 from leakmel.audio.label_files import (
     TimeRange,
@@ -34,7 +35,7 @@ def test_files_of_the_programs(tmp_path):
     assert [r.text for r in read_selections(tmp_path / "b.txt", "Call")] == ["LEAK", "PUMP"]
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["1\n", "a\tb\tLEAK\n", "2\t1\tLEAK\n", "nan\t1\tLEAK\n", "0\tinf\tx\n", "-1\t2\tx\n", "0\t1\t\x1b[2J\n"],
 )
@@ -59,7 +60,7 @@ def test_other_files_are_refused_as_tracks(tmp_path):
         read_selections(tmp_path / "empty")
 
 
-@pytest.mark.parametrize(
+@each(
     ("ranges", "label"),
     [
         ([], ""),

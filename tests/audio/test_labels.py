@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from each import each
 
 from leakmel.audio.labels import (
     LABELS_COLUMNS,
@@ -27,7 +28,7 @@ def said(label: str, by: str = "ann", minute: int = 0, digest: str = A, path: st
     return Decision(path, digest, label, by, f"2026-01-31T08:{minute:02}:00Z")
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"path": ""},
@@ -94,7 +95,7 @@ def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
     assert read_decisions(file) == [first, second]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "code"),
     [
         (b"path,label\nLEAK/a.wav,LEAK\n", "table-columns"),
@@ -148,8 +149,8 @@ def test_other_columns_and_order(tmp_path):
     assert read_decisions(file) == [said("LEAK")]
 
 
-@pytest.mark.parametrize("delimiter", [";", "\t"])
-@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@each("delimiter", [";", "\t"])
+@each("bom", [b"", b"\xef\xbb\xbf"])
 def test_another_delimiter(tmp_path, delimiter, bom):
     "A spreadsheet saves the table with the delimiter of its country; appending keeps it."
     file = tmp_path / "labels.csv"
@@ -220,7 +221,7 @@ def test_several_people_at_once(tmp_path):
     assert file.read_text().count("path,digest") == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("decisions", "kind"),
     [
         ([said("LEAK")], "agreed"),

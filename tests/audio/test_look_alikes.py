@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -53,8 +54,8 @@ def look_alikes(m: Manifest) -> list[tuple[str, ...]]:
     return [ast.literal_eval(text) for text in shown]
 
 
-@pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS.keys())
-@pytest.mark.parametrize("source", ["folders", "table", "pattern"])
+@each("twins", TWINS.values(), ids=TWINS.keys())
+@each("source", ["folders", "table", "pattern"])
 def test_twins_of_a_label_are_reported_and_shown(tmp_path, source, twins):
     root = tmp_path / "data"
     labels = [*twins, "OTHER"]
@@ -94,8 +95,8 @@ def test_a_label_of_which_nothing_is_seen_is_no_label(tmp_path):
     assert list(m.counts().values()) == [{"(no label)": 1, "LEAK": 1}]
 
 
-@pytest.mark.parametrize("twin", ["S1\u200b", "\u00adS1", "S1\u00a0"])
-@pytest.mark.parametrize("column", ["sensor", "session"])
+@each("twin", ["S1\u200b", "\u00adS1", "S1\u00a0"])
+@each("column", ["sensor", "session"])
 def test_twins_of_a_sensor_are_one_and_are_reported(tmp_path, twin, column):
     root = tmp_path / "d"
     put(root, *(f"{split}/LEAK/{k}.wav" for k, split in enumerate(("TRAINING", "TESTING"))))
@@ -156,7 +157,7 @@ def test_a_table_prefers_equal_paths_and_refuses_to_guess(tmp_path):
         found("a.wav ", "a\u200b.wav")
 
 
-@pytest.mark.parametrize("name", ["TRAINING ", "train\u200b", "\ufeffdataset_Training"])
+@each("name", ["TRAINING ", "train\u200b", "\ufeffdataset_Training"])
 def test_folders_of_splits(tmp_path, name):
     put(tmp_path, f"{name}/LEAK/a.wav")
     assert [x.split for x in scan(tmp_path).listings] == ["TRAINING"]

@@ -7,6 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.audio import conform
@@ -37,7 +38,7 @@ def unclaimed(path: Path, content: bytes) -> int:
 # -- behind the data chunk --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("head", "bits"),
     [
         (riff(fmt(), DATA), 16),
@@ -53,7 +54,7 @@ def unclaimed(path: Path, content: bytes) -> int:
         (rf64(BODY), 16),
     ],
 )
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_samples_behind_the_data_chunk_are_counted(tmp_path: Path, head: bytes, bits: int, seed: int) -> None:
     "Loud ones, whose bytes look like names of chunks now and then, too."
     rest = noise(seed, level=(3, 100, 3000, 12_000)[seed], n=2000).tobytes()
@@ -61,7 +62,7 @@ def test_samples_behind_the_data_chunk_are_counted(tmp_path: Path, head: bytes, 
     assert unclaimed(tmp_path / "x.wav", head + rest) > len(rest) // 2
 
 
-@pytest.mark.parametrize(
+@each(
     "rest",
     [
         b"",
@@ -106,8 +107,8 @@ STEADY = {
 }
 
 
-@pytest.mark.parametrize("kind", STEADY)
-@pytest.mark.parametrize(
+@each("kind", STEADY)
+@each(
     ("start", "n", "value"),
     [
         (0, 5000, 0),
@@ -154,16 +155,16 @@ STALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", STALLS)
+@each("kind", STALLS)
 def test_stalls_are_found_whatever_else_is_in_the_recording(kind: str) -> None:
     samples = STALLS[kind].reshape(len(STALLS[kind]), -1)
     assert has_stalled(samples, RATE)
     assert has_stalled((samples / 32_768).astype(np.float32), RATE)
 
 
-@pytest.mark.parametrize("level", [1, 2, 5, 40, 1000, 10_000])
-@pytest.mark.parametrize("seconds", [2, 5, 17, 60])
-@pytest.mark.parametrize("rate", [2000, RATE, 8000])
+@each("level", [1, 2, 5, 40, 1000, 10_000])
+@each("seconds", [2, 5, 17, 60])
+@each("rate", [2000, RATE, 8000])
 def test_a_stall_of_a_quarter_of_a_second_is_found_in_noise_of_any_level(
     level: int, seconds: int, rate: int
 ) -> None:
@@ -177,9 +178,9 @@ def test_a_stall_of_a_quarter_of_a_second_is_found_in_noise_of_any_level(
             assert has_stalled(with_run(x, start, n, value)[:, None], rate), (start, n, value)
 
 
-@pytest.mark.parametrize("sigma", [0.05, 0.1, 0.13, 0.15, 0.17, 0.2, 0.25, 0.3, 0.5, 0.7, 1, 3, 100, 10_000])
-@pytest.mark.parametrize("step", [1, 16, 256])
-@pytest.mark.parametrize("seconds", [5, 60])
+@each("sigma", [0.05, 0.1, 0.13, 0.15, 0.17, 0.2, 0.25, 0.3, 0.5, 0.7, 1, 3, 100, 10_000])
+@each("step", [1, 16, 256])
+@each("seconds", [5, 60])
 def test_quiet_recordings_have_not_stalled(sigma: float, step: int, seconds: int) -> None:
     for seed in range(60 // seconds):
         r = np.random.default_rng(seed)
@@ -187,8 +188,8 @@ def test_quiet_recordings_have_not_stalled(sigma: float, step: int, seconds: int
         assert not has_stalled(x.astype(np.int16)[:, None], RATE)
 
 
-@pytest.mark.parametrize("hz", [0.1, 0.5, 2, 50, 1000])
-@pytest.mark.parametrize("level", [1, 2, 5, 20, 80, 300, 2000, 30_000])
+@each("hz", [0.1, 0.5, 2, 50, 1000])
+@each("level", [1, 2, 5, 20, 80, 300, 2000, 30_000])
 def test_tones_have_not_stalled(hz: float, level: int) -> None:
     assert not has_stalled(tone(hz, level, 20)[:, None], RATE)
 
@@ -219,7 +220,7 @@ NO_STALL = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_STALL)
+@each("kind", NO_STALL)
 def test_silence_and_quiet_recordings_are_no_stalls(kind: str) -> None:
     samples = np.asarray(NO_STALL[kind]).round().astype(np.int16).reshape(N, -1)
     assert not has_stalled(samples, RATE)
@@ -301,7 +302,7 @@ def found(problems: Any) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("mode", ["stream", "preload", "memmap"])
+@each("mode", ["stream", "preload", "memmap"])
 def test_scan_and_build_name_the_cause(data: Path, tmp_path: Path, mode: str) -> None:
     assert found(lm.scan(data, content=True, progress="none").problems) == planted(data)
     r = lm.build(data, out=tmp_path / "x.h5", mode=mode, engine="cpu", **QUIET)
@@ -358,9 +359,7 @@ def float_problems(root: Path, x: np.ndarray) -> list[dict[str, Any]]:
     return lm.scan(root, content=True, progress="none").problems.to_dict("records")
 
 
-@pytest.mark.parametrize(
-    ("peak", "bits"), [(3000.0, 16), (30_000.0, 16), (70_000.0, 24), (2.0**23, 24), (2.0**31, 32)]
-)
+@each(("peak", "bits"), [(3000.0, 16), (30_000.0, 16), (70_000.0, 24), (2.0**23, 24), (2.0**31, 32)])
 def test_the_scale_of_floats_is_named(tmp_path: Path, peak: float, bits: int) -> None:
     "Also where the samples are so large that the recording is rejected."
     x = np.random.default_rng(0).uniform(-peak, peak, N)
@@ -371,7 +370,7 @@ def test_the_scale_of_floats_is_named(tmp_path: Path, peak: float, bits: int) ->
     assert str(2 ** (bits - 1)) in p["message"]
 
 
-@pytest.mark.parametrize("gain", [3, 10, 100, 128])
+@each("gain", [3, 10, 100, 128])
 def test_floats_above_1_have_not_always_the_scale_of_integers(tmp_path: Path, gain: int) -> None:
     (p,) = float_problems(tmp_path, gain * np.sin(np.arange(N) / 7))
     assert p["kind"] == "float_scale"
@@ -380,7 +379,7 @@ def test_floats_above_1_have_not_always_the_scale_of_integers(tmp_path: Path, ga
     assert "bit" not in p["message"]
 
 
-@pytest.mark.parametrize("glitch", [5.0, -30_000.0, 500_000.0])
+@each("glitch", [5.0, -30_000.0, 500_000.0])
 def test_a_glitch_is_no_scale(tmp_path: Path, glitch: float) -> None:
     x = 0.3 * np.sin(np.arange(N) / 7)
     x[4000] = glitch

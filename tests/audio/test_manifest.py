@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 from leakmel.audio import manifest as manifest_module
@@ -228,7 +229,7 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["lost+found", "System Volume Information", "@eaDir"])
+@each("name", ["lost+found", "System Volume Information", "@eaDir"])
 def test_folders_of_the_operating_system_are_no_labels(tmp_path: Path, name: str) -> None:
     put(tmp_path, "LEAK/a.wav", f"LEAK/{name}/b.wav", "NOLEAK/c.wav", f"{name}/d.wav")
     m = scan(tmp_path)
@@ -549,7 +550,7 @@ def test_spellings_of_splits() -> None:
     assert {spelling: split_name(spelling) for spelling in SPELLINGS} == SPELLINGS
 
 
-@pytest.mark.parametrize("folder", [s for s, split in SPELLINGS.items() if split])
+@each("folder", [s for s, split in SPELLINGS.items() if split])
 def test_each_spelling_is_found(tmp_path: Path, folder: str) -> None:
     put(tmp_path, f"{folder}/LEAK/a.wav")
     for asked in (None, SPELLINGS[folder], str(SPELLINGS[folder]).lower(), folder):
@@ -563,7 +564,7 @@ def test_splits_are_ordered(tmp_path: Path) -> None:
     assert [x.split for x in scan(tmp_path).listings] == ["TRAINING", "VALIDATION", "TESTING"]
 
 
-@pytest.mark.parametrize("twin", ["train", "DATASET_TRAINING", "Training"])
+@each("twin", ["train", "DATASET_TRAINING", "Training"])
 def test_two_folders_for_one_split(tmp_path: Path, twin: str) -> None:
     put(tmp_path, "TRAINING/A/1.wav", f"{twin}/A/1.wav")
     with raises("duplicate-split", DataError, says="TRAINING") as caught:
@@ -673,8 +674,8 @@ def failing_below(folder: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(manifest_module.os, "scandir", call)
 
 
-@pytest.mark.parametrize("below", ["", "TRAINING", "TRAINING/LEAK"])
-@pytest.mark.parametrize(
+@each("below", ["", "TRAINING", "TRAINING/LEAK"])
+@each(
     ("code", "kind"),
     [
         (errno.EMFILE, MachineError),
@@ -784,7 +785,7 @@ def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
     assert shared_groups(scan(tmp_path, split="train")) == {}
 
 
-@pytest.mark.parametrize("how", ["folders", "pattern", "table", "many"])
+@each("how", ["folders", "pattern", "table", "many"])
 def test_listing_counts_every_recording_it_finds(tmp_path, make_wav, monkeypatch, how):
     "The progress bar while a large folder is listed."
     counts, real = [], manifest_module.DelayedProgress

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 from errors import raises
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -158,7 +159,7 @@ def test_patterns_match_like_a_lazy_regular_expression(words, name):
     assert match_pattern(pattern, name) == (m.groupdict() if m else None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "name", "expected"),
     [
         (
@@ -209,7 +210,7 @@ def test_a_time_or_gain_that_cannot_be_read_stays_empty_and_the_name_still_fits(
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("20250314_020000", "2025-03-14T02:00:00"),
@@ -233,7 +234,7 @@ def test_times(text, expected):
     assert iso_time(text) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "words"),
     [
         ("{labl}/{sensor}", ["labl is unknown; did you mean label?", "{start_time}"]),
@@ -287,13 +288,13 @@ HOSTILE_PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", HOSTILE_PATTERNS)
+@each("pattern", HOSTILE_PATTERNS)
 def test_pattern_matching_ends(pattern):
     for name in HOSTILE_NAMES:
         assert match_pattern(pattern, name) is None, name[:20]
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "",
@@ -451,7 +452,7 @@ def table(tmp_path: Path, text: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "text"),
     [
         ("plain", b"path,label,gain\nLEAK/a.wav,LEAK,16\nb.wav,NO LEAK,\n"),
@@ -471,7 +472,7 @@ def test_spellings_of_a_table(tmp_path, name, text):
     assert np.isnan(t.parts[1].gain)
 
 
-@pytest.mark.parametrize("above", ["\n", "\r\n\r\n", ";;\n", " \n\t\n", "\ufeff\n"])
+@each("above", ["\n", "\r\n\r\n", ";;\n", " \n\t\n", "\ufeff\n"])
 def test_blank_lines_above_the_header(tmp_path, above):
     (tmp_path / "t.csv").write_text(
         above + "path;label;sensor\n\na.wav;LEAK;H1\n;LEAK;\n", encoding="utf-8", newline=""
@@ -546,7 +547,7 @@ def test_odd_names_survive_a_round_trip_through_a_table(tmp_path):
     assert "\n" not in repr(m)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("", ["the table is empty"]),
@@ -873,7 +874,7 @@ def test_a_build_from_a_table(by_table):
         assert "not compared" not in report.verdict
 
 
-@pytest.mark.parametrize("mode", ["stream", "preload", "memmap"])
+@each("mode", ["stream", "preload", "memmap"])
 def test_a_build_from_a_table_gives_the_same_bytes_in_each_mode(by_table, tmp_path, mode):
     data, file, (training, _) = by_table
     pipeline = replace(QUIET, cache_dir=str(tmp_path / "cache"))
@@ -900,7 +901,7 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         assert report.to_dict()["labels_compared"] is False
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "change", "word"),
     [
         (
@@ -949,7 +950,7 @@ def test_table_changed_after_the_build_is_reported(by_table, copy, name, change,
     bad(lm.verify(path, table=file), word)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "change", "word"),
     [
         (
@@ -1317,7 +1318,7 @@ def test_table_written_by_excel(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "rows",
     [("LEAK/a.wav", "LEAK/b.wav"), ("data/TRAINING/LEAK/a.wav", "gone.wav"), ("x/TRAINING/LEAK/a.wav",)],
 )
@@ -1360,7 +1361,7 @@ def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
 # -- fields without a value -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "texts", "field"),
     [
         ("{label}/{sensor}_{start_time}", ("noon", "S20251110_020000"), "start_time"),

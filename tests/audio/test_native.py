@@ -20,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def test_digests_are_those_of_xxhash(n_rows: int, n_bytes: int, seed: int) -> No
     assert digests_of(rows).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
 
 
-@pytest.mark.parametrize("n_bytes", [8, 240, 241, 248, 256, 1016, 1024, 1032, 1088, 2048, 81_920, 1 << 20])
+@each("n_bytes", [8, 240, 241, 248, 256, 1016, 1024, 1032, 1088, 2048, 81_920, 1 << 20])
 def test_digests_at_block_boundaries(n_bytes: int) -> None:
     assert native.can_digest(n_bytes) == (n_bytes > 240 and n_bytes % 8 == 0)
     for fill in (0, 255):
@@ -360,7 +361,7 @@ def row_call(engine: cpu_engine.CpuEngine) -> BoundCall:
     return call
 
 
-@pytest.mark.parametrize("changes", [{}, {"preset": "disjoint"}, {"power": 1.0, "n_mels": 40, "n_fft": 256}])
+@each("changes", [{}, {"preset": "disjoint"}, {"power": 1.0, "n_mels": 40, "n_fft": 256}])
 def test_rows_are_the_same_when_they_are_computed_while_reading(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -485,7 +486,7 @@ def test_without_stored_machine_code_the_reader_does_not_compute(monkeypatch: py
 # ---- rows that were written
 
 
-@pytest.mark.parametrize(("n_values", "n_rows"), [(124, 3), (128, 1), (132, 9), (5120, 60), (140_000, 2)])
+@each(("n_values", "n_rows"), [(124, 3), (128, 1), (132, 9), (5120, 60), (140_000, 2)])
 def test_row_checks_equal_those_of_numpy(tmp_path: Path, n_values: int, n_rows: int) -> None:
     "Less, as much and more than a step; less and more than the buffer; every kind of number in the first and the last place."
     kinds = np.array([np.inf, -np.inf, np.nan, 65_504, -65_504, -0.0, 6e-8], np.float16)
@@ -518,7 +519,7 @@ def test_row_checks_refuse_invalid_arrays(tmp_path: Path) -> None:
         native.digest_file_rows(file.fileno(), 0, 2, 248)
 
 
-@pytest.mark.parametrize("damage", ["none", "bit", "infinite", "cut"])
+@each("damage", ["none", "bit", "infinite", "cut"])
 def test_damage_is_detected_with_and_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str
 ) -> None:
@@ -622,8 +623,8 @@ def test_only_canonical_files_are_read_by_compiled_code(
     assert (r.rows, slow) == (9, [3])
 
 
-@pytest.mark.parametrize("seconds", [0.5, 2])  # computed after reading, and while it goes on
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
+@each("seconds", [0.5, 2])  # computed after reading, and while it goes on
+@each("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
 def test_a_fault_of_the_machine_rejects_no_recording(
     tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int, seconds: float
 ) -> None:
@@ -703,9 +704,7 @@ def test_disabled_numba_is_treated_as_missing() -> None:
     assert "NUMBA_DISABLE_JIT" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "part", ["digest_rows", "int16_moments", "digest_file_rows: digests", "digest_file_rows: largest"]
-)
+@each("part", ["digest_rows", "int16_moments", "digest_file_rows: digests", "digest_file_rows: largest"])
 def test_wrong_machine_code_is_detected_at_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     part, _, what = part.partition(": ")
     real = getattr(native, part)

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
+from each import each
 from errors import raises
 from independent import SYSTEM_FOLDERS, check, walk
 
@@ -70,19 +70,19 @@ def note(m: Manifest) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("change", [str, str.upper, str.title])
+@each("name", NAMES)
+@each("change", [str, str.upper, str.title])
 def test_names_in_any_case(name, change):
     assert is_system_folder(change(name))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each("name", OTHERS)
 def test_other_names_are_folders_of_the_user(name, tmp_path):
     put(tmp_path, f"LEAK/{name}/a.wav", f"{name}/b.wav")
     assert len(scan(tmp_path).listings[0]) == 2
 
 
-@pytest.mark.parametrize("name", SOME)
+@each("name", SOME)
 def test_at_any_depth_by_whatever_lists_recordings(tmp_path, name, caplog):
     root = tmp_path / ".data" / "set"  # only the folders below the root count
     put(root, "LEAK/a.wav", "LEAK/day 1/b.wav", "NOLEAK/c.wav")
@@ -114,7 +114,7 @@ def test_at_any_depth_by_whatever_lists_recordings(tmp_path, name, caplog):
     assert not holds_recording(root / "LEAK")
 
 
-@pytest.mark.parametrize("name", SOME)
+@each("name", SOME)
 def test_next_to_and_inside_split_folders(tmp_path, name):
     put(tmp_path, "TRAINING/LEAK/a.wav", "TESTING/LEAK/b.wav")
     put(tmp_path, f"{name}/TRAINING/LEAK/c.wav", f"TESTING/{name}/d.wav", f"{name}/e.txt")
@@ -237,7 +237,7 @@ def test_command_line_says_it_once(tmp_path, capsys):
 # ---- split folders one level deeper
 
 
-@pytest.mark.parametrize(
+@each(
     "paths",
     [
         ["LEAK/test/a.wav", "LEAK/b.wav", "NOLEAK/c.wav"],
@@ -252,7 +252,7 @@ def test_a_folder_named_like_a_split_inside_a_label(tmp_path, paths):
     assert done.rows == len(paths)
 
 
-@pytest.mark.parametrize(
+@each(
     "paths",
     [
         ["site/TRAINING/LEAK/a.wav", "site/TESTING/LEAK/b.wav"],

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
@@ -299,7 +300,7 @@ def test_copies_equal_those_found_by_a_dictionary(
 TIED = {"sample_rate": 8000, "n_samples": 20_480, "channels": 2, "encoding": b"pcm24"}
 
 
-@pytest.mark.parametrize("name", TIED)
+@each("name", TIED)
 def test_a_property_tied_to_a_label(name: str) -> None:
     c = made()
     leaks = np.flatnonzero(c.label_id == 0)

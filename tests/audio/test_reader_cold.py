@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.audio import conform, native
@@ -204,7 +205,7 @@ def settle(asked: RecordingAdvice, n_files: int) -> int:
     return len(asked.paths)
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 32])
+@each("window", [1, 3, 8, 32])
 def test_prefetch_window_is_bounded_and_complete(
     data: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
@@ -395,7 +396,7 @@ def test_preloaded_recordings_count_the_bytes_of_this_build(data: Path, tmp_path
     assert (again["cache"], again["bytes_asked"], again["bytes_from_device"]) == ("warm", 0, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("share", "word"),
     [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")],
 )
@@ -509,8 +510,8 @@ def no_thread_is_left() -> bool:
     return not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
 
-@pytest.mark.parametrize("mode", ["stream", "preload"])
-@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
+@each("mode", ["stream", "preload"])
+@each("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
 def test_prefetch_fault_does_not_stop_the_build(
     data: Path,
     tmp_path: Path,
@@ -528,8 +529,8 @@ def test_prefetch_fault_does_not_stop_the_build(
     assert no_thread_is_left()
 
 
-@pytest.mark.parametrize("mode", ["stream", "preload"])
-@pytest.mark.parametrize("error", [LeakmelError("a fault in a reader"), KeyboardInterrupt()])
+@each("mode", ["stream", "preload"])
+@each("error", [LeakmelError("a fault in a reader"), KeyboardInterrupt()])
 def test_error_of_the_build_stops_prefetch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException
 ) -> None:

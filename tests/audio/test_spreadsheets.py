@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,7 +162,7 @@ def test_scores(tmp_path_factory, kind, data, d, rows):
         assert [r.suggestion for r in found.rows] == [f"random: {row[3]}" for row in cells[1:]]
 
 
-@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+@each("d", NAMED.values(), ids=NAMED)
 def test_commands(tmp_path, capsys, d: Dialect):
     "Tables given to scan, build and verify; the labels of the second table replace those of the first."
     rng = np.random.default_rng(0)
@@ -201,7 +202,7 @@ def test_commands(tmp_path, capsys, d: Dialect):
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
+@each(
     "night",
     ["11/9/2025", "25/12/2025", "9.11.25", "9-11-2025", "45970", "2025-11-09 02:00", "31.11.2025", ""],
 )
@@ -217,7 +218,7 @@ def test_nights_that_are_not_clear_are_refused(tmp_path, night):
     assert "2025-11-09" in str(e.value.remedy)
 
 
-@pytest.mark.parametrize(
+@each(
     ("read", "head"),
     [
         (read_table, "path,label,"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from object_server import BUCKET, SECRET, ObjectServer
 
@@ -67,7 +68,7 @@ def test_a_url_is_a_path_that_keeps_its_form():
     assert StorePath("s3:", "pipes").prefix == ""
 
 
-@pytest.mark.parametrize(
+@each(
     "url",
     [
         f"s3://AKIA:{SECRET}@pipes/x",
@@ -90,9 +91,7 @@ def test_urls_with_credentials_or_odd_parts_are_refused_without_being_shown(url)
 # ---------------------------------------------------------------- listings
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"split": "validation"}, {"pattern": "{label}/{sensor}~{*}~{start_time}~{gain}"}]
-)
+@each("options", [{}, {"split": "validation"}, {"pattern": "{label}/{sensor}~{*}~{start_time}~{gain}"}])
 def test_a_listing_of_objects_equals_that_of_the_folder(served, demo, options):
     url = served.put_folder(demo, "listing/demo")
     here, there = lm.scan(demo, progress="none", **options), lm.scan(url, progress="none", **options)
@@ -141,7 +140,7 @@ def test_the_stamp_follows_the_etag():
 # ---------------------------------------------------------------- hostile keys
 
 
-@pytest.mark.parametrize("key", ["../../etc/a.wav", "LEAK//a.wav", "LEAK/./a.wav"])
+@each("key", ["../../etc/a.wav", "LEAK//a.wav", "LEAK/./a.wav"])
 def test_keys_that_are_no_paths_end_the_listing_with_their_name(served, key):
     served.put(f"bad/{key}", b"RIFF")
     try:
@@ -314,11 +313,11 @@ def test_each_error_has_a_remedy_and_no_secret(served, monkeypatch):
         assert SECRET not in "".join(traceback.format_exception(e))
 
 
-@pytest.mark.parametrize(
+@each(
     "address",
     ["http://[::1", "127.0.0.1:9000", "http://", "http://127.0.0.1:99999", "http://a b/", "http://a^b", "x"],
 )
-@pytest.mark.parametrize(("scheme", "name"), [("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_ENDPOINT")])
+@each(("scheme", "name"), [("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_ENDPOINT")])
 def test_an_invalid_address_of_the_server_is_named(monkeypatch, scheme, name, address):
     monkeypatch.setenv(name, address)
     with raises("store-settings", UsageError) as e:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 import soundfile
 from errors import raises
 
@@ -87,8 +88,8 @@ def test_a_recording_depends_on_seed_and_index_only() -> None:
 # -- layout and accounting ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("faults", [False, True])
-@pytest.mark.parametrize("n_files", [6, 7, 26, 150])
+@each("faults", [False, True])
+@each("n_files", [6, 7, 26, 150])
 def test_every_file_is_accounted_for(tmp_path: Path, n_files: int, faults: bool) -> None:
     seen: list[int] = []
     summary = write_demo(tmp_path / "new" / "demo", n_files=n_files, faults=faults, progress=seen.append)
@@ -156,7 +157,7 @@ def test_reference_size_and_disjoint_sensors() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("n_files", "numbers"),
     [
         (6, (24, 6, 10)),
@@ -293,7 +294,7 @@ def test_planted_faults_equal_the_list(tmp_path: Path) -> None:
 # -- refusals, and never half a set --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_files", [0, -1, MIN_FILES - 1, 10.0, True, "many"])
+@each("n_files", [0, -1, MIN_FILES - 1, 10.0, True, "many"])
 def test_too_few_files_are_refused(tmp_path: Path, n_files: object) -> None:
     with raises("wrong-value", UsageError, says=str(MIN_FILES)):
         write_demo(tmp_path / "demo", n_files=n_files)  # type: ignore[arg-type]
@@ -335,7 +336,7 @@ def test_insufficient_space_is_reported_before_work(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "kind"), [(errno.ENOSPC, SpaceError), (errno.EMFILE, OutputError), (errno.EACCES, OutputError)]
 )
 def test_a_failing_write_leaves_nothing_behind(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 import soundfile
 from errors import raises
 
@@ -42,7 +43,7 @@ def sparse(path: Path, n_bytes: int, encoding: str = "pcm16") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@each(
     ("encoding", "n_bytes", "needed"),
     [
         ("pcm16", 1 << 42, (1 << 42) - 44),
@@ -64,7 +65,7 @@ def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_ask
     assert f"{needed} bytes of samples, at most {MAX_SAMPLE_BYTES} are read" in str(error)
 
 
-@pytest.mark.parametrize(
+@each(
     ("encoding", "n_bytes"),
     [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)],
 )
@@ -111,9 +112,7 @@ def test_the_first_bad_sample_is_named(tmp_path: Path) -> None:
     assert "sample 37 is not a finite number (byte 344)" in str(refusal(path))
 
 
-@pytest.mark.parametrize(
-    "name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "A-law"]
-)
+@each("name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "A-law"])
 def test_truncated_anywhere(tmp_path: Path, name: str) -> None:
     "A file cut off at any byte is refused; 16-bit samples never come out shorter than the header says."
     whole, path = READ[name].content, tmp_path / "cut.wav"
@@ -168,7 +167,7 @@ def test_broken_links_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [b"caf\xe9.wav", b"a\nb.wav", b"-rf.wav", b"quote\"'.wav", b" .wav"])
+@each("name", [b"caf\xe9.wav", b"a\nb.wav", b"-rf.wav", b"quote\"'.wav", b" .wav"])
 def test_any_name(tmp_path: Path, name: bytes) -> None:
     path = os.path.join(os.fsencode(tmp_path), name)
     with open(path, "wb") as f:
@@ -199,8 +198,8 @@ def failing(code: int) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE])
-@pytest.mark.parametrize("call", ["open", "pread", "preadv"])
+@each("code", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE])
+@each("call", ["open", "pread", "preadv"])
 def test_a_fault_of_the_machine_rejects_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
 ) -> None:
@@ -212,11 +211,11 @@ def test_a_fault_of_the_machine_rejects_no_recording(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tag", "name"),
     [(2, "ADPCM"), (17, "ADPCM"), (49, "GSM"), (85, "MP3"), (0x1234, "0x1234"), (0, "0x0000")],
 )
-@pytest.mark.parametrize("extensible", [False, True])
+@each("extensible", [False, True])
 def test_coded_samples_are_refused_with_the_command_that_converts_them(
     tmp_path: Path, tag: int, name: str, extensible: bool
 ) -> None:

@@ -1,6 +1,6 @@
 "Settings of the earlier system: each is recognised by build and train, and each hint names settings that exist."
 
-import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.cli import main
@@ -21,7 +21,7 @@ def test_replacements_exist_and_no_hint_contradicts_a_setting():
                 assert setting.ours == (name.casefold(),), "a setting of this name exists"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_every_name_is_recognised(name):
     for known in (BUILD, TRAIN):
         text = answer_unknown(name, known)
@@ -29,7 +29,7 @@ def test_every_name_is_recognised(name):
         assert "did you mean" not in text
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "name", "here"),
     [
         ("build", "ASYNC_COPIES", "async_copies"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import h5py
 import pytest
+from each import each
 
 import leakmel as lm
 from errors import raises
@@ -182,16 +183,16 @@ def test_processes_that_take_over_at_once(tmp_path: Path) -> None:
     running = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
-    for each in running:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
-    for each in running:
-        assert each.stdin is not None
-        each.stdin.write("\n")
-        each.stdin.flush()
-    for each in running:
-        each.communicate(timeout=120)
-    assert [each.returncode for each in running] == [0, 0, 0, 0]
+    for child in running:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in running:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    for child in running:
+        child.communicate(timeout=120)
+    assert [child.returncode for child in running] == [0, 0, 0, 0]
 
 
 # ---- holders that have ended, and others
@@ -249,7 +250,7 @@ def test_a_process_of_another_computer_is_named(tmp_path: Path, code: str, chang
         pass
 
 
-@pytest.mark.parametrize("text", ["", "x", "[]", '{"pid": 1}', None])
+@each("text", ["", "x", "[]", '{"pid": 1}', None])
 def test_what_is_no_record_is_an_unknown_owner(tmp_path: Path, text: str | None) -> None:
     path = owner_path(tmp_path / "a.h5")
     if text:

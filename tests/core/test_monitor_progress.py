@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import pytest
+from each import each
 
 from leakmel.core.monitor import (
     SAMPLE_KEYS,
@@ -27,7 +28,7 @@ from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_en
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.5, 1), (64.0, 8)])
+@each(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.5, 1), (64.0, 8)])
 def test_cores_of_a_container_with_a_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(monitor_module.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(monitor_module, "_own_quota", lambda: quota)
@@ -180,7 +181,7 @@ def test_no_nvml_gives_none_and_one_reason(no_nvml):
         assert peak(timeline.samples, key) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "visible", "is_set_up", "asked"),
     [
         ("cuda:1", None, False, 1),

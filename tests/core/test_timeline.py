@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from each import each
 from errors import raises
 
 from leakmel.core.errors import DataError
@@ -85,7 +86,7 @@ def test_the_schema_is_documented_whole(stored):
     assert list(json.loads(stored.read_text())) == ["schema", "wall_s", "spans", "gauges", "samples", "meta"]
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda b: b["spans"].update(stage=["read", "reed"]),
@@ -104,7 +105,7 @@ def test_a_damaged_file_is_one_error(stored, change):
         read_timeline(stored)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"schema"', "[" * 100_000, "\udcff"])
+@each("text", ["", "{", "[]", "7", "null", '"schema"', "[" * 100_000, "\udcff"])
 def test_a_file_of_something_else_is_one_error(stored, text):
     stored.write_bytes(text.encode("utf-8", "surrogateescape"))
     with raises("not-a-timeline", DataError, path=stored):
@@ -161,7 +162,7 @@ def missing_values(sampler: Sampler) -> set[str]:
     return {key for key, value in sampler.take().items() if value is None}
 
 
-@pytest.mark.parametrize(
+@each(
     ("broken", "counter", "lost"),
     [
         ("", None, set()),
@@ -178,7 +179,7 @@ def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, c
     assert set(sampler.missing) == lost
 
 
-@pytest.mark.parametrize(
+@each(
     ("owner", "broken", "lost"),
     [
         (psutil, "cpu_times", {"cpu_total_percent"}),
@@ -235,9 +236,7 @@ def test_spans_are_nvtx_ranges_where_torch_uses_a_gpu(
     assert [s.stage for s in timeline.spans] == ["read", "sync"]
 
 
-@pytest.mark.parametrize(
-    "torch", [None, types.SimpleNamespace(), types.SimpleNamespace(cuda=types.SimpleNamespace())]
-)
+@each("torch", [None, types.SimpleNamespace(), types.SimpleNamespace(cuda=types.SimpleNamespace())])
 def test_partially_imported_torch_gives_no_nvtx_range(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     with nvtx_range("step"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import h5py
 import pytest
+from each import each
 from independent import check, leftovers, walk
 
 import leakmel as lm
@@ -97,7 +98,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 # ---- more than may be
 
 
-@pytest.mark.parametrize(
+@each(
     ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
@@ -106,7 +107,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         ("hand to hand", "memmap"),
     ],
 )
-@pytest.mark.parametrize("old", [False, True], ids=["alone", "beside an old one"])
+@each("old", [False, True], ids=["alone", "beside an old one"])
 def test_too_many_rejected_files_prevent_publication_and_allow_resume(
     data: Path, tmp_path: Path, read: list[bytes], worker_layout: str, mode: str, old: bool
 ) -> None:
@@ -217,7 +218,7 @@ def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> No
 # ---- the first one stops
 
 
-@pytest.mark.parametrize(
+@each(
     ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
@@ -265,7 +266,7 @@ def test_on_bad_file_stop_builds_good_files(data: Path, tmp_path: Path) -> None:
 # ---- how it is asked for, and what is said
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"on_bad_file": "skip"},
@@ -359,7 +360,7 @@ def many(tmp_path: Path, make_wav: Callable) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
+@each(
     ("worker_layout", "mode"),
     [
         ("each for itself", "stream"),
@@ -404,7 +405,7 @@ def test_folder_that_disappears_stops_the_build(
     tried("S7")
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ENXIO], ids=lambda c: errno.errorcode[c])
+@each("code", [errno.EACCES, errno.ENOENT, errno.ENXIO], ids=lambda c: errno.errorcode[c])
 def test_consecutive_read_failures_stop_build_and_scan(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, code: int
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -91,7 +92,7 @@ def test_all_rows_of_all_splits(demo, tmp_path, preset):
         assert lm.verify(r.path, root=demo, sample=None).checked == r.rows
 
 
-@pytest.mark.parametrize("engine", ["torch", "torchaudio", "reference"])
+@each("engine", ["torch", "torchaudio", "reference"])
 def test_faulty_set_with_a_given_spec(faulty, tmp_path, engine):
     if engine == "torchaudio" and find_spec("torchaudio") is None:
         pytest.skip("torchaudio is not installed here")
@@ -368,8 +369,8 @@ def test_quality_columns_equal_a_direct_computation(small, tmp_path):
     assert np.isfinite(got["segments_mel"].astype(np.float64)).all()
 
 
-@pytest.mark.parametrize("engine", ["torch", "reference"])
-@pytest.mark.parametrize("period", [4, 16, 64, 128])
+@each("engine", ["torch", "reference"])
+@each("period", [4, 16, 64, 128])
 def test_equal_frames_are_not_reported_as_bias(tmp_path, engine, period):
     "A tone whose period divides the hop gives equal frames; their rounding to float16 is then the same everywhere and does not average out."
     x = np.round(32_767 * np.sin(2 * np.pi * (np.arange(8000) + 0.5) / period)).astype(np.int16)

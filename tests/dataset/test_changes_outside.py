@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -68,8 +69,8 @@ def test_a_recording_that_was_replaced_costs_only_its_row(tmp_path, data, make_w
     assert again.path.read_bytes() == lm.build(data, out=tmp_path / "y.h5", **QUIET).path.read_bytes()
 
 
-@pytest.mark.parametrize("with_waveforms", [False, True])
-@pytest.mark.parametrize("rejected", [[0], [0, 1, 5, 6, 12, 13], [13]])
+@each("with_waveforms", [False, True])
+@each("rejected", [[0], [0, 1, 5, 6, 12, 13], [13]])
 def test_rows_that_were_moved_together_are_found_again(
     tmp_path, data, make_wav, monkeypatch, rejected, with_waveforms
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.audio.naming import match_pattern
@@ -123,7 +124,7 @@ def test_wrong_rejections_prevent_publication(data, tmp_path, monkeypatch):
     assert not lm.verify(r.path, root=data, sample=None).ok
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "code", "words"),
     [
         (
@@ -199,8 +200,8 @@ def test_splits_against_the_folders(demo, data, tmp_path):
 # ---- a stranger's paths
 
 
-@pytest.mark.parametrize("step", [b"a" * 3000, b"a" * 250 + b"/", b"a1_" * 60 + b"/"])
-@pytest.mark.parametrize(
+@each("step", [b"a" * 3000, b"a" * 250 + b"/", b"a1_" * 60 + b"/"])
+@each(
     "pattern",
     [
         "{start_time}a{gain}a{split}a{label}",

@@ -20,6 +20,7 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.core import processes
@@ -235,8 +236,8 @@ def replaced(f: h5py.File, name: str, **options: Any) -> None:
     f.create_dataset(name, data=values, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", STRUCTURE)
+@each("kind", KINDS)
+@each("change", STRUCTURE)
 def test_what_no_digest_covers_is_compared_with_a_build(copy: Callable, change: str, kind: str) -> None:
     path = copy(kind)
     assert lm.verify(path).ok

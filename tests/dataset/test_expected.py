@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 import soundfile
 
 import leakmel as lm
@@ -74,7 +75,7 @@ def without_status(x, rate, rules):
     return conform(x, rate, rules)[0], "ok"
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [cut_in_front, pad_in_front, second_channel, louder_mean, dropped_samples, without_status],
     ids=lambda f: f.__name__,
@@ -93,9 +94,7 @@ def test_a_wrong_rule_is_found_before_publishing(tmp_path, mixed, monkeypatch, w
     assert not (tmp_path / "x.h5").exists()
 
 
-@pytest.mark.parametrize(
-    ("rule", "name"), [("short", "short.wav"), ("long", "long.wav"), ("rate", "fast.wav")]
-)
+@each(("rule", "name"), [("short", "short.wav"), ("long", "long.wav"), ("rate", "fast.wav")])
 def test_a_row_that_should_have_been_rejected_is_found(tmp_path, mixed, monkeypatch, rule, name):
     spec = lm.MelSpec.preset("disjoint", duration_s=0.5, **{rule: "reject"})
     monkeypatch.setattr(loader, "conform", lambda x, rate, rules, **options: conform(x, rate, SPEC.rules))
@@ -103,7 +102,7 @@ def test_a_row_that_should_have_been_rejected_is_found(tmp_path, mixed, monkeypa
         lm.build(mixed, out=tmp_path / "x.h5", **QUIET | {"spec": spec})
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_builder_and_check_conform_recordings_equally(seed):
     "The builder's and the check's, on recordings and rules drawn at random: same status or code, same samples."
     rng = np.random.default_rng(seed)

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from conftest import need
 from errors import raises
 
@@ -229,7 +230,7 @@ def test_zarr_loads(exports: Path, hostile: Path) -> None:
 # ---- hostile contents
 
 
-@pytest.mark.parametrize("to", formats.FORMATS)
+@each("to", formats.FORMATS)
 def test_nothing_escapes_the_output_folder(hostile: Path, tmp_path: Path, to: str) -> None:
     need_formats()
     changed = tmp_path / "t.h5"
@@ -270,7 +271,7 @@ def test_card_of_an_export_has_no_html_link_or_image(exports: Path) -> None:
 # ---- an output is complete or absent
 
 
-@pytest.mark.parametrize("to", formats.FORMATS)
+@each("to", formats.FORMATS)
 def test_existing_output_is_not_replaced(hostile: Path, tmp_path: Path, to: str) -> None:
     need_formats()
     (tmp_path / "out").mkdir()
@@ -292,7 +293,7 @@ def test_empty_folder_and_remains_of_a_killed_export(hostile: Path, tmp_path: Pa
     assert (done.rows, [p.name for p in tmp_path.iterdir()]) == (len(HOSTILE), ["out"])
 
 
-@pytest.mark.parametrize("to", formats.FORMATS)
+@each("to", formats.FORMATS)
 def test_interruption_leaves_nothing(
     hostile: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +308,7 @@ def test_interruption_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("to", WITH_MELS)
+@each("to", WITH_MELS)
 def test_damaged_row_is_not_exported(hostile: Path, tmp_path: Path, to: str) -> None:
     need_formats()
     content = bytearray(hostile.read_bytes())

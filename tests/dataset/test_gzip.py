@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from errors import raises
@@ -61,11 +62,11 @@ def noise(n: int, dtype: str = "<f2", row: tuple[int, ...] = (4, 2, 16, 1)) -> n
 # ---- what is in the file
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "row"),
     [("<f2", (4, 2, 16, 1)), ("<f2", (1, 1, 1, 1)), ("<f4", (2, 3, 33)), (">f4", (2, 3, 33))],
 )
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 65])
+@each("n", [1, 2, 7, 8, 9, 64, 65])
 def test_chunks_equal_those_of_the_hdf5_library(tmp_path, n, dtype, row):
     "Eight rows to a chunk: one row, a part of a chunk, whole chunks, and whole ones with a part."
     rows = noise(n, dtype, row)
@@ -182,11 +183,11 @@ def test_unused_reserved_space_is_released(tmp_path, monkeypatch, described):
     monkeypatch.setattr(writer, "reserve", lambda *a: None)
     again.compress(meta)
     assert file.partial.read_bytes() == again.partial.read_bytes()
-    for each in (file, again):
-        each.abort()
+    for one in (file, again):
+        one.abort()
 
 
-@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+@each("item_bytes", [1, 2, 4, 8])
 def test_shuffle_equals_the_hdf5_filter(item_bytes):
     raw = np.random.default_rng(0).bytes(24)
     assert zlib.decompress(compress_chunk(raw, item_bytes, 1)) == bytes(

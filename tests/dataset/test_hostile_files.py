@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from children import Server, server
 
 import leakmel as lm
@@ -315,7 +316,7 @@ STRANGE: list[Callable[[h5py.File], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("strange", STRANGE, ids=lambda s: s.__name__)
+@each("strange", STRANGE, ids=lambda s: s.__name__)
 def test_hostile_file_is_refused(
     good: Path, tmp_path: Path, children: Server, tried: Callable, strange: Callable[[h5py.File], Any]
 ) -> None:
@@ -345,7 +346,7 @@ def a_type_among_columns(f: h5py.File) -> None:
     f["files/mytype"] = np.dtype("f4")
 
 
-@pytest.mark.parametrize("strange", [a_group_among_digests, a_group_among_columns, a_type_among_columns])
+@each("strange", [a_group_among_digests, a_group_among_columns, a_type_among_columns])
 def test_an_object_that_is_no_column_is_reported(
     good: Path, tmp_path: Path, strange: Callable[[h5py.File], Any]
 ) -> None:

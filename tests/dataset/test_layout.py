@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
@@ -111,7 +112,7 @@ def test_names_of_the_files(folder):
     )
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@each("split", SPLITS)
 def test_earlier_trainer_reads_rows_labels_and_settings(recordings, folder, split):
     got = as_the_trainer_reads(folder / f"{split}_DATASET.H5")
     paths = [p for p in walk(recordings / split) if b"000a" not in p]
@@ -138,7 +139,7 @@ def test_earlier_trainer_reads_rows_labels_and_settings(recordings, folder, spli
     assert got["rows"].min() >= -200
 
 
-@pytest.mark.parametrize(
+@each(
     "how",
     [
         {"swmr": False, "libver": "earliest"},
@@ -207,7 +208,7 @@ def is_kind(dtype: np.dtype, wanted: str) -> bool:
     return dtype.kind == "S" if wanted == "S" else dtype == np.dtype(wanted)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@each("split", SPLITS)
 def test_every_name_kind_and_shape(recordings, folder, split):
     n = len(walk(recordings / split)) - 1
     with h5py.File(folder / f"{split}_DATASET.H5", "r") as f:
@@ -406,8 +407,8 @@ def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
             assert np.abs(waves).max() <= 1
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
-@pytest.mark.parametrize("compression", ["none", "gzip"])
+@each("engine", CPU_ENGINES)
+@each("compression", ["none", "gzip"])
 def test_waveforms_equal_the_conformed_samples(tmp_path, make_wav, engine, compression):
     "Stereo, another rate, too short, too long, float; with rejected files before and between; overlapping segments."
     import soundfile
@@ -542,8 +543,8 @@ def decibels_by_librosa(x: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
     return (20 if settings["power"] == 1 else 10) * np.log10(np.maximum(values, 1e-10))
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
-@pytest.mark.parametrize(
+@each("engine", CPU_ENGINES)
+@each(
     ("name", "settings", "shape"),
     [("builder", BUILDER, (40, 2, 64, 1)), ("pipeline", PIPELINE, (79, 3, 32, 1))],
 )
@@ -559,7 +560,7 @@ def test_both_definitions_by_spec(recordings, tmp_path, engine, name, settings, 
         assert off(row, decibels_by_librosa(x, settings)) <= 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "other"),
     [
         (BUILDER, {"mel_norm": "slaney"}),
@@ -632,7 +633,7 @@ def neighbours(root: Path, which: str, victim: np.ndarray) -> bytes:
     return b"A/" + name.encode()
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
+@each("engine", CPU_ENGINES)
 def test_a_row_never_depends_on_its_batch(tmp_path, engine):
     "Not on how many files a batch holds, on who is in it, on the place in it, on a loud neighbour, on rejected ones; waveforms neither."
     victim = (

@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from each import each
 import xxhash
 
 import leakmel as lm
@@ -89,7 +90,7 @@ def test_memory_of_ten_times_the_recordings(linked, tmp_path):
     assert peaks[50_000] - peaks[5_000] <= 50e6, peaks
 
 
-@pytest.mark.parametrize("large", [1, 1000, 1 << 40])
+@each("large", [1, 1000, 1 << 40])
 def test_digest_of_long_columns_in_pieces(tmp_path, monkeypatch, large):
     texts = [b"LEAK/%d" % 3 ** (k % 20) for k in range(9000)]
     with h5py.File(tmp_path / "x.h5", "w") as f:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 
 from leakmel.audio.synth import wav_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 FEW, MANY = 10_000, 50_000
 IMPORTS = "import re, sys; import leakmel as lm; root, out, spec = *sys.argv[1:], lm.MelSpec(duration_s=0.25)"
 BUILD = "lm.build(root, out=out, spec=spec, engine='cpu', progress='none')"
@@ -68,7 +69,7 @@ def built(tmp_path_factory) -> dict[int, Path]:
     return roots
 
 
-@pytest.mark.parametrize("step", STEPS)
+@each("step", STEPS)
 def test_memory_of_one_more_recording(built, step):
     before, work, most = STEPS[step]
     peaks = {n: 1024 * int(run_child(NO_GC, before, work, PEAK, root=root)) for n, root in built.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -75,7 +76,7 @@ def pattern(root: Path) -> list[str]:
 LAYOUTS = {f.__name__: f for f in (label_folders, splits, sessions, table, pattern)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_mixed_folder_is_built_by_default(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     root = tmp_path / "my recordings"
     options = LAYOUTS[layout](root)
@@ -166,7 +167,7 @@ NO_MAJORITY = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MAJORITY)
+@each("name", NO_MAJORITY)
 def test_each_proposal_for_recordings_without_a_majority_builds(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -326,7 +327,7 @@ def test_a_new_recording_does_not_change_the_length_of_all(tmp_path: Path) -> No
     assert decided == {9.2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("shortest", "used"), [(6.64, 6.6), (10.0, 10.0), (1.0, 1.0), (0.99, 0.98), (47.3, 46.0), (120.5, 120.0)]
 )
 def test_lengths_are_rounded_down_by_less_than_five_percent(shortest: float, used: float) -> None:

@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 import psutil
 import pytest
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,7 +235,7 @@ def test_a_damaged_row_of_a_part_is_computed_again(demo, whole, tmp_path):
     assert made.summary["copied_rows"] == made.rows - 1
 
 
-@pytest.mark.parametrize("how", ["truncated", "no state", "other file"])
+@each("how", ["truncated", "no state", "other file"])
 def test_a_damaged_part_is_refused_by_name(demo, whole, tmp_path, how):
     build_parts(demo, tmp_path / "x.h5", 3)
     folder = parts_folder(tmp_path / "x.h5")
@@ -305,7 +306,7 @@ def test_a_joined_data_set_may_be_joined_again(demo, whole, tmp_path, capfd, kee
     assert (again.rows, again.summary["nothing_to_do"]) == (rows, True)
 
 
-@pytest.mark.parametrize("what", ["data set", "report", "row", "metadata", "other rows", "new part", "plan"])
+@each("what", ["data set", "report", "row", "metadata", "other rows", "new part", "plan"])
 def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what):
     "A data set that is gone, damaged or not that of its report, and new parts that are not complete."
     target = tmp_path / "x.h5"
@@ -341,7 +342,7 @@ def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what)
 # ---------------------------------------------------------------- processes that do not fit
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"engine": "torch"},
@@ -444,7 +445,7 @@ def test_a_join_without_the_engine_of_the_parts_copies_but_does_not_compute(
         join(tmp_path / "x.h5", progress="none")
 
 
-@pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/b", (1, 2, 3), "1/0", "1/100000000", None])
+@each("part", ["0/3", "4/3", "3", "a/b", (1, 2, 3), "1/0", "1/100000000", None])
 def test_wrong_numbers_of_parts(demo, tmp_path, part):
     with raises("invalid-part", UsageError):
         build_part(demo, part=part, split="training", out=tmp_path / "x.h5", **QUIET)
@@ -1041,7 +1042,7 @@ def test_an_existing_data_set_is_updated_without_the_cluster(tmp_path):
         assert lm.build(tmp_path / "d", spec={"n_mels": 32}, fresh=True, **options).summary["parts"] == 1
 
 
-@pytest.mark.parametrize("cluster", [3, object(), [], "tcp://127.0.0.1:1"])
+@each("cluster", [3, object(), [], "tcp://127.0.0.1:1"])
 def test_what_is_no_cluster(demo, tmp_path, cluster, monkeypatch):
     if isinstance(cluster, str):
         distributed = pytest.importorskip("distributed")
@@ -1055,7 +1056,7 @@ def test_what_is_no_cluster(demo, tmp_path, cluster, monkeypatch):
         lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=cluster, **QUIET)
 
 
-@pytest.mark.parametrize(
+@each(
     ("address", "warns"),
     [
         ("tcp://10.0.0.1:8786", True),
@@ -1092,7 +1093,7 @@ def test_errors_of_tasks_arrive_whole_and_end_the_others(processes):
         assert e.value.path == "/x"
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         DataError("x", code="data", path="p", found=3, remedy="r"),
@@ -1126,7 +1127,7 @@ def test_stored_manifest_with_odd_names(tmp_path):
     assert np.array_equal(again.listings[0].mtimes_ns, found.listings[0].mtimes_ns)
 
 
-@pytest.mark.parametrize("path", [b"/etc/x.wav", b"../x.wav", b"a/../../x.wav", b"LEAK/..", b".."])
+@each("path", [b"/etc/x.wav", b"../x.wav", b"a/../../x.wav", b"LEAK/..", b".."])
 def test_stored_manifest_that_leads_out_of_the_folder_is_refused(demo, tmp_path, path):
     found = lm.scan(demo, split="training", progress="none")
     found.listings[0].paths[3] = path
@@ -1214,7 +1215,7 @@ def test_listing_that_names_another_folder_is_refused(demo, tmp_path):
         lm.Manifest.load(found.save(tmp_path / "l.npz"))
 
 
-@pytest.mark.parametrize("how", ["link", "fifo", "many"])
+@each("how", ["link", "fifo", "many"])
 def test_hostile_folder_of_parts_is_refused(demo, tmp_path, how):
     build_parts(demo, tmp_path / "x.h5", 2)
     folder = parts_folder(tmp_path / "x.h5")

@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from errors import raises
@@ -64,7 +65,7 @@ def test_rows_and_labels(built):
         assert (ds[-1][0] == raw["segments_mel"][-1]).all()
 
 
-@pytest.mark.parametrize("i", [8, -9, 1 << 40])
+@each("i", [8, -9, 1 << 40])
 def test_missing_row_is_an_index_error(built, i):
     with lm.open_dataset(built) as ds, pytest.raises(IndexError, match=f"row {i} of 8"):
         ds[i]
@@ -202,9 +203,9 @@ def legacy_file(
     return path
 
 
-@pytest.mark.parametrize("storage", ["contiguous", "gzip", "chunked"])
-@pytest.mark.parametrize("text", ["string", "bytes", "list"])
-@pytest.mark.parametrize("waves", [False, True])
+@each("storage", ["contiguous", "gzip", "chunked"])
+@each("text", ["string", "bytes", "list"])
+@each("waves", [False, True])
 def test_legacy(tmp_path, storage, text, waves):
     path = legacy_file(tmp_path / "TRAINING_DATASET.H5", storage=storage, text=text, waves=waves)
     with raises("not-a-data-set", VerifyError, path=path, says="legacy=True"):
@@ -230,7 +231,7 @@ def test_legacy(tmp_path, storage, text, waves):
     assert not lm.verify(path).ok
 
 
-@pytest.mark.parametrize(
+@each(
     "without", [("label2id_json",), ("created_at_utc",), ("label2id_json", "created_at_utc", "config_json")]
 )
 def test_legacy_files_need_only_rows_labels_and_names(tmp_path, without):
@@ -241,7 +242,7 @@ def test_legacy_files_need_only_rows_labels_and_names(tmp_path, without):
                 _ = ds.config
 
 
-@pytest.mark.parametrize("without", ["segments_mel", "labels", "labels_json"])
+@each("without", ["segments_mel", "labels", "labels_json"])
 def test_legacy_file_names_the_missing_part(tmp_path, without):
     path = legacy_file(tmp_path / "old.h5", without=(without,))
     with raises("damaged-data-set", VerifyError, path=path, says=without):
@@ -263,7 +264,7 @@ def put(name: str, value) -> Callable[[h5py.File], None]:
     return change
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "code", "message"),
     [
         (put("labels", np.array([0, 1, 1, 2], np.int16)), "incomplete-data-set", "'labels': 4"),
@@ -304,7 +305,7 @@ def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, c
         assert f
 
 
-@pytest.mark.parametrize("value", ["[]", "7", "{", b"\xff", "__import__('os').mkdir('made')"])
+@each("value", ["[]", "7", "{", b"\xff", "__import__('os').mkdir('made')"])
 def test_invalid_legacy_settings_are_refused(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     path = legacy_file(tmp_path / "old.h5")
@@ -365,7 +366,7 @@ def test_named_pipe_does_not_block(tmp_path):
         lm.open_dataset(tmp_path / "pipe.h5")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "change", "code"),
     [
         ("incomplete", lambda f: f.attrs.__setitem__("complete", False), "incomplete-data-set"),
@@ -411,8 +412,8 @@ def test_refusals_name_the_file_and_close_it(built, tmp_path, name, change, code
         assert f  # nobody holds it any more
 
 
-@pytest.mark.parametrize("kind", ["external storage", "external link", "soft link", "virtual", "huge"])
-@pytest.mark.parametrize("legacy", [False, True])
+@each("kind", ["external storage", "external link", "soft link", "virtual", "huge"])
+@each("legacy", [False, True])
 def test_hostile_file_is_refused_before_data_are_read(built, tmp_path, kind, legacy):
     "Such a file could show other files of this machine as rows, or ask for terabytes."
     secret = tmp_path / "secret"

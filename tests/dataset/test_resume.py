@@ -17,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -258,7 +259,7 @@ CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # ad
 }
 
 
-@pytest.mark.parametrize("step", CHANGES, ids=lambda f: f.__name__)
+@each("step", CHANGES, ids=lambda f: f.__name__)
 def test_update_reads_only_changes_and_equals_a_fresh_build(
     data: Path, tmp_path: Path, read: list[bytes], step: Callable
 ) -> None:
@@ -283,7 +284,7 @@ def test_update_reads_only_changes_and_equals_a_fresh_build(
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"with_waveforms": True},
@@ -406,7 +407,7 @@ def keeping_time(path: Path, do: Callable[[], None]) -> None:
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
-@pytest.mark.parametrize(
+@each(
     "fault",
     [
         state_lost,
@@ -455,7 +456,7 @@ def test_damaged_rows_are_repaired(
     assert "failed verification" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)},
@@ -614,7 +615,7 @@ def test_space_for_all_splits_is_checked_before_the_first_file(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"with_waveforms": True},
@@ -705,6 +706,25 @@ def journal_forged(target: Path) -> None:
         assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, (
             changes
         )
+
+
+def test_a_flipped_byte_anywhere_ends_the_journal_before_its_line(data: Path, interrupted: Path) -> None:
+    lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
+    identity = json.loads(lines[0][33:])
+
+    def n_entries(entry: bytes) -> int:
+        journal_path(interrupted).write_bytes(lines[0] + entry)
+        return len(journal.read_journal(journal_path(interrupted), identity).entries)
+
+    accepted = []
+    for at in range(len(lines[1])):
+        entry = bytearray(lines[1])
+        entry[at] ^= 1
+        if n_entries(bytes(entry)):
+            accepted.append(at)
+    assert accepted == [32], "the blank behind the digest says nothing"
+    assert n_entries(lines[1]) == 1
+    assert build(data, interrupted).verified.ok
 
 
 @pytest.mark.parametrize(
@@ -1081,9 +1101,7 @@ def state_pipe(target: Path) -> None:
     os.mkfifo(state_path(target))
 
 
-@pytest.mark.parametrize(
-    "fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__
-)
+@each("fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__)
 def test_invalid_state_file_gives_a_fresh_build(data: Path, tmp_path: Path, fault: Callable) -> None:
     target = tmp_path / "out" / "x.h5"
     right = build(data, target).path.read_bytes()

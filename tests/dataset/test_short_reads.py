@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from conftest import need
 
 import leakmel as lm
@@ -140,7 +141,7 @@ print(json.dumps([r.rows, sorted((x.code, x.message) for x in r.rejections), r.s
 """
 
 
-@pytest.mark.parametrize(("mode", "limit"), [("stream", 1), ("stream", 4096), ("memmap", 7)])
+@each(("mode", "limit"), [("stream", 1), ("stream", 4096), ("memmap", 7)])
 def test_a_build_has_the_same_bytes(library: Path, data: Path, tmp_path: Path, mode: str, limit: int) -> None:
     "Recordings, rows that are read back, the data set, its state, the cache; and a second build that copies rows."
     (tmp_path / "right").mkdir()
@@ -181,7 +182,7 @@ def test_an_interrupted_build_is_resumed(library: Path, data: Path, tmp_path: Pa
     assert got[2:] == [18, True]
 
 
-@pytest.mark.parametrize("limit", [1, 7, 4096])
+@each("limit", [1, 7, 4096])
 def test_every_odd_file_is_read_as_before(library: Path, tmp_path: Path, limit: int) -> None:
     "By the parser alone: samples, or code and place of the refusal."
     for name, odd in (READ | REFUSED).items():
@@ -232,7 +233,7 @@ print(json.dumps([open(sys.argv[2]).read().count("\\n"), dict(zip(scores["path"]
     assert scores == dict(zip(right["path"], right["score"]))
 
 
-@pytest.mark.parametrize("k", [1, 3, 10_000])
+@each("k", [1, 3, 10_000])
 def test_bytes_at_an_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     "Without a compiler: a system call that returns at most k bytes."
     real = os.pread

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
@@ -68,7 +69,7 @@ def test_expected_rows_keep_order_with_precomputed_ones(data):
         assert np.array_equal(all_of.db[i], reference_features(source.samples, SPEC).db)
 
 
-@pytest.mark.parametrize("change", ["another recording", "touched", "replaced by the same", "gone"])
+@each("change", ["another recording", "touched", "replaced by the same", "gone"])
 def test_a_file_that_changed_is_read_again(data, tmp_path, change):
     known, path = Sources(os.fsencode(data), SPEC), paths_in(data)[0]
     known.precompute([path])

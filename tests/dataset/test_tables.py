@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 from errors import raises
 from tiny_training import tiny_words
 
@@ -91,7 +92,7 @@ def test_plan_of_the_build_notebook(made):
     assert "leakmel predict" in result.summary["unlabelled"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "code", "kind"),
     [
         ("sensor=tube", "table-columns", DataError),
@@ -185,7 +186,7 @@ def read_columns() -> set[str]:
     return set(TABLE_COLUMNS)
 
 
-@pytest.mark.parametrize("delimiter", [";", "\t", ","])
+@each("delimiter", [";", "\t", ","])
 def test_a_table_whose_columns_all_have_other_names(made, delimiter):
     "As Excel writes it in Germany."
     rows = list(csv.DictReader((made / "t.csv").read_text(encoding="utf-8").splitlines()))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -91,9 +92,7 @@ def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMA
 # ---- where the rows are
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (40, 2, 64, 1), (79, 3, 32, 1), (1, 1, 1, 7), (300, 40, 128, 9)]
-)
+@each("shape", [(1, 1, 1, 1), (40, 2, 64, 1), (79, 3, 32, 1), (1, 1, 1, 7), (300, 40, 128, 9)])
 def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
     found = set()
     most = (1 << 43) // (2 * int(np.prod(shape)))  # 8 TiB: ext4 holds 16
@@ -161,9 +160,7 @@ def test_rejected_files_leave_no_trace(tmp_path, good, block):
     assert leftovers(tmp_path, "a.h5", "b.h5") == []
 
 
-@pytest.mark.parametrize(
-    "pattern", ["first", "last", "every second", "first half", "all but one", "none lost"]
-)
+@each("pattern", ["first", "last", "every second", "first half", "all but one", "none lost"])
 def test_rows_are_compacted_over_any_gap(tmp_path, pattern):
     n = 200
     good = np.ones(n, bool)
@@ -251,7 +248,7 @@ def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
     assert leftovers(tmp_path, "a.h5", "b.h5", "c.h5") == []
 
 
-@pytest.mark.parametrize("n", [1, 2, 9, 500])
+@each("n", [1, 2, 9, 500])
 def test_offset_of_mels_does_not_depend_on_waveforms(tmp_path, n):
     build(tmp_path / "plain.h5", np.ones(n, bool))
     file = build_both(tmp_path / "a.h5", np.ones(n, bool))
@@ -495,7 +492,7 @@ def test_files_of_a_killed_build_are_reused(tmp_path):
     assert leftovers(tmp_path, "a.h5", "b.h5") == []
 
 
-@pytest.mark.parametrize("ending", ["partial", "scratch", "lock", "partial.gz"])
+@each("ending", ["partial", "scratch", "lock", "partial.gz"])
 def test_links_in_the_output_folder_are_not_followed(tmp_path, ending):
     "In a folder that others may write to, a link under our working name must not cost its target."
     victim = tmp_path / "victim"
@@ -548,7 +545,7 @@ def test_disk_full_while_reserving(tmp_path, monkeypatch):
     assert (tmp_path / "a.h5").read_bytes() == old
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+@each("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_file_systems_that_cannot_reserve(tmp_path, monkeypatch, code):
     whole = build(tmp_path / "a.h5", np.ones(4, bool))
 

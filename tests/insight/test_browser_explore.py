@@ -15,7 +15,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.dataset.file.spec_file import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 VIEWPORT = {"width": 1500, "height": 2700}  # tall, so that a picture shows a whole notebook
 DRAWN = f"{FIGURES}.filter(e => e._fullData)"  # while one is drawn anew it is not there
 RECORDING = f"{DRAWN}.find(e => e._fullData.some(t => t.type === 'heatmap'))"

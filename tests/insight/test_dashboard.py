@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from each import each
 from notebook_runs import PLOTLY, Run, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
@@ -89,7 +90,7 @@ def test_a_named_run_is_that_run(runs, tmp_path):
     assert find_runs(f"{runs}/c") == [runs / "c"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "message"),
     [
         ("empty", "the folder contains no run"),
@@ -158,7 +159,7 @@ def test_builds_one_after_the_other_have_clocks_of_their_own(copied, runs):
     )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@each("text", ["{", "[]", "{}"])
 def test_damaged_report_is_named(copied, text):
     path = copied / "TESTING_DATASET.H5.report.json"
     path.write_text(text)
@@ -170,9 +171,7 @@ STRANGE = "<img src=x onerror=alert(1)>"
 R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 
-@pytest.mark.parametrize(
-    "change", [{"found": "x"}, {"found": None}, {"verified": []}, {"seconds": {}}, {"machine": 1}]
-)
+@each("change", [{"found": "x"}, {"found": None}, {"verified": []}, {"seconds": {}}, {"machine": 1}])
 def test_a_value_of_another_type_is_reported(copied, change):
     body = json.loads((copied / R).read_text())
     (copied / R).write_text(json.dumps(body | change))
@@ -180,8 +179,8 @@ def test_a_value_of_another_type_is_reported(copied, change):
         read_run(copied)
 
 
-@pytest.mark.parametrize("name", [R, T])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
+@each("name", [R, T])
+@each("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
 def test_invalid_json_file_is_named(copied, name, content):
     (copied / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -282,7 +281,7 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
         assert "No recording can be shown" in draw(path).layout.title.text
 
 
-@pytest.mark.parametrize("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
+@each("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
 def test_data_set_with_a_damaged_part_is_drawn(copied, part):
     for value in (None, np.zeros(1), np.array([b"x"])):
         with h5py.File(copied / "TRAINING_DATASET.H5", "r+") as f:

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
+from each import each
 import soundfile
 
 import leakmel as lm
@@ -138,7 +139,7 @@ def pipeline(
     return timeline, end
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
     "The same pipeline is run again with a stage that takes no time."
     rng = random.Random(seed)
@@ -190,7 +191,7 @@ def test_copies_and_computing_of_a_device_overlap():
     assert amdahl_bounds(timeline)[0].gain_s == pytest.approx(0.5)  # each hides the other
 
 
-@pytest.mark.parametrize("stage", [s for s in STAGES if s != "wait"])
+@each("stage", [s for s in STAGES if s != "wait"])
 def test_every_stage_can_be_the_limit(stage):
     lane = {"start_up": "main", "publish": "publisher-0", "verify": "publisher-0"}.get(stage, "worker-0")
     others = (
@@ -627,7 +628,7 @@ def test_advice_fits_the_machine():
     }
 
 
-@pytest.mark.parametrize("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
+@each("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
 def test_analysis_of_an_almost_empty_timeline(timeline):
     text = analysis_text(timeline)
     assert text.startswith("PERFORMANCE ANALYSIS")
@@ -642,7 +643,7 @@ def shorter(timeline: Timeline, factor: float) -> Timeline:
     return timeline
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: disk_bound(),

@@ -12,6 +12,7 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
+from each import each
 from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
@@ -487,7 +488,7 @@ def body(**changes: Any) -> str:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "code", "says"),
     [
         (body(extra=1), "unknown-setting", "extra"),
@@ -547,7 +548,7 @@ def specs_of(*paths: Path) -> list[tuple[lm.MelSpec, str, int]]:
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("preset", "changes"),
     [
         ("disjoint", {}),

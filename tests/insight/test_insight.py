@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from each import each
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, lane_pieces, merge_lanes
@@ -66,8 +67,8 @@ def brute_shares(timeline: Timeline, split: str | None) -> dict[str, float]:
 # ---- exclusive time
 
 
-@pytest.mark.parametrize("split", [None, "A", "B"])
-@pytest.mark.parametrize("seed", range(5))
+@each("split", [None, "A", "B"])
+@each("seed", range(5))
 def test_shares_equal_the_definition_and_add_up(seed, split):
     timeline = random_timeline(120, seed)
     shares, expected = attribute(timeline, split), brute_shares(timeline, split)
@@ -293,7 +294,7 @@ def test_batch_timeline_of_one_split():
     assert values(fig, "Compute").sum() == 4
 
 
-@pytest.mark.parametrize("n_lanes", [1, 5, 40])
+@each("n_lanes", [1, 5, 40])
 def test_long_run_is_drawn_in_slices_that_keep_the_seconds(n_lanes):
     timeline = random_timeline(6000, 3, n_lanes)
     fig = batch_timeline(timeline)
@@ -392,7 +393,7 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_merged_lanes_have_the_attributed_times(seed: int) -> None:
     timeline = random_timeline(300, seed, splits=("A",))
     merged = merge_lanes(timeline.spans, "node/worker-0", split="A", n_slices=20)

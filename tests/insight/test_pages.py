@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 import pandas as pd
-import pytest
+from each import each
 from errors import raises
 
 from leakmel.audio.synth import write_demo
@@ -154,7 +154,7 @@ def test_a_report_of_scores_needs_a_file(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["code"] == "invalid-arguments"
 
 
-@pytest.mark.parametrize("name", ["build", "train", "predict", "dashboard", "benchmark", "explore"])
+@each("name", ["build", "train", "predict", "dashboard", "benchmark", "explore"])
 def test_run_notebooks_embed_the_script(name):
     cells = nbformat.read(Path(__file__).resolve().parents[2] / "nbs" / f"{name}.ipynb", as_version=4).cells
     first = next(c.source for c in cells if c.cell_type == "code")

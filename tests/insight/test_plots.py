@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import Gauge, Span, Timeline
@@ -83,7 +84,7 @@ def values(trace: Any, axis: str) -> np.ndarray:
 # ---- nothing, one, many --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "columns",
     [made(0, 1), made(1, 1), made(7, 1), made(60, 2), made(40, 20)],
     ids=["nothing", "one row", "one label", "two labels", "twenty labels"],
@@ -96,7 +97,7 @@ def test_any_data_give_a_figure_with_a_title(columns):
         json.loads(figure.to_json())
 
 
-@pytest.mark.parametrize("figure", RUN_FIGURES)
+@each("figure", RUN_FIGURES)
 def test_empty_run_gives_a_figure_with_a_title(figure):
     one = Timeline()
     one.spans = [Span("read", "reader", 1.0, 1.0, "T", 0, 1)]
@@ -105,7 +106,7 @@ def test_empty_run_gives_a_figure_with_a_title(figure):
     assert not figure(Timeline()).data
 
 
-@pytest.mark.parametrize("figure", [f(Timeline()) for f in RUN_FIGURES] + [classes_by_split([], [])])
+@each("figure", [f(Timeline()) for f in RUN_FIGURES] + [classes_by_split([], [])])
 def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
@@ -120,14 +121,14 @@ def test_a_hundred_thousand_recordings_make_small_figures():
                 assert len(trace.y) < 2000, name
 
 
-@pytest.mark.parametrize("figure", RUN_FIGURES)
+@each("figure", RUN_FIGURES)
 def test_a_long_run_makes_small_figures(figure):
     drawn = figure(made_run(20_000))
     assert len(drawn.to_json()) < 500_000
     assert all(len(t.x) < 2000 for t in drawn.data)
 
 
-@pytest.mark.parametrize(
+@each(
     "figure",
     [*(f(made_run(30)) for f in RUN_FIGURES), *pictures_of(made(60, 2)).values()],
     ids=lambda f: f.layout.title.text.replace("<br>", " ")[:20],
@@ -161,7 +162,7 @@ def test_names_are_escaped_in_html():
 # ---- right numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("splits", "labels", "message"),
     [
         ("TTUU", "XYXY", "X is 50 % of every split"),

@@ -27,7 +27,7 @@ import leakmel as lm
 from leakmel.learn.model.detector import load_detector
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 VIEWPORT = {"width": 1400, "height": 9600}  # tall, so that a picture shows a whole notebook
 EPOCHS = ".jp-Notebook .jp-OutputArea-output table.dataframe"
 

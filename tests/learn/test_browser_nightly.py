@@ -10,7 +10,7 @@ from test_nightly_page import HOSTILE
 
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.site, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 VIEWPORT = {"width": 1200, "height": 900}
 CONTRAST = """() => {
   const parts = c => c.match(/[\\d.]+/g).slice(0, 3).map(x => { x /= 255; return x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4 });

@@ -16,7 +16,7 @@ from leakmel.audio.labels import Decision, read_decisions
 from leakmel.audio.synth import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 VIEWPORT = {"width": 1500, "height": 1250}
 N = 60
 GIVES = {"l": "LEAK", "n": "NOLEAK", "u": "?", "s": ""}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -241,7 +242,7 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     assert digest in card
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "option"),
     [
         ("export {model} --onnx --license MIT", "--license"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel import cli_learn
@@ -299,7 +300,7 @@ def test_evaluate_command_equals_the_library_and_writes_files(
     assert max(map(len, (line for line in out.splitlines() if str(tmp_path) not in line))) <= 100
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
+@each("width", [60, 80, 100])
 def test_a_report_fits_into_a_narrow_terminal(
     place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
@@ -631,7 +632,7 @@ def refused(say: Say, status: int, message: str, *words: str | os.PathLike) -> N
     assert re.search(message, body["error"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "message", "words"),
     [
         (
@@ -702,7 +703,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
     return [re.sub(r"\b[A-Z]+\b", lambda m: str(names[m[0]]), word) for word in words.split()]
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "message", "words"),
     [
         (2, "the folder has no champion yet", ""),

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from each import each
 from tiny_training import use_few_trees
 
 import leakmel as lm
@@ -371,8 +372,8 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert body["code"] == "invalid-arguments"
 
 
-@pytest.mark.parametrize("mode", ["--cross-validate", "--learning-curve"])
-@pytest.mark.parametrize(
+@each("mode", ["--cross-validate", "--learning-curve"])
+@each(
     "words",
     [
         "--resume never",

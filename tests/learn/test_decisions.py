@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.cli import main
@@ -48,7 +49,7 @@ def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 
     return HeldOutScores(1 / (1 + np.exp(-2 * sure * z)), truth, group, "sensor", "simulated")
 
 
-@pytest.mark.parametrize(("n_groups", "share"), [(19, 0.2), (49, 0.1), (99, 0.05), (199, 0.1)])
+@each(("n_groups", "share"), [(19, 0.2), (49, 0.1), (99, 0.05), (199, 0.1)])
 def test_conformal_coverage_of_1000_deployments_is_within_two_percent(n_groups: int, share: float) -> None:
     rng = np.random.default_rng(7)
     rates = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -90,7 +91,7 @@ def chosen(sets, tmp_path_factory) -> Any:
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_model_file_gives_the_same_scores(sets, trained, kind):
     detector = trained[kind].detector
     again = load_detector(trained[kind].model_path)
@@ -124,8 +125,8 @@ def random_trees(depth: int, seed: int) -> SpectralClassifier:
     return classifier
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 100])
-@pytest.mark.parametrize("depth", [1, 2, 6])
+@each("n", [0, 1, 15, 16, 17, 100])
+@each("depth", [1, 2, 6])
 def test_compiled_trees_are_those_of_torch(n, depth, monkeypatch):
     assert spectral._compiled() is not None
     classifier, other = random_trees(depth, 0), random_trees(depth, 1)
@@ -158,8 +159,8 @@ def test_trees_that_were_evaluated_can_be_sent_to_other_processes():
     parts: list[pickle.PickleBuffer] = []
     whole = pickle.dumps(classifier, protocol=5, buffer_callback=parts.append)
     read_only = pickle.loads(whole, buffers=[bytes(part) for part in parts])
-    for each in (classifier, sent, read_only, deepcopy(classifier)):
-        assert torch.equal(each.tree_probabilities(features, 0), right)
+    for one in (classifier, sent, read_only, deepcopy(classifier)):
+        assert torch.equal(one.tree_probabilities(features, 0), right)
     assert len(pickle.dumps(classifier)) == len(pickle.dumps(random_trees(6, 0)))
 
 
@@ -203,7 +204,7 @@ def test_compiled_trees_that_compute_something_else_are_not_used(monkeypatch, ca
     assert "wrong results on this machine" in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_prediction_scores_recordings_as_the_data_set_does(sets, trained, kind):
     detector = trained[kind].detector
     with Segments(sets["testing"], level="recording", task=detector.task) as ds:
@@ -411,8 +412,8 @@ def test_only_the_recordings_of_a_network_are_loaded_into_memory(
         assert not loaded
 
 
-@pytest.mark.parametrize("kind", ["spectral", "blend"])
-@pytest.mark.parametrize(("is_mixed", "n_scored"), [(True, 1), (False, 4)])
+@each("kind", ["spectral", "blend"])
+@each(("is_mixed", "n_scored"), [(True, 1), (False, 4)])
 def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch, kind, is_mixed, n_scored):
     def folds_of_one_label(classes: np.ndarray, *_: Any) -> np.ndarray:
         fold = np.arange(len(classes)) % 2 + 2 * (classes == 1)
@@ -517,7 +518,7 @@ def test_sizes_of_a_network_and_members_of_a_blend_are_checked():
         BlendClassifier(BlendSettings(2, (1.0,), (0.0,)), [net])
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@each("name", HOSTILE)
 def test_a_hostile_spectral_detector_is_refused(trained, tmp_path, name):
     from leakmel.learn.model.files import plain_bytes
 

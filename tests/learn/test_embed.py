@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 import soundfile
 import torch
 from errors import raises
@@ -92,7 +93,7 @@ def test_a_blend_has_the_embeddings_of_its_spectral_part(built, spectral):
     assert np.array_equal(one.vectors, other.vectors)
 
 
-@pytest.mark.parametrize("length", ["spec", "whole"])
+@each("length", ["spec", "whole"])
 def test_embeddings_do_not_depend_on_batches_and_threads(folder, length):
     embedder = open_embedder(None, SPEC)
     found, given = find_recordings(folder, progress="none"), {"length": length, "progress": "none"}
@@ -239,8 +240,8 @@ def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
     assert (tmp_path / name).read_bytes() == content
 
 
-@pytest.mark.parametrize("block", [1, 7, 100, 8192])
-@pytest.mark.parametrize("k", [1, 5, 300])
+@each("block", [1, 7, 100, 8192])
+@each("k", [1, 5, 300])
 def test_the_search_is_exact(block, k):
     rng = np.random.default_rng(0)
     vectors = rng.normal(0, rng.uniform(0.1, 50, 6), (200, 6)).astype(np.float32)

@@ -7,6 +7,7 @@ from io import BytesIO
 from typing import Any
 
 import pytest
+from each import each
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +130,7 @@ def test_a_level_is_the_same_for_all_of_an_item():
     assert abs(float(shift.mean())) < 0.4
 
 
-@pytest.mark.parametrize("m", [2, 3, 5, 16, 64])
+@each("m", [2, 3, 5, 16, 64])
 def test_colours_are_smooth_and_keep_the_level(m):
     curves = smooth_curves(5000, m, 3.0, generator())
     assert abs(float(curves.pow(2).mean().sqrt()) - 3.0) < 0.15
@@ -213,7 +214,7 @@ def test_items_are_augmented_differently_and_the_input_is_unchanged():
 # Settings
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"epochs": 0},
@@ -291,8 +292,8 @@ class EmptyOperations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("n_band_masks", [0, 2])
-@pytest.mark.parametrize("n_time_masks", [0, 2])
+@each("n_band_masks", [0, 2])
+@each("n_time_masks", [0, 2])
 def test_masks_that_are_not_wanted_cost_no_operation(n_band_masks, n_time_masks):
     x, fill = pictures(5, 8, 6), torch.zeros(8)
     both = only(n_band_masks=n_band_masks, band_mask_width=3, n_time_masks=n_time_masks, time_mask_width=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 import torch
 from children import server
 
@@ -102,7 +103,7 @@ def test_killed_at_each_step_of_writing(
     assert [c.step for c in list_checkpoints(folder)] == [1, 2, 3, 4][-keep:]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "longer", "zeros"])
+@each("damage", ["cut", "empty", "flipped", "longer", "zeros"])
 def test_damaged_checkpoint_is_skipped(tmp_path: Path, tried: Callable, damage: str) -> None:
     rng = random.Random(damage)
     for k in range(5):
@@ -152,8 +153,8 @@ class MaliciousPickle:
         return self.call[0], self.call[1:]
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
-@pytest.mark.parametrize("call", ["os.mkdir", "eval", "torch.load", "subprocess.call", "builtins.getattr"])
+@each("legacy", [False, True], ids=["archive", "legacy"])
+@each("call", ["os.mkdir", "eval", "torch.load", "subprocess.call", "builtins.getattr"])
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, call: str, legacy: bool) -> None:
     import subprocess
 
@@ -182,7 +183,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
     tried("S16")
 
 
-@pytest.mark.parametrize("keep", [0, 20, -1])
+@each("keep", [0, 20, -1])
 def test_an_archive_whose_pickle_was_cut_is_refused(tmp_path: Path, keep: int) -> None:
     "Torch raises an error without a word."
     with (
@@ -247,12 +248,12 @@ def test_links_and_other_names_are_not_loaded_as_checkpoints(tmp_path: Path) -> 
     assert list_checkpoints(tmp_path / "b") == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "error"),
     [(28, SpaceError), (5, OutputError), (13, OutputError)],
     ids=["ENOSPC", "EIO", "EACCES"],
 )
-@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
+@each("name", ["write", "fsync", "replace", "open"])
 def test_disk_errors_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, error: type[Exception]
 ) -> None:

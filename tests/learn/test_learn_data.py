@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 from hypothesis import given, settings
@@ -221,8 +222,8 @@ def test_opening_needs_no_torch(built):
 # ---- items -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("preload", [True, False])
+@each("level", LEVELS)
+@each("preload", [True, False])
 def test_levels(built, level, preload):
     with lm.open_dataset(built["training"]) as raw:
         every = raw.mels[:]
@@ -251,8 +252,8 @@ def test_items_beyond_the_end(small):
     assert sum(1 for _ in small) == len(small)  # by IndexError, as sequences do
 
 
-@pytest.mark.parametrize("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
-@pytest.mark.parametrize("kind", ["<f2", ">f2", "<f4"])
+@each("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
+@each("kind", ["<f2", ">f2", "<f4"])
 def test_earlier_systems_files(tmp_path, form, kind):
     path = legacy_file(tmp_path / "TRAINING_DATASET.H5", kind=kind, **form)
     with pytest.raises(VerifyError, match="legacy=True"):
@@ -316,7 +317,7 @@ def test_loading_in_pieces(tmp_path, monkeypatch):
         assert np.array_equal(ds.batch(np.arange(36)).x.numpy(), mels(9).reshape(36, *SHAPE[1:]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "code", "found"),
     [
         ({"rows": [0, 9]}, "no-such-rows", "0 to 9"),
@@ -547,7 +548,7 @@ def test_quick_loading_shows_no_progress(tmp_path, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK 2", "QUIET"], []])
+@each("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK 2", "QUIET"], []])
 def test_a_label_is_never_a_part_of_a_name(names):
     with raises("unknown-label", UsageError, found="'LEAK'"):
         find_label("LEAK", names)
@@ -568,7 +569,7 @@ def test_label_numbers_of_data_set_and_model_differ():
         assert (task.classes(np.arange(4)) == task.leak_in_model).tolist() == [False, False, True, False]
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "options", "code", "found"),
     [
         (["LEAK", "leak", "NOLEAK"], {}, "ambiguous-label", "'LEAK', 'leak'"),
@@ -656,9 +657,7 @@ def test_shuffled_blocks_stay_together():
             assert (rows // 10 == block).sum() == min(10, 103 - 10 * block)
 
 
-@pytest.mark.parametrize(
-    "change", [{"seed": 2}, {"batch_size": 5}, {"n_rows": 13}, {"shuffle": False}, {"block_rows": 2}]
-)
+@each("change", [{"seed": 2}, {"batch_size": 5}, {"n_rows": 13}, {"shuffle": False}, {"block_rows": 2}])
 def test_place_in_another_order(change):
     base: dict[str, Any] = {"n_rows": 12, "per_row": 2, "batch_size": 4, "seed": 1}
     order, other = order_of(**base), order_of(**(base | change))
@@ -668,7 +667,7 @@ def test_place_in_another_order(change):
     assert (other.epoch, other.batch) == (0, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     "state",
     [
         {},

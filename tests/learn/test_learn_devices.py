@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from children import Server, server
 from errors import raises
@@ -172,7 +173,7 @@ def children() -> Iterator[Server]:
         yield s
 
 
-@pytest.mark.parametrize(
+@each(
     "allow",
     [
         "torch.backends.cuda.matmul.allow_tf32 = True",
@@ -302,9 +303,7 @@ def test_portions_are_halved_with_one_warning(caplog):
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
 
-@pytest.mark.parametrize(
-    ("n", "most", "fits"), [(1, 1, 1), (64, 64, 1), (65, 64, 63), (7, 64, 3), (10, 3, 2), (33, 32, 32)]
-)
+@each(("n", "most", "fits"), [(1, 1, 1), (64, 64, 1), (65, 64, 63), (7, 64, 3), (10, 3, 2), (33, 32, 32)])
 def test_portions_cover_all_rows(n, most, fits, caplog):
     caplog.set_level(logging.WARNING)
     tried = []
@@ -384,8 +383,8 @@ class LimitedRoom:
         detector.classifier.forward = forward  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("judge", [score_rows, class_scores])
-@pytest.mark.parametrize("rows_that_fit", [1, 3, 7])
+@each("judge", [score_rows, class_scores])
+@each("rows_that_fit", [1, 3, 7])
 def test_rows_that_do_not_fit_at_once_are_scored_in_portions(
     network, caplog, judge, rows_that_fit, monkeypatch
 ):
@@ -552,8 +551,8 @@ def right(wavs: Path) -> np.ndarray:
     return scores_of(lm.predict(wavs, made_detector(), **QUIET))
 
 
-@pytest.mark.parametrize("device", ["cpu", "fake"])
-@pytest.mark.parametrize("engine", ["torch", "reference"])
+@each("device", ["cpu", "fake"])
+@each("engine", ["torch", "reference"])
 def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, engine):
     caplog.set_level(logging.WARNING)
     detector = made_detector()
@@ -573,7 +572,7 @@ def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, 
         lm.predict(wavs, detector, files_per_batch=8, **QUIET | {"device": device, "engine": engine})
 
 
-@pytest.mark.parametrize("rows", [15, 8, 5, 2])
+@each("rows", [15, 8, 5, 2])
 def test_buffers_fit_the_free_memory(wavs, right, monkeypatch, rows):
     "Of float32 samples, which come later, a half as many rows fit; a block goes through its buffers in parts."
     opened = fake_devices(monkeypatch, rows, delay_s=0.001)

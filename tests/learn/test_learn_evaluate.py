@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 import torch
 from errors import raises
 from sklearn.metrics import roc_auc_score
@@ -110,7 +111,7 @@ def test_bootstrap_over_recordings_is_too_narrow():
     assert width["sensor"] > 1.5 * width["recording"]
 
 
-@pytest.mark.parametrize("n_groups", [3, 12, 300])
+@each("n_groups", [3, 12, 300])
 def test_figures_of_draws_are_those_of_the_recordings_drawn(n_groups):
     "Weighted counts against recordings that are really repeated; more than 256 groups take another way."
     rng = np.random.default_rng(0)
@@ -154,7 +155,7 @@ def test_a_figure_that_is_often_undefined_has_no_interval():
     assert interval_from_draws(draws[20:], 30).known
 
 
-@pytest.mark.parametrize("n", range(1, MIN_GROUPS + 1))
+@each("n", range(1, MIN_GROUPS + 1))
 def test_too_few_groups_give_a_sentence(n):
     truth, score, of = simulate_network(np.random.default_rng(0), n, 40)
     boot = Bootstrap(truth, groups_of(of))
@@ -182,7 +183,7 @@ def frame(**columns: list) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-@pytest.mark.parametrize(
+@each(
     ("table", "by", "code"),
     [
         (frame(sensor=["B", "A", "B"], start_time=["2024-03-01T23:00:00"] * 3), "sensor", [1, 0, 1]),
@@ -271,7 +272,7 @@ def ways(
     return boot, {n: score_model(boot, s, name=n, title=n, threshold=gaps[n] / 2) for n, s in scores.items()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("gaps", "beats", "message"),
     [
         ({"cnn": 3, "level": 1, "mels": 1.5}, True, "The detector beats all baselines in AUC"),
@@ -333,7 +334,7 @@ def test_one_class_gives_no_verdict():
     json.dumps(a.summary, allow_nan=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("truth", "code", "message"),
     [
         ([], [], "The test set is empty, so the evaluation proves nothing"),
@@ -934,7 +935,7 @@ def test_files_of_the_earlier_system(tmp_path):
     assert "each recording is a group" in e.report()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "code"),
     [
         (dict(votes="median"), "unknown-choice"),

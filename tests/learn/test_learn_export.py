@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -140,7 +141,7 @@ def seen(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("foreign", FOREIGN)
+@each("foreign", FOREIGN)
 def test_other_files_are_not_replaced(tmp_path, foreign):
     FOREIGN[foreign](target := tmp_path / "model")
     before = seen(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -73,7 +74,7 @@ HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@each("name", HOSTILE)
 def test_a_hostile_detector_is_refused(honest, tmp_path, name):
     path = changed(honest, tmp_path / "model.pt", HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

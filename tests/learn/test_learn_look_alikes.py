@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 from errors import raises
 from test_learn_predict import made_detector, noise, put
 
@@ -130,7 +131,7 @@ def test_leakage_is_not_hidden_and_groups_stay_together(tmp_path):
         existing_split({"training": path, "testing": others})
 
 
-@pytest.mark.parametrize("kind", ["sensor", "session", "site", "date"])
+@each("kind", ["sensor", "session", "site", "date"])
 def test_every_kind_of_leakage(kind):
     table = pd.DataFrame(
         {

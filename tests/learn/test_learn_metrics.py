@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_many_confusions_at_once():
             np.testing.assert_array_equal(value, many[name][k])
 
 
-@pytest.mark.parametrize(
+@each(
     ("y", "score", "named"),
     [
         (
@@ -120,7 +121,7 @@ def test_undefined_figures_have_a_note(y, score, named):
     assert why_undefined(y, score) == named
 
 
-@pytest.mark.parametrize(
+@each(
     ("y", "score", "code"),
     [
         ([1, 0], [0.5], "lengths-differ"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -157,7 +158,7 @@ def test_names_are_the_same_by_folder_and_by_manifest(tmp_path, detector):
 # ---- the same scores as by way of a data set
 
 
-@pytest.mark.parametrize("engine", ["auto", "torch", "reference"])
+@each("engine", ["auto", "torch", "reference"])
 def test_scores_are_those_of_a_data_set(demo, tmp_path, engine):
     built = lm.build(
         demo,
@@ -238,7 +239,7 @@ def test_scored_segments_and_seconds_are_reported(mixed, detector):
     assert table.loc["plain3.wav", ["n_segments", "scored_s", "status"]].tolist() == [4, 1.0, "ok"]
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         {"files_per_batch": 1},
@@ -498,7 +499,7 @@ def test_problems_of_recordings_are_reported(tmp_path, detector):
 # ---- verdicts
 
 
-@pytest.mark.parametrize("vote", [None, *VOTES])
+@each("vote", [None, *VOTES])
 def test_votes_and_thresholds(mixed, tmp_path, vote):
     "The model's threshold belongs to its rule; what is given wins; a score at the threshold is a leak."
     thresholds = {"mean": 0.4, "long_vote": 0.55, "any_long": 0.9, "frac_vote": 0.6}
@@ -532,7 +533,7 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
     ], "also as they are written"
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "kind"),
     [
         ({"vote": "half"}, UsageError),

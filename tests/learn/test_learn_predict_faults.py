@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -63,7 +64,7 @@ def test_lost_disk_stops_the_prediction(tmp_path, detector, monkeypatch, n_sampl
     assert not (tmp_path / "scores.csv").exists()
 
 
-@pytest.mark.parametrize("width", [40, 44, 45, 60, 100])
+@each("width", [40, 44, 45, 60, 100])
 def test_narrow_terminal_shows_all_lines(tmp_path, detector, width):
     "A terminal may have 40 columns: the scores were written, and then came a traceback."
     found = lm.predict(write_noise(tmp_path / "a folder", 2), detector, **QUIET)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from each import each
 from test_learn_predict import made_detector, write_mixed
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
 
@@ -59,7 +60,7 @@ def test_notebook(tmp_path, mixed, model):
     assert run.notebook.stat().st_size < 3_500_000
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"treshold": 0.5}, "did you mean threshold"),

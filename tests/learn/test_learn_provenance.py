@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -353,7 +354,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_hostile_provenance_is_refused(trained, tmp_path, name):
     values = load_plain(trained / "model.pt")
     wrong = WRONG[name]

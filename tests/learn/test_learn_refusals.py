@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 import torch
 from errors import raises
 
@@ -60,7 +61,7 @@ def trained(network: Path, out: Path, **options: Any) -> TrainResult:
     return train(*(network / "sets" / n for n in NAMES[:2]), **given | options)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
+@each("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
 def test_missing_device_is_named(
     network: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_recordings_for_testing_may_have_been_built_alone(
     assert "the data sets cannot be combined" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "content"),
     [
         ("summary.json", b'{"ok": true, "files": 1200}'),

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -930,7 +931,7 @@ def test_damaged_folder_is_reported(networks, tmp_path):
         load_champion(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {},

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from children import Server, server
 from conftest import need
 from errors import raises
@@ -230,7 +231,7 @@ def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
     assert right.summary["verdict"] in repr(right)
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "better"),
     [
         ([0.8, 0.82], [0.83, 0.9], True),
@@ -760,7 +761,7 @@ def test_finished_trial_without_record_is_not_trained_again(
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "code", "says"),
     [
         ({"space": {"dropout": [0.1, 1.5]}}, None, "1.5"),
@@ -1020,7 +1021,7 @@ def test_leaky_split_is_reported_before_the_search(sets: Path, tmp_path: Path) -
 ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0.0, n_band_masks=0)
 
 
-@pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
+@each("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
 def test_default_search_space(base: TrainSettings) -> None:
     assert set(DEFAULT_SPACE) - set(read_space(None, base)) == (
         set() if base.n_band_masks else {"band_mask_width"}

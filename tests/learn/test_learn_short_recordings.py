@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 import torch
 from errors import raises
 from hypothesis import given, settings
@@ -203,7 +204,7 @@ def test_rows_of_unknown_length_count_as_whole_rows(rows, tmp_path):
         assert (len(ds), ds.n_too_short) == (4 * len(LENGTHS), 0)
 
 
-@pytest.mark.parametrize(
+@each(
     "column",
     [
         np.arange(5),
@@ -230,7 +231,7 @@ def test_invalid_length_columns_are_refused(rows, tmp_path, column):
         Segments(path)
 
 
-@pytest.mark.parametrize("length", [-5, 0, 2**63 - 1])
+@each("length", [-5, 0, 2**63 - 1])
 def test_impossible_lengths_count_as_a_whole_row(rows, tmp_path, length):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
@@ -243,8 +244,8 @@ def test_impossible_lengths_count_as_a_whole_row(rows, tmp_path, length):
 # ---- items
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("preload", [True, False])
+@each("level", LEVELS)
+@each("preload", [True, False])
 def test_items_exclude_padding_after_the_recording(rows, level, preload):
     "Values, classes, rows and places, in the order of the file."
     chosen = np.array([7, 2, 5, 12, 0, 19])
@@ -278,7 +279,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@each("options", WAYS, ids=str)
 def test_loaders_exclude_padding_after_the_recording(rows, options):
     with Segments(rows, preload_to_ram=False) as ds:
         n = int(ds.segment_counts.sum())
@@ -328,7 +329,7 @@ def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_b
             assert len(part) == sum(counts[k] for k in rows_read), "whole rows"
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "check", "n_batches"),
     [
         ({}, 3195699917, 18),
@@ -596,7 +597,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
             assert np.allclose(means[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
-@pytest.mark.parametrize("part", ["training", "validation", "testing"])
+@each("part", ["training", "validation", "testing"])
 def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
     "A part without known levels is scored with the level of the mels."
     sets = dict(zip(("training", "validation", "testing"), network[10.0]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 
 import leakmel as lm
@@ -93,7 +94,7 @@ def opened(network: dict[float, dict[str, Path]], part: str = "new", task: Any =
     return [Segments(sets[part], level="recording", task=task) for sets in network.values()]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
+@each("share", [0.1, 0.5, 0.75, 1.0])
 def test_half_of_the_existing_segments_are_selected(share):
     rng = np.random.default_rng(0)
     scores, leaks, n_heard = rng.integers(0, 4, (60, 7)) / 3, rng.random(60) < 0.5, rng.integers(1, 8, 60)

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 from errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -107,7 +108,7 @@ def test_a_clean_split(tmp_path):
         assert np.array_equal(ds[0][0], raw[0][0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "a", "b", "message"),
     [
         (
@@ -306,7 +307,7 @@ def test_a_small_share_has_all_labels_too(n_groups):
     assert sorted(np.unique(parts)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_many_groups_come_close_to_the_shares(seed):
     counts = np.random.default_rng(seed).integers(0, 40, (60, 3))
     wanted = np.array([0.7, 0.15, 0.15])
@@ -453,7 +454,7 @@ def test_missing_group_values_are_distinguished():
     assert group_values(table, r"re:S\d", missing="one").tolist() == ["S1", "", "S2"]
 
 
-@pytest.mark.parametrize(
+@each(
     "group",
     [
         None,
@@ -494,7 +495,7 @@ def test_joined_groups(pairs):
     assert sum(map(len, names)) == len(set(groups.tolist()))  # nothing is joined through another group's name
 
 
-@pytest.mark.parametrize(
+@each(
     "shares",
     [
         {"training": 1.0},
@@ -526,7 +527,7 @@ FOUR = np.repeat(["A", "B", "C", "D"], 4).tolist()
 HALF = [0] * 8 + [1] * 8
 
 
-@pytest.mark.parametrize("kind", ["session", "recorder", "site"])
+@each("kind", ["session", "recorder", "site"])
 def test_group_in_two_parts_counts_if_a_split_could_separate_it(kind):
     crossing = recordings(sensor=FOUR, **{kind: ["x", "x", "x", "x", "y", "y", "y", "y"] * 2})
     assert kinds(crossing, HALF) == [kind]
@@ -543,7 +544,7 @@ def test_dates_are_those_of_the_start_times():
     assert kinds(recordings(start_time=times, date=["1"] * 8 + ["2"] * 8), HALF) == []  # the table's own
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "why"),
     [
         (["2024"] * 16, "one night"),

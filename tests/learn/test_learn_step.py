@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each import each
 import torch
 from errors import raises
 from hypothesis import given, settings
@@ -172,9 +173,9 @@ def test_micro_batches_are_even_and_complete(n, most):
     assert len(sizes) == -(-n // most)
 
 
-@pytest.mark.parametrize("n", [24, 23, 7, 1])
-@pytest.mark.parametrize("accumulation", [2, 5, 24])
-@pytest.mark.parametrize(
+@each("n", [24, 23, 7, 1])
+@each("accumulation", [2, 5, 24])
+@each(
     "changes",
     [
         {},
@@ -361,7 +362,7 @@ def test_memory_that_runs_out_while_weights_are_written(out_of_memory_step, n_be
             out_of_memory_step.step({k})
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         MemoryError,
@@ -465,7 +466,7 @@ def test_out_of_memory_keeps_the_gradient_scale():
     assert stepper.n_done == 2
 
 
-@pytest.mark.parametrize("last", [True, False, "auto"])
+@each("last", [True, False, "auto"])
 def test_memory_layout_does_not_change_gradients(last):
     usual, other = stepper_of(dropout=0.0), stepper_of(dropout=0.0, channels_last=last)
     weight = next(p for p in other.net.parameters() if p.ndim == 4 and p.shape[1] > 1)
@@ -559,7 +560,7 @@ def run(stepper: Stepper, steps: range) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}],
     ids=str,
@@ -685,7 +686,7 @@ def test_each_setting_has_another_test_value():
     assert all(OTHERS[name] != value for name, value in usual.items())
 
 
-@pytest.mark.parametrize("name", sorted(OTHERS))
+@each("name", sorted(OTHERS))
 def test_only_performance_settings_may_differ_on_resume(name):
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
@@ -740,7 +741,7 @@ class TickingClock:
         return self.now_s
 
 
-@pytest.mark.parametrize(
+@each(
     ("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)]
 )
 def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from children import Ended, Server, server
 from errors import raises
@@ -391,7 +392,7 @@ def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
         trained(sets, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "code"),
     [
         ({"leak_label": "EAK"}, "unknown-label"),
@@ -761,7 +762,7 @@ def test_command_evaluates_on_the_test_set(sets: Path, tmp_path: Path, capsys: p
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "status", "message"),
     [
         (["--leak-label", "EAK"], 2, "the label does not exist"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.learn.model.settings import CheckpointSettings
@@ -76,7 +77,7 @@ def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"epoch": 3}, "did you mean epochs"),

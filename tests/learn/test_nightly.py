@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from children import server
 from spreadsheets import NAMED, as_saved, saved_again
 from test_learn_predict import made_detector, noise, put
@@ -192,9 +193,7 @@ def test_clocks_that_are_wrong(tmp_path, model):
     assert done.last_night == "2025-01-01"  # that of the clock that is right
 
 
-@pytest.mark.parametrize(
-    "sensor", ["P' OR 1=1; --", "<img src=x onerror=alert(1)>", "a\nb", "=cmd()", "x" * 190]
-)
+@each("sensor", ["P' OR 1=1; --", "<img src=x onerror=alert(1)>", "a\nb", "=cmd()", "x" * 190])
 def test_hostile_names_of_sensors(tmp_path, model, sensor):
     folder = tmp_path / "r"
     put_at(folder, name(sensor.replace("/", ""), 1), noise(1))
@@ -242,7 +241,7 @@ def test_a_second_run_at_the_same_time_is_refused(tmp_path, model, monkeypatch):
     assert nightly(folder, model, tmp_path / "s", **QUIET).counts.new == 4
 
 
-@pytest.mark.parametrize("table", TABLES)
+@each("table", TABLES)
 def test_files_of_others_are_not_replaced(tmp_path, model, table):
     folder = write_nights(tmp_path / "r", range(1, 2))
     (tmp_path / "s").mkdir()
@@ -402,7 +401,7 @@ def test_visits_that_cannot_be_are_reported_and_ignored(tmp_path, model):
     assert "P0 (2026-01-02), P7 (2025-01-02)" in text
 
 
-@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+@each("d", NAMED.values(), ids=NAMED)
 def test_tables_that_a_spreadsheet_saved(tmp_path, model, d):
     "Recordings, coordinates and visits; and sensors.csv, which a later run replaces."
     folder = write_nights(tmp_path / "r", range(1, 4))
@@ -507,8 +506,8 @@ def test_touched_files_are_known(tmp_path, model):
     assert (second.counts.known, second.counts.new, second.counts.copies) == (5, 0, 0)
 
 
-@pytest.mark.parametrize("form", ["noon{}", "S2025010{}_230000", "173577240{}"])
-@pytest.mark.parametrize("source", ["pattern", "table"])
+@each("form", ["noon{}", "S2025010{}_230000", "173577240{}"])
+@each("source", ["pattern", "table"])
 def test_promised_times_that_no_recording_has_are_an_error(tmp_path, model, form, source):
     "Else all recordings would be dated by the copy; without the promise the times of the files count, and the result says so."
     for day in (1, 2):

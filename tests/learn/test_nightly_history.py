@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.nightly.evidence import Budget, Evidence
@@ -161,8 +162,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("has_digest", [True, False])
-@pytest.mark.parametrize("name", HOSTILE)
+@each("has_digest", [True, False])
+@each("name", HOSTILE)
 def test_hostile_files_are_refused(tmp_path, name, has_digest):
     run(tmp_path, scored_nights(10))
     HOSTILE[name](tmp_path / HISTORY_FILE)
@@ -217,8 +218,8 @@ def history_with_all_tables(folder: Path) -> None:
         history.commit()
 
 
-@pytest.mark.parametrize("has_marker", [True, False])
-@pytest.mark.parametrize("what", VALUES)
+@each("has_marker", [True, False])
+@each("what", VALUES)
 def test_each_damaged_history_is_refused(tmp_path, tried, what, has_marker):
     history_with_all_tables(tmp_path)
     whole = (tmp_path / HISTORY_FILE).read_bytes()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from test_learn_predict import made_detector, noise
 from test_nightly import QUIET, name, put_at, write_nights
 
@@ -180,9 +181,7 @@ def test_drift_against_a_data_set(tmp_path):
     assert e.value.code == "features-differ"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"n": 5, "source": "x", "ranges": {"level": [1, 2]}}', "[" * 100_000]
-)
+@each("text", ["", "[]", "{}", '{"n": 5, "source": "x", "ranges": {"level": [1, 2]}}', "[" * 100_000])
 def test_a_damaged_reference_is_refused(tmp_path, text):
     with pytest.raises(DataError) as e:
         reference_from(text, tmp_path / HISTORY_FILE)
@@ -212,7 +211,7 @@ def test_the_whole_file_is_checked_only_where_it_is_another_one(tmp_path):
     assert opened() == 1  # a run that failed
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(HISTORY_FILE)])
+@each("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(HISTORY_FILE)])
 def test_a_hostile_marker_does_no_harm(tmp_path, make):
     for _ in range(2):
         with History(tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from each import each
 import soundfile
 import torch
 import xxhash
@@ -171,9 +172,7 @@ def test_a_vote_and_a_steep_isotonic_calibration(detectors, recordings, tmp_path
     assert np.allclose(found, right.probability(grid.numpy()), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("vote", "share"), [("mean", 0.5), ("long_vote", 0.5), ("any_long", 0.5), ("frac_vote", 0.7)]
-)
+@each(("vote", "share"), [("mean", 0.5), ("long_vote", 0.5), ("any_long", 0.5), ("frac_vote", 0.7)])
 def test_votes(detectors, vote, share):
     detector = replace(detectors["cnn"], vote=vote, share=share)
     samples = torch.randn(3, SPEC.n_samples, generator=torch.Generator().manual_seed(0)) / 100
@@ -266,7 +265,7 @@ def test_the_loss_of_int8_is_measured_outside_the_training(detectors, recordings
     assert (done.check.auc_predict, done.int8.auc_predict) == (right["auc"], right["auc"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("in_training", "ranges", "measured"),
     [
         (None, [1, 3, 5], [0, 2, 4]),
@@ -385,7 +384,7 @@ def test_nodes_that_form_no_trees_are_refused():
         tree_attributes(classifier, 0)
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
+@each("package", ["onnx", "onnxruntime", "onnxscript"])
 def test_a_missing_package_is_named(detectors, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=r"leakmel\[onnx\]"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from test_learn_predict import SPEC, made_detector, noise, put
 from test_nightly import write_nights
 from test_nightly_history import as_earlier
@@ -324,7 +325,7 @@ def test_damage_is_refused_or_changes_nothing(
     assert case.use() == right
 
 
-@pytest.mark.parametrize("name", ["listing", "model", "nights", "embeddings", "tuned", "search", "champion"])
+@each("name", ["listing", "model", "nights", "embeddings", "tuned", "search", "champion"])
 def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     right = case.use()
@@ -336,8 +337,8 @@ def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_pat
     assert case.use() == right
 
 
-@pytest.mark.parametrize("values", [{"a": 1}, {"digest": "x", "a": [1, "é"]}, {"a": {"b": None}}])
-@pytest.mark.parametrize("options", [{}, {"indent": None}, {"indent": None, "separators": (",", ":")}])
+@each("values", [{"a": 1}, {"digest": "x", "a": [1, "é"]}, {"a": {"b": None}}])
+@each("options", [{}, {"indent": None}, {"indent": None, "separators": (",", ":")}])
 def test_each_bit_of_a_sealed_json_file_counts(tmp_path: Path, values: dict, options: dict) -> None:
     path, whole = tmp_path / "x.json", sealed_json(values, **options)
     path.write_bytes(whole)
@@ -351,7 +352,7 @@ def test_each_bit_of_a_sealed_json_file_counts(tmp_path: Path, values: dict, opt
             read_own_json(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"x", bytes(100), os.urandom(3000)])
+@each("content", [b"", b"x", bytes(100), os.urandom(3000)])
 def test_each_bit_of_a_sealed_file_counts(tmp_path: Path, content: bytes) -> None:
     whole = sealed(content)
     assert unsealed(whole) == content

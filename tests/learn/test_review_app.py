@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import numpy as np
 import pytest
+from each import each
 from nbclient import NotebookClient
 from test_learn_predict import made_detector, noise, put
 
@@ -129,8 +130,8 @@ def test_a_recording_that_vanished(folder, tmp_path):
     assert "<audio" in app.sound.value
 
 
-@pytest.mark.parametrize("rate", [100, 4096, 8000, 48_000])
-@pytest.mark.parametrize("n", [1, 63, 5000])
+@each("rate", [100, 4096, 8000, 48_000])
+@each("n", [1, 63, 5000])
 def test_any_recording_can_be_played_and_drawn(rate, n):
     rng = np.random.default_rng(0)
     for samples in (np.zeros((n, 1), np.int16), rng.normal(0, 3, (n, 2)).astype(np.float32)):

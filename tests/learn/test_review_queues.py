@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
@@ -142,7 +143,7 @@ def test_suggestions_are_a_queue(folder, plain, tmp_path):
     assert make_queue(plain, "suggested").unavailable
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "code"),
     [
         (["--queue", "errors"], "invalid-arguments"),
@@ -185,7 +186,7 @@ def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few
 GOOD = {"path": "LEAK/copy.wav", "leak": True, "fold": 0, "score": 0.5}
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "code"),
     [
         ({"score": "nan"}, "table-row"),
@@ -203,7 +204,7 @@ def test_hostile_rows(folder, tmp_path, row, code):
     assert (e.value.code, e.value.path) == (code, table)
 
 
-@pytest.mark.parametrize("content", [b"", b"path,label\na,b\n", b"\xff\xfe\0", b'path,score,fold,leak\n"a,'])
+@each("content", [b"", b"path,label\na,b\n", b"\xff\xfe\0", b'path,score,fold,leak\n"a,'])
 def test_hostile_tables(tmp_path, content):
     table = tmp_path / "cv.csv"
     table.write_bytes(content)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from spreadsheets import NAMED, saved_again
 from test_learn_predict import made_detector, noise, put
 
@@ -55,8 +56,8 @@ def pool_of(n: int = 50, **more) -> SamplePool:
     return SamplePool(**given | more)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 30, 49])
-@pytest.mark.parametrize("mix", [SampleMix(), SampleMix(1, 0, 0), SampleMix(0, 1, 0), SampleMix(0, 0, 1)])
+@each("n", [1, 2, 7, 30, 49])
+@each("mix", [SampleMix(), SampleMix(1, 0, 0), SampleMix(0, 1, 0), SampleMix(0, 0, 1)])
 def test_the_mix_is_as_stated(n, mix):
     chosen = choose_recordings(pool_of(), n, mix, per_sensor=50)
     assert {kind: sum(c.kind == kind for c in chosen) for kind in KINDS} == mix.counts(n)
@@ -87,14 +88,14 @@ def test_suggestions_per_sensor_are_limited():
     assert max(sum(c.index % 7 == s for c in chosen) for s in range(7)) == 2
 
 
-@pytest.mark.parametrize("text", ["uncertain=0.5", "certain=1", "uncertain=x", "uncertain=2,random=-1", ""])
+@each("text", ["uncertain=0.5", "certain=1", "uncertain=x", "uncertain=2,random=-1", ""])
 def test_invalid_mix_is_refused(text):
     with pytest.raises(LeakmelError) as e:
         sample_mix(text)
     assert e.value.code in ("out-of-range", "unknown-value")
 
 
-@pytest.mark.parametrize("given", [{"n": 0}, {"n": 3, "per_sensor": 0}, {"n": 3, "seed": -1}])
+@each("given", [{"n": 0}, {"n": 3, "per_sensor": 0}, {"n": 3, "seed": -1}])
 def test_numbers_out_of_range_are_refused(folder, given):
     with pytest.raises(LeakmelError) as e:
         lm.suggest(folder, made_detector(), **given, **QUIET)
@@ -173,7 +174,7 @@ def test_the_table_is_a_table_of_recordings(folder, tmp_path):
     assert [(s.digest, s.kind) for s in repeated.items] == [(s.digest, s.kind) for s in found.items]
 
 
-@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+@each("d", NAMED.values(), ids=NAMED)
 def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     out, saved = tmp_path / "first.csv", tmp_path / "saved.csv"
     found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
@@ -186,7 +187,7 @@ def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     assert not {s.digest for s in again.items} & {s.digest for s in found.items}
 
 
-@pytest.mark.parametrize("d", NAMED.values(), ids=NAMED)
+@each("d", NAMED.values(), ids=NAMED)
 def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
     "They are read as they were, and a later prediction replaces them."
     out = tmp_path / "scores.csv"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.cli import main
@@ -43,7 +44,7 @@ def write(path: Path, recording: lm.Recording) -> Path:
 # ---- delay and position
 
 
-@pytest.mark.parametrize("position_m", [20.0, 41.37, 60.0, 97.5])
+@each("position_m", [20.0, 41.37, 60.0, 97.5])
 def test_delay_is_exact_to_a_tenth_of_a_sample(position_m: float) -> None:
     found = lm.correlate(synthetic_pair(position_m=position_m, snr_db=30.0), **PIPE)
     true_s = (2 * position_m - 120) / 1200
@@ -157,7 +158,7 @@ def recording(*channels: np.ndarray) -> lm.Recording:
     )
 
 
-@pytest.mark.parametrize("tone_hz", [120.0, 310.0, 700.0])
+@each("tone_hz", [120.0, 310.0, 700.0])
 def test_a_tone_has_no_position(tone_hz: float) -> None:
     found = lm.correlate(synthetic_pair(position_m=30.0, tone_hz=tone_hz), **PIPE)
     assert (found.verdict, found.position_m, found.candidates_m) == ("none", None, ())
@@ -213,12 +214,12 @@ def test_a_delay_of_zero_may_be_interference() -> None:
     assert "interference" not in lm.correlate(synthetic_pair(position_m=57.0), **PIPE).text()
 
 
-@pytest.mark.parametrize("given", [{"distance_m": 1e300}, {"distance_m": 1e12}, {"speed_m_s": 1e-6}])
+@each("given", [{"distance_m": 1e300}, {"distance_m": 1e12}, {"speed_m_s": 1e-6}])
 def test_a_pipe_longer_than_the_recordings(given: dict[str, float]) -> None:
     assert refusal(synthetic_pair(position_m=30.0), **given) == "too-short-to-correlate"
 
 
-@pytest.mark.parametrize("position_m", [-40.0, -1.0, 121.0, 300.0])
+@each("position_m", [-40.0, -1.0, 121.0, 300.0])
 def test_a_source_beyond_a_logger_is_outside(position_m: float) -> None:
     found = lm.correlate(synthetic_pair(position_m=position_m), **PIPE)
     assert (found.verdict, found.position_m, found.low_m) == ("outside", None, None)
@@ -287,7 +288,7 @@ def test_hostile_recordings(tmp_path: Path) -> None:
     assert known(a, tmp_path / "missing.wav") == "unreadable"
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         {"distance_m": -1.0},
@@ -336,7 +337,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("material", "diameter_mm", "wall_mm", "low", "high"), PUBLISHED)
+@each(("material", "diameter_mm", "wall_mm", "low", "high"), PUBLISHED)
 def test_ranges_of_plastic_pipes_cover_published_speeds(material, diameter_mm, wall_mm, low, high) -> None:
     found = lm.wave_speed(material, diameter_mm, wall_mm)
     assert found.low_m_s < low < high < found.high_m_s

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from test_mel import GEOMETRIES, PRESETS, features, signals
 
@@ -84,9 +85,9 @@ def test_every_fft_length_equals_reference_and_torch(n_fft: int, preset: str) ->
         assert ((torchs >= low) & (torchs <= high)).all()
 
 
-@pytest.mark.parametrize("power", [1.0, 2.0])
-@pytest.mark.parametrize("n_fft", [64, 512, 4096, 16384])
-@pytest.mark.parametrize("level", [1e-30, 1e-18, 1e-12, 1e-6, 0.1, 50.0, 1e6])
+@each("power", [1.0, 2.0])
+@each("n_fft", [64, 512, 4096, 16384])
+@each("level", [1e-30, 1e-18, 1e-12, 1e-6, 0.1, 50.0, 1e6])
 def test_float_samples_of_any_level(level: float, n_fft: int, power: float) -> None:
     "From below anything recorded up to the loudest samples that are accepted."
     spec = MelSpec(
@@ -107,7 +108,7 @@ def test_float_samples_of_any_level(level: float, n_fft: int, power: float) -> N
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@each("wrong", [np.nan, np.inf, -np.inf])
 def test_nan_samples_give_nan_frames(wrong: float) -> None:
     "A frame with such a sample has no value that looks right; the others are untouched."
     spec = MelSpec.preset("disjoint", duration_s=1)
@@ -140,7 +141,7 @@ def before_guard_page(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.frombuffer(memory, np.uint8, n_bytes, (n_pages + 1) * page - n_bytes).view(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize(
+@each(
     "geometry",
     [
         "preset",
@@ -154,8 +155,8 @@ def before_guard_page(shape: tuple[int, ...], dtype: type) -> np.ndarray:
         "5 overlapping frames",
     ],
 )
-@pytest.mark.parametrize("out_type", [np.float16, np.float32])
-@pytest.mark.parametrize("in_type", [np.int16, np.float32])
+@each("out_type", [np.float16, np.float32])
+@each("in_type", [np.int16, np.float32])
 def test_kernel_stays_within_its_arrays(
     in_type: type, out_type: type, geometry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from conftest import need
 from errors import raises
@@ -166,8 +167,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=repr)
-@pytest.mark.parametrize("n_devices", [1, 2, 3])
+@each("options", OPTIONS, ids=repr)
+@each("n_devices", [1, 2, 3])
 def test_performance_settings_do_not_change_bytes(options: DeviceOptions, n_devices: int) -> None:
     for seed, (size, accumulation, pinned, dtype) in enumerate(
         [
@@ -200,7 +201,7 @@ def ordering_lines() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("line", ordering_lines(), ids=str.strip)
+@each("line", ordering_lines(), ids=str.strip)
 def test_each_stream_wait_is_necessary(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "Without it, some delay gives wrong rows; with it, the same delays give none."
 
@@ -478,7 +479,7 @@ def test_graphs_are_captured_for_repeated_sizes() -> None:
         assert device.counts["captures"] == 0
 
 
-@pytest.mark.parametrize("fault", ["does nothing", "other bits", "cannot be made", "cannot be replayed"])
+@each("fault", ["does nothing", "other bits", "cannot be made", "cannot be replayed"])
 def test_wrong_graph_is_detected(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -642,12 +643,12 @@ def results_after_fault(device: FakeDevice, options: DeviceOptions, *, pinned: b
         return output
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [DeviceOptions(max_block=2, buffers_per_stream=1), DeviceOptions(max_block=32, async_copies=False)],
     ids=["streams", "one stream"],
 )
-@pytest.mark.parametrize("how", ["fail_call", "fail_work"])
+@each("how", ["fail_call", "fail_work"])
 def test_failure_of_every_operation(how: str, options: DeviceOptions) -> None:
     "Refused when it is queued, or failed on the device: an error and never a wrong row, no hang, nothing kept."
     counted = FakeDevice()
@@ -1099,7 +1100,7 @@ class Contexts:
         monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
 
 
-@pytest.mark.parametrize("call", ["do", "copy", "wait", "record", "synchronize", "elapsed_time", "capture"])
+@each("call", ["do", "copy", "wait", "record", "synchronize", "elapsed_time", "capture"])
 def test_a_second_gpu_uses_no_context_of_the_first(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "Each thread begins with GPU 0 as its current device."
     contexts = Contexts(monkeypatch)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 from fake_device import FakeDevice, Faults, Use, counted
 from messy import write_messy
@@ -140,7 +141,7 @@ def test_modes_change_no_byte(
     assert contents(results) == right
 
 
-@pytest.mark.parametrize(
+@each(
     ("version", "given", "expected"),
     [(0, {}, 1 << 30), (2, {}, 256 << 20), (2, {"max_bytes_in_flight": 1 << 29}, 1 << 29)],
 )
@@ -158,7 +159,7 @@ def test_wsl2_pins_less_memory_unless_told(
     assert expected - 64 * run_config.slot_bytes(spec) < n_bytes <= expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "version", "batch"),
     [({}, 0, 1024), ({"sample_rate": 16_000}, 0, 300), ({}, 2, 300)],
     ids=["usual", "long recordings", "WSL2"],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +49,11 @@ ON_GPU = [
     for name in (*DEVICE_ENGINES, *COMPARISON_ENGINES)
 ]
 every_engine = pytest.mark.parametrize(("name", "device"), ON_CPU + ON_GPU)
+# The reference compared with itself would say nothing.
+every_other_engine = pytest.mark.parametrize(
+    ("name", "device"), [p for p in ON_CPU + ON_GPU if p.values[0] != "reference"]
+)
+OWN_KERNELS = ("cpu", "triton")  # compared in all geometries; the others, which call FFTs of torch, in a few
 
 
 def opened(name: str, device: str, spec: MelSpec) -> Engine:
@@ -140,15 +146,15 @@ def check_parity(name: str, device: str, spec: MelSpec) -> None:
 # -- parity -------------------------------------------------------------------------------------------------------------
 
 
-@every_engine
-@pytest.mark.parametrize("preset", PRESETS)
+@every_other_engine
+@each("preset", PRESETS)
 def test_parity_of_the_presets(name: str, device: str, preset: str) -> None:
     check_parity(name, device, MelSpec.preset(preset, duration_s=2.5))
 
 
-@every_engine
-@pytest.mark.parametrize("n_mels", [32, 64, 128])
-@pytest.mark.parametrize("preset", PRESETS)
+@every_other_engine
+@each("n_mels", [32, 64, 128])
+@each("preset", PRESETS)
 def test_loud_tone_over_quiet_noise(name: str, device: str, preset: str, n_mels: int) -> None:
     "A tone at full scale over noise of 1 LSB: a frame of 130 dB, where float32 itself shows."
     spec = MelSpec.preset(preset, duration_s=2.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
@@ -248,10 +254,19 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-@every_engine
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+FEW_GEOMETRIES = (
+    "400-point FFT, 3 frames",
+    "uneven starts, some met twice",
+    "slaney scale and norm, power 2",
+    "odd FFT",  # which torchaudio refuses
+)
+
+
+@every_other_engine
+@each("geometry", GEOMETRIES)
 def test_parity_of_other_geometries(name: str, device: str, geometry: str) -> None:
-    check_parity(name, device, MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry])))
+    if name in OWN_KERNELS or geometry in FEW_GEOMETRIES:
+        check_parity(name, device, MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry])))
 
 
 def test_geometries_match_their_names() -> None:
@@ -266,7 +281,7 @@ def test_geometries_match_their_names() -> None:
     assert made("one frame in all").grid.frame_starts.size == 1
 
 
-@every_engine
+@every_other_engine
 def test_float_samples_beyond_16_bits(name: str, device: str) -> None:
     spec, rng = MelSpec.preset("disjoint", duration_s=1), np.random.default_rng(3)
     x = rng.normal(0, 1, (3, spec.n_samples)) * np.array([[1e-6], [0.1], [50.0]])
@@ -292,8 +307,8 @@ FRINGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@every_engine
-@pytest.mark.parametrize(
+@every_other_engine
+@each(
     "geometry",
     [
         "one mel",
@@ -305,8 +320,10 @@ FRINGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "4,096-point FFT",
     ],
 )
-@pytest.mark.parametrize("signal", FRINGE)
+@each("signal", FRINGE)
 def test_energy_outside_all_bands(name: str, device: str, geometry: str, signal: str) -> None:
+    if name not in OWN_KERNELS and geometry not in ("one mel", "power 2", "51.2 kHz"):
+        return
     spec = MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry]))
     x = to_int16(FRINGE[signal](np.arange(spec.n_samples)))[None]
     with opened(name, device, spec) as engine:
@@ -318,7 +335,7 @@ def test_energy_outside_all_bands(name: str, device: str, geometry: str, signal:
 
 
 @every_engine
-@pytest.mark.parametrize(
+@each(
     "changes",
     [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts"]],
     ids=["preset", "400", "uneven"],
@@ -394,7 +411,7 @@ def test_the_callers_torch_threads_change_no_bit_and_are_left_alone() -> None:
 
 
 @every_engine
-@pytest.mark.parametrize(
+@each(
     "changes",
     [{}, GEOMETRIES["uneven starts, some met twice"], GEOMETRIES["5 overlapping frames"]],
     ids=["overlap", "uneven", "T > 1"],
@@ -455,8 +472,8 @@ def test_engines_read_no_uninitialised_memory(
 # -- choosing an engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_driver", [True, False])
-@pytest.mark.parametrize(
+@each("has_driver", [True, False])
+@each(
     ("visible", "may"), [(None, True), ("0", True), ("1,0", True), ("", False), (" ", False), ("-1", False)]
 )
 def test_gpu_detection(
@@ -551,7 +568,7 @@ def test_engine_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *COMPARISON_ENGINES])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
+@each("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
 def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
     x = np.random.default_rng(0).integers(-999, 999, (*shape, spec.n_samples), dtype=np.int16)
@@ -562,7 +579,7 @@ def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None
         assert compare(got, reference_features(x, spec), spec).ok
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
+@each("engine", CPU_ENGINES)
 def test_log_mel_accepts_all_sample_types(engine: str) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
     x = np.random.default_rng(0).integers(-9999, 9999, (2, spec.n_samples), dtype=np.int16)
@@ -584,8 +601,8 @@ def test_log_mel_accepts_all_sample_types(engine: str) -> None:
     assert np.array_equal(x, frozen), "samples are not written to"
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.uint16, np.bool_, np.complex128, object])
+@each("engine", CPU_ENGINES)
+@each("dtype", [np.int32, np.int64, np.uint8, np.uint16, np.bool_, np.complex128, object])
 def test_log_mel_refuses_numbers_of_unknown_scale(engine: str, dtype: Any) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
     with raises("sample-type", SpecError):
@@ -616,13 +633,11 @@ FILTERS = [
     (51_200, 2048, 80, 10.0, 20_000.0),
     (4096, 400, 24, 100.0, 1900.0),
 ]
-scales = pytest.mark.parametrize(
-    ("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", None), ("slaney", "slaney")]
-)
+scales = each(("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", None), ("slaney", "slaney")])
 
 
 @scales
-@pytest.mark.parametrize(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
+@each(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
 def test_filterbank_of_librosa(
     rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
 ) -> None:
@@ -642,7 +657,7 @@ def test_filterbank_of_librosa(
 
 
 @scales
-@pytest.mark.parametrize(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
+@each(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
 def test_filterbank_of_torchaudio(
     rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
 ) -> None:
@@ -657,7 +672,7 @@ def test_filterbank_of_torchaudio(
 
 
 @scales
-@pytest.mark.parametrize("power", [1.0, 2.0])
+@each("power", [1.0, 2.0])
 def test_segments_by_librosa(power: float, scale: Any, norm: Any) -> None:
     "A short segment of several frames, not centred: librosa's melspectrogram, in float64."
     feature = pytest.importorskip("librosa.feature")
@@ -750,8 +765,8 @@ def _nudge(f: np.ndarray, by: float) -> np.ndarray:
     return f
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("fault", SABOTAGE)
+@each("preset", PRESETS)
+@each("fault", SABOTAGE)
 def test_the_tolerance_can_fail(preset: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MelSpec.preset(preset, duration_s=10, n_mels=32)
     x = realistic_noise(spec)
@@ -829,7 +844,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@each("name", REFUSALS)
 def test_invalid_values_are_refused(name: str) -> None:
     changes, code = REFUSALS[name]
     with raises(code, SpecError):
@@ -843,7 +858,7 @@ NO_PLACE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_PLACE)
+@each("name", NO_PLACE)
 def test_segments_longer_than_the_recording_are_refused(name: str) -> None:
     changes, part = NO_PLACE[name]
     with pytest.raises(SpecError, match=part):
@@ -909,7 +924,7 @@ def test_every_field_has_a_test_value() -> None:
     assert set(CHANGES) == {f.name for f in fields(MelSpec)} - {"preset_name"}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@each("name", CHANGES)
 def test_the_fingerprint_changes_with_every_field(name: str) -> None:
     base = MelSpec(n_fft=512, n_mels=20)
     if name == "n_fft":

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 import torch
 from conftest import need
 from errors import raises
@@ -344,8 +345,8 @@ def tensor_core_sums(frames: bytes, n_fft: int) -> np.ndarray:
     return np.sqrt(total) * 2.0**-26
 
 
-@pytest.mark.parametrize("n_mels", [32, 64, 128])
-@pytest.mark.parametrize("preset", PRESETS)
+@each("n_mels", [32, 64, 128])
+@each("preset", PRESETS)
 def test_loud_tone_with_truncated_tensor_core_sums(preset: str, n_mels: int) -> None:
     "The arithmetic of the kernel as a card does it (Fasi, Higham, Mikaitis, Pranesh, 2021), without what a card adds in guard bits."
     spec = MelSpec.preset(preset, duration_s=0.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
@@ -449,7 +450,7 @@ def test_recordings_of_2_to_the_31_samples(interpreter: ProcessPoolExecutor, com
 SHORT: dict[str, Any] = {"n_fft": 5, "n_mels": 1, "duration_s": 5 / 4096, "long_window": 5, "short_window": 5}
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_fft": 20, "n_mels": 4}, SHORT], ids=["preset", "20", "5"])
+@each("changes", [{}, {"n_fft": 20, "n_mels": 4}, SHORT], ids=["preset", "20", "5"])
 def test_nothing_beyond_the_samples_is_read(
     interpreter: ProcessPoolExecutor, compute: Compute, changes: dict[str, Any]
 ) -> None:
@@ -624,7 +625,7 @@ def test_kernel_for_all_supported_gpus_has_no_trap(
             assert one["stack"] <= 256, output
 
 
-@pytest.mark.parametrize(
+@each(
     ("capability", "is_supported"),
     [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)],
 )
@@ -642,7 +643,7 @@ def test_unproven_gpus_are_refused_before_the_kernel_is_made(
         launch_for(torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("ptx", ["trap;", "mma.sync.aligned; trap ;", "mma.sync.aligned;", ""])
+@each("ptx", ["trap;", "mma.sync.aligned; trap ;", "mma.sync.aligned;", ""])
 def test_machine_code_is_looked_at_before_the_first_launch(ptx: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need(importlib.util.find_spec("triton"), "triton")
     from leakmel.mel import triton_kernel

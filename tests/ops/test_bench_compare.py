@@ -15,6 +15,7 @@ import bench_compare as suite
 import bench_figures
 import contestants
 import pytest
+from each import each
 from bench_compare import (
     Contestant,
     add_figures,
@@ -37,6 +38,8 @@ from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import run_leakmel
 from bench_gpu import geometry_spec
+
+pytestmark = pytest.mark.site
 
 HELPERS = str(Path(suite.__file__).parent)
 
@@ -220,9 +223,7 @@ def test_failed_round_removes_all_figures_of_a_tool(tmp_path, demo, monkeypatch)
     assert every["b"]["rounds"] == {}
 
 
-@pytest.mark.parametrize(
-    ("per_s", "expected"), [(10_000.0, [48, 48, 900]), (20.0, [48, 48, 120]), (0.1, [48, 48])]
-)
+@each(("per_s", "expected"), [(10_000.0, [48, 48, 900]), (20.0, [48, 48, 120]), (0.1, [48, 48])])
 def test_compile_time_does_not_reduce_the_number_of_recordings(per_s, expected, demo, tmp_path, monkeypatch):
     asked: list[int] = []
 

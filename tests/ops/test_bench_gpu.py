@@ -25,6 +25,8 @@ from leakmel.ops.bench import ProcessRun, newest, run_leakmel, store, synthetic_
 from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
 from leakmel.ops.doctor import card_facts
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "fake"  # that is none
 

@@ -1,7 +1,10 @@
 "The benchmark of a million recordings, at a small size."
 
+import pytest
 import bench_million as suite
 from errors import raises
+
+pytestmark = pytest.mark.site
 
 
 def test_set_holds_every_name_and_content_once(tmp_path):

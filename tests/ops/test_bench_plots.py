@@ -9,8 +9,11 @@ import bench_figures
 import numpy as np
 import pytest
 from bench_notebook import is_right
+from each import each
 
 from leakmel.insight.plots import SUBTITLE_LETTERS
+
+pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
@@ -25,7 +28,7 @@ def drawn(figure: Any) -> list[float]:
     return [float(x) for trace in figure.data if trace.type == "bar" for x in trace.x if np.isfinite(x)]
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+@each("path", RECORDS, ids=lambda p: p.stem)
 def test_tracked_records_can_be_drawn(path):
     record = json.loads(path.read_text(encoding="utf-8"))
     assert is_right(record)

@@ -34,6 +34,8 @@ from bench_train import (
     train_table,
 )
 
+pytestmark = pytest.mark.site
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 from leakmel.cli import main
@@ -86,7 +87,7 @@ def test_nothing_is_left_in_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", CHECKS)
+@each("key", CHECKS)
 def test_failing_check_is_reported(key, tmp_path, monkeypatch):
     "Each in turn, the others untouched; what a build needs and nobody could look at blocks it."
 
@@ -145,7 +146,7 @@ def test_a_version_above_the_range_is_wrong_too(monkeypatch):
     assert "(>=2.9,<2.14 is needed)" in packages("torch").found
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "name", "blocks"),
     [
         ("packages", "h5py", True),
@@ -371,7 +372,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert "because the folder is not writable" in doctor.examine_hdf5(tmp_path).found
 
 
-@pytest.mark.parametrize(("kind", "status"), [("local disk", "ok"), ("memory", "ok"), ("network", "warn")])
+@each(("kind", "status"), [("local disk", "ok"), ("memory", "ok"), ("network", "warn")])
 def test_a_network_folder_is_named(kind, status, demo, monkeypatch):
     on_disk(monkeypatch, kind)
     check = doctor.examine_disk(demo)
@@ -518,7 +519,7 @@ def test_wrong_fft_is_detected(monkeypatch):
     assert check.figures["max_abs_db"] > 0.1
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "status", "message"),
     [
         (ImportError("no torch"), "missing", "no torch"),

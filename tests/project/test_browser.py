@@ -28,7 +28,7 @@ from leakmel.dataset.run.config import PipelineConfig
 from leakmel.insight.page_figures import notebook_page
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.site, pytest.mark.slow]
 VIEWPORT = {"width": 1400, "height": 6400}  # tall, so that a picture shows a whole notebook
 
 

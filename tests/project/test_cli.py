@@ -20,6 +20,7 @@ from pathlib import Path
 
 import h5py
 import pytest
+from each import each
 
 from conftest import need
 import leakmel as lm
@@ -230,7 +231,7 @@ def test_failures_are_json_with_a_message_on_stderr(data, tmp_path, say):
     assert leftovers(tmp_path) == ["data"]
 
 
-@pytest.mark.parametrize(
+@each(
     "args",
     [
         (),
@@ -353,7 +354,7 @@ def test_help_has_one_option_per_field(say):
     assert "exit status" in out
 
 
-@pytest.mark.parametrize("command", cli.SHORT_HELP)
+@each("command", cli.SHORT_HELP)
 def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, monkeypatch):
     "60 lines of 100 columns; each option has a metavar and a help text in plain words."
     monkeypatch.setenv("COLUMNS", "102")  # argparse leaves two columns free
@@ -618,7 +619,7 @@ WRONG_WORDS = [
 ]
 
 
-@pytest.mark.parametrize("words", WRONG_WORDS)
+@each("words", WRONG_WORDS)
 def test_usage_errors_are_json(words, capsys):
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()

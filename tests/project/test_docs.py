@@ -20,6 +20,8 @@ import pytest
 from api import module_page
 from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1200, "height": 1000}
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).resolve().parents[2]
 # parts of the extras; none of them may be needed or loaded by a build
 EXTRA_MODULES = ("torch", "torchaudio", "plotly", "IPython", "ipywidgets", "papermill", "optuna", "triton")

@@ -18,6 +18,7 @@ import nbformat
 import numpy as np
 import papermill.cli as papermill_command
 import pytest
+from each import each
 import run_build
 
 from notebook_runs import PLOTLY, ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
@@ -306,7 +307,7 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny, monkeypa
     assert (summary["verified"]["checked"], summary["pipeline"]["fsync"]) == (3, False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ("preset", "not NAME=VALUE: 'preset'"),
@@ -439,7 +440,7 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkey
     assert re.search(r"verified and measured|not measured: (gpu|public-sets)", run.text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"n_file": 3, "speed": "x"}, ["n_file is unknown; did you mean n_files?", "speed is unknown"]),

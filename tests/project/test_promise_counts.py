@@ -21,6 +21,7 @@ def report(
     *,
     nodeid: str = f"{ROT}[a::b]",
     trials: int | None = None,
+    cases: int | None = None,
     long: bool = False,
 ) -> Any:
     "What pytest says of a step."
@@ -28,7 +29,8 @@ def report(
         nodeid=nodeid,
         when=when,
         keywords={"long": 1} if long else {},
-        user_properties=[("tried", ["S14", trials])] if trials else [],
+        user_properties=([("tried", ["S14", trials])] if trials else [])
+        + ([("cases", cases)] if cases is not None else []),
         passed=outcome == "passed",
         failed=outcome == "failed",
         skipped=outcome == "skipped",
@@ -48,6 +50,9 @@ def counted(tmp_path: Path) -> Counted:
     [
         ([report("passed", "setup"), report("passed"), report("passed", "teardown")], (1, 1, 0, 0)),
         ([report("passed", trials=25)], (1, 25, 0, 0)),
+        ([report("passed", cases=30)], (1, 30, 0, 0)),
+        ([report("failed", cases=29)], (1, 30, 1, 0)),
+        ([report("passed", cases=30, trials=25)], (1, 25, 0, 0)),
         ([report("failed")], (1, 1, 1, 0)),
         ([report("failed", trials=7)], (1, 8, 1, 0)),
         ([report("failed", "setup"), report("passed", "teardown")], (1, 1, 1, 0)),

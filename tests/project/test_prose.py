@@ -1,6 +1,9 @@
 "Messages use no word of the avoid list; the counts of everything else are printed by `make house`."
 
+import pytest
 from prose import avoided, words_in
+
+pytestmark = pytest.mark.site
 
 
 def test_messages_have_no_word_of_the_avoid_list():

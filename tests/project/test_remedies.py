@@ -8,11 +8,12 @@ import os
 import re
 import shlex
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel import cli
@@ -152,7 +153,7 @@ def test_every_option_and_parameter_of_a_remedy_exists() -> None:
     assert n > 300
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "remedy", "expected"),
     [
         ("train", "or delete it with resume='never'", "or delete it with --resume never"),
@@ -205,8 +206,8 @@ def _by_pattern(root: Path, make_wav: Any) -> list[str]:
 LAYOUTS = (_split_folders, _label_folders, _by_table, _by_pattern)
 
 
-@pytest.mark.parametrize("name", ["recordings", "it's 2 $HOME", "-x", "Kanäle; ls"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("name", ["recordings", "it's 2 $HOME", "-x", "Kanäle; ls"])
+@each("layout", LAYOUTS)
 def test_what_scan_and_build_propose_runs(
     layout: Callable[..., list[str]], name: str, tmp_path: Path, make_wav: Any, say: Say
 ) -> None:
@@ -279,7 +280,7 @@ def test_the_parent_of_a_label_folder_is_named(tmp_path: Path, make_wav: Any, sa
 # ---- lines that are not shown
 
 
-@pytest.mark.parametrize("counts", [{"gain_1": 14, "silent": 1}, {"a": 250}, {"label_tied": 150, "b": 3}, {}])
+@each("counts", [{"gain_1": 14, "silent": 1}, {"a": 250}, {"label_tied": 150, "b": 3}, {}])
 def test_most_is_used_up_and_all_hides_nothing(counts: dict[str, int]) -> None:
     problems = [Problem(kind, f"{kind} {k}", "message") for kind, n in counts.items() for k in range(n)]
     for most in (None, len(problems), 10_000):
@@ -352,7 +353,7 @@ TRAININGS: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", TRAININGS)
+@each("case", TRAININGS)
 def test_next_steps_of_a_training_run(case: str, tmp_path: Path, make_wav: Any, say: Say) -> None:
     sensors, options = TRAININGS[case]
     path = _set_of(tmp_path, make_wav, sensors, "my d")
@@ -489,7 +490,7 @@ PROPOSED: dict[str, tuple[Callable[[Path, Any], None], str, str, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", PROPOSED)
+@each("case", PROPOSED)
 def test_what_an_error_proposes_works(case: str, tmp_path: Path, make_wav: Any, say: Say) -> None:
     make, line, pattern, wanted = PROPOSED[case]
     make(tmp_path, make_wav)
@@ -595,8 +596,18 @@ COMMANDS_OF_PATHS: dict[str, Callable[[str], list[str]]] = {
 FOLDERS = ("scan", "build", "doctor", "review")
 
 
-@pytest.mark.parametrize("variant", _variants("é"))
-@pytest.mark.parametrize("command", COMMANDS_OF_PATHS)
+def _in_turn(commands: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
+    "Pairs for a rule that all commands share: the first command with each kind, each other one with two of them in turn."
+    first, *others = commands
+    names = list(kinds)
+    half = max(1, len(names) // 2)
+    turns = [
+        (command, names[(k + step) % len(names)]) for k, command in enumerate(others) for step in (0, half)
+    ]
+    return [*((first, name) for name in names), *turns]
+
+
+@each(("command", "variant"), _in_turn(COMMANDS_OF_PATHS, _variants("é")))
 def test_a_path_that_looks_like_another_one_is_answered_by_it(
     command: str, variant: str, tmp_path: Path, make_wav: Any, say: Say
 ) -> None:
@@ -645,8 +656,7 @@ WRITING: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("long", LONG)
-@pytest.mark.parametrize("command", [*COMMANDS_OF_PATHS, *WRITING])
+@each(("command", "long"), _in_turn([*COMMANDS_OF_PATHS, *WRITING], LONG))
 def test_a_path_that_is_too_long_is_said_to_be_too_long(
     command: str, long: str, tmp_path: Path, make_wav: Any, say: Say
 ) -> None:
@@ -732,8 +742,8 @@ def existing_spec(path: Path) -> object:
     return _load(path)
 
 
-@pytest.mark.parametrize("entry", [*ENTRY_POINTS, *INJECTED])
-@pytest.mark.parametrize("number", CAUSES, ids=lambda n: errno.errorcode[n])
+@each("entry", [*ENTRY_POINTS, *INJECTED])
+@each("number", CAUSES, ids=lambda n: errno.errorcode[n])
 def test_each_cause_has_its_remedy_at_each_entry(number: int, entry: str, tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("path,label\n")
@@ -781,7 +791,7 @@ def test_causes_that_can_be_made(tmp_path: Path, say: Say) -> None:
 PATH_LIKE = ["2024", "007", "1e3", "1.5", "True", "False", "nan", "1_000", "inf"]
 
 
-@pytest.mark.parametrize("typed", PATH_LIKE)
+@each("typed", PATH_LIKE)
 def test_a_text_that_papermill_changes_is_given_by_r(typed: str) -> None:
     resolve = need_papermill()
     check = ParameterCheck({})
@@ -796,7 +806,7 @@ def test_a_text_that_papermill_changes_is_given_by_r(typed: str) -> None:
         assert check.take({name: words[1]}, kinds) == {name: words[1]}  # -r gives the text
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "raw", "value"),
     [
         ("fresh", "true", True),

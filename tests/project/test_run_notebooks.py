@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from each import each
 from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
 
 import leakmel as lm
@@ -146,7 +147,7 @@ def test_correlate(made: Path) -> None:
     assert (made / "correlate" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@each("name", KINDS)
 def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     cells = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", as_version=4).cells
     (cell,) = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
@@ -163,7 +164,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     assert {n: given[n] for n in given if n in defaults} == {n: defaults[n] for n in given if n in defaults}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "message"),
     [
         ("start", {"detecter": "cnn"}, "did you mean detector"),

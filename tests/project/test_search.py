@@ -7,6 +7,8 @@ import prepare
 import pytest
 from watched import chromium
 
+pytestmark = pytest.mark.site
+
 STATIC = Path(prepare.__file__).parent / "static"
 
 QUESTIONS = {

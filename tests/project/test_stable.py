@@ -32,6 +32,7 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
+from each import each
 import soundfile
 import soxr
 from llvmlite import binding
@@ -181,7 +182,7 @@ def moved_recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", DATA_SETS)
+@each("name", DATA_SETS)
 def test_data_set_is_as_stored(name: str, recordings: Path) -> None:
     record = stored("data_sets")
     found, wanted = build_and_look(name, recordings), record["sets"][name]
@@ -199,7 +200,7 @@ def test_data_set_is_as_stored(name: str, recordings: Path) -> None:
         assert found["file"] == wanted["file"]
 
 
-@pytest.mark.parametrize("name", DATA_SETS)
+@each("name", DATA_SETS)
 def test_data_set_does_not_depend_on_folder_time_and_workers(
     name: str, recordings: Path, moved_recordings: Path
 ) -> None:
@@ -301,7 +302,7 @@ def options() -> dict[str, dict[str, None]]:
     }
 
 
-@pytest.mark.parametrize("part", ["all", "dir", "signatures", "members", "fields"])
+@each("part", ["all", "dir", "signatures", "members", "fields"])
 def test_public_names_are_as_stored(part: str) -> None:
     assert as_json(public_names())[part] == stored("names")[part]
 
@@ -441,7 +442,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory, one_thread: None, few_trees: 
     return json_keys(tmp_path_factory.mktemp("keys"))
 
 
-@pytest.mark.parametrize("name", [*OF_JSON, "report.json", "timeline.json"])
+@each("name", [*OF_JSON, "report.json", "timeline.json"])
 def test_no_key_of_json_is_missing(name: str, keys: dict[str, Any]) -> None:
     assert missing(stored("json_keys")[name], keys[name]) == []
 
@@ -475,7 +476,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", stored("exit_codes"))
+@each("command", stored("exit_codes"))
 def test_exit_code_is_as_stored(command: str, places: Path) -> None:
     assert exit_code(command, places) == stored("exit_codes")[command]
 

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import nbformat
+
+pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCKS = {"perf_counter", "monotonic", "process_time", "time", "cpu_percent", "getloadavg", "loadavg"}

@@ -14,6 +14,8 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.ops.working_folder import NOTEBOOKS, make_working_folder
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1400, "height": 12800}  # tall, so that a picture shows a whole notebook
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from each import each
 import rarfile
 from errors import raises
 from made_archives import rar_of, zip_of
@@ -39,10 +40,8 @@ def test_wanted_files_are_read_in_the_order_of_their_names(tmp_path: Path, kind:
     ]
 
 
-@pytest.mark.parametrize("kind", PACK)
-@pytest.mark.parametrize(
-    "name", ["../a.wav", "b/../../a.wav", "/tmp/a.wav", "C:/a.wav", "..\\a.wav", "../x.txt"]
-)
+@each("kind", PACK)
+@each("name", ["../a.wav", "b/../../a.wav", "/tmp/a.wav", "C:/a.wav", "..\\a.wav", "../x.txt"])
 def test_names_that_lead_out_are_refused(tmp_path: Path, kind: str, name: str) -> None:
     path = write(tmp_path / f"x{kind}", PACK[kind]({"ok.wav": b"fine", name: b"bad"}))
     with raises("unsafe-archive", DataError, path=path):
@@ -50,8 +49,8 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, kind: str, name: str) -
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("kind", PACK)
-@pytest.mark.parametrize("target", ["/etc/passwd", "ok.wav"])
+@each("kind", PACK)
+@each("target", ["/etc/passwd", "ok.wav"])
 def test_links_are_refused(tmp_path: Path, kind: str, target: str) -> None:
     path = write(tmp_path / f"x{kind}", PACK[kind]({"ok.wav": b"fine"}, {"link.wav": target}))
     with raises("unsafe-archive", DataError, says="link.wav"):
@@ -139,7 +138,7 @@ def test_a_damaged_lzma_file_is_a_damaged_archive(tmp_path: Path) -> None:
         members(write(tmp_path / "x.zip", bytes(data)))
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         lzma.LZMAError("x"),
@@ -171,8 +170,8 @@ def end_record(n: int, n_bytes: int, zip64: bool) -> bytes:
     return record + locator + end_record(0xFFFF, 0xFFFFFFFF, False)
 
 
-@pytest.mark.parametrize("zip64", [False, True])
-@pytest.mark.parametrize(("n", "n_bytes"), [(20_001, 100), (5, 8_000_001)])
+@each("zip64", [False, True])
+@each(("n", "n_bytes"), [(20_001, 100), (5, 8_000_001)])
 def test_a_large_directory_is_refused_before_it_is_parsed(
     tmp_path: Path, zip64: bool, n: int, n_bytes: int
 ) -> None:

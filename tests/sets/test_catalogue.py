@@ -1,6 +1,6 @@
 "Name rules of the public sets: label, group and what is left out."
 
-import pytest
+from each import each
 
 from leakmel.sets.catalogue import SETS
 
@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "path", "label", "group"), CASES)
+@each(("name", "path", "label", "group"), CASES)
 def test_names_give_label_and_group(name: str, path: str, label: str | None, group: str | None) -> None:
     found = SETS[name].parse(path.split("/"))
     assert (found and found.label, found and found.group) == (label, group)
