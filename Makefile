@@ -13,7 +13,7 @@ SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ip
 # be asked for before anything imports triton, and torch's optimisers do.
 LACKS   = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('$1') else 'yes')" 2>/dev/null)
 UNMET   = $(call LACKS,triton)
-PYARROW := formats huggingface tables history parquet cli_formats open_formats
+PYARROW := formats tables history predict cli_formats open_formats
 TABLES  = $(if $(call LACKS,pyarrow),|^($(subst $(empty) $(empty),|,$(PYARROW)))\.ipynb)
 # A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
 NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))
@@ -77,7 +77,7 @@ notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	@[ -z '$(TABLES)' ] || echo "not run, for want of pyarrow: $(PYARROW) ($(BIN)/pip install -e '.[formats]' brings it)"
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)'
-	@printf '%s\n' $(NAMESAKES) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
+	@printf '%s\n' $(if $(TABLES),$(filter-out %/predict/predict.ipynb,$(NAMESAKES)),$(NAMESAKES)) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
 
 # The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.
 check: export OMP_NUM_THREADS := 1

@@ -548,7 +548,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
     "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
-        "out,champion,replay,testing,validation,also,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
+        "out,champion,replay,testing,validation,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
     "fetch": (None, "leakmel fetch dongguan"),

@@ -4,13 +4,11 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,6 @@ import pytest
 from promise_counts import Counted, names_of_promises, function_of
 
 from leakmel.audio.synth import write_demo, write_wav
-from leakmel.core import processes
 from leakmel.mel.engines import DEVICES
 
 DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU played on the CPU
@@ -159,17 +156,6 @@ def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
         request.node.user_properties.append(("tried", [promise, int(n)]))
 
     return say
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_beside_a_journal() -> Iterator[None]:
-    "Let a process that examines a file be forked in 2 ms beside the thread of a journal, which multiplies no matrices; a new one takes half a second."
-
-    def n_threads() -> int:
-        return sum(not t.name.startswith("leakmel-journal") for t in threading.enumerate())
-
-    with mock.patch.object(processes, "threading", SimpleNamespace(active_count=n_threads)):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,14 @@ def cases_of(names: list[str], rows: Iterable[Any], ids: Any) -> Iterator[Case]:
         yield str(name or ", ".join(str(label(v)) for v in values)), dict(zip(names, values, strict=True))
 
 
+def remove(path: Path) -> None:
+    "Remove a file or a folder, if it is there."
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def put_back(paths: list[Path], folder: Path) -> Iterator[None]:
     "Keep files and folders, and put them back as they were."
@@ -52,11 +60,14 @@ def put_back(paths: list[Path], folder: Path) -> Iterator[None]:
         yield
     finally:
         for path, copy in kept.items():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
             shutil.move(copy, path)
+
+
+def values_of(fixtures: dict[str, Any]) -> Iterator[Path]:
+    "The paths among fixtures, also in tuples."
+    for value in fixtures.values():
+        yield from (v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Path))
 
 
 @contextmanager
@@ -66,14 +77,18 @@ def fresh(fixtures: dict[str, Any], own: Path | None, k: int) -> Iterator[dict[s
     patch = used["monkeypatch"] = pytest.MonkeyPatch()
     for name in {"capsys", "capfd"} & used.keys():
         used[name].readouterr()
+    if "recwarn" in used:
+        used["recwarn"].clear()
     if "caplog" in used:
         used["caplog"].clear()
-    paths: list[Path] = []
+    paths, absent = list[Path](), list[Path]()
     if own is not None:
-        values = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in fixtures.values())
-        paths = [p for p in values if isinstance(p, Path) and own in p.parents and p.exists()]
+        paths = [p for p in values_of(fixtures) if own in p.parents and p.exists()]
         folder = used["tmp_path"] = own / f"case-{k}"
         folder.mkdir()
+        if "LEAKMEL_CACHE_DIR" in os.environ:
+            patch.setenv("LEAKMEL_CACHE_DIR", str(folder / "cache"))
+        absent = [p for p in values_of(fixtures) if own in p.parents and not p.exists()]
         if cwd == own:
             os.chdir(folder)
     try:
@@ -82,6 +97,8 @@ def fresh(fixtures: dict[str, Any], own: Path | None, k: int) -> Iterator[dict[s
     finally:
         patch.undo()
         os.chdir(cwd)
+        for path in absent:
+            remove(path)
 
 
 def each(
@@ -90,6 +107,8 @@ def each(
     "Run a test for each of these cases, which are written as for pytest.mark.parametrize; several `@each` are combined."
     wanted = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     own_cases = list(cases_of(wanted, rows, ids))
+    if not own_cases:
+        raise ValueError(f"no case of {names}")
 
     def decorate(test: Callable) -> Callable:
         inner: list[Case] = getattr(test, "cases", [("", {})])
@@ -126,6 +145,8 @@ def each(
                 raise BaseExceptionGroup(f"{len(failed)} of {len(cases)} cases failed: {which}", failed)
             if skipped is not None:
                 raise skipped
+            if not n_held:
+                pytest.skip(f"no case has {ONLY!r} in its name")
 
         others = [
             p.replace(kind=p.KEYWORD_ONLY) for n, p in parameters.items() if n not in given | {"request"}

@@ -306,11 +306,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "pyarrow": "formats",
-    "datasets": "formats",
-    "mlcroissant": "formats",
-    "webdataset": "formats",
     "zarr": "formats",
-    "duckdb": "formats",
 }
 
 

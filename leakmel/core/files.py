@@ -143,7 +143,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield new
         os.replace(new, path)
     except OSError as e:
-        raise write_error(e, e.filename or path) from e
+        named = e.filename or path
+        raise write_error(e, path if os.fspath(named) == os.fspath(new) else named) from e
     finally:
         with suppress(OSError):
             new.unlink(missing_ok=True)

@@ -47,6 +47,7 @@ def start_process(
     return subprocess.Popen(words, cwd=folder, env=_safe_environment(), **streams)
 
 
+_SAFE_THREADS = "leakmel-journal"  # they write and sync files, and multiply nothing
 _IS_FORK_SAFE = sys.platform != "darwin"  # libraries of macOS may not be used in a child without exec
 _CALL = """
 import importlib, json, sys
@@ -58,7 +59,8 @@ getattr(importlib.import_module(module), name)(*json.loads(args))
 def _start_child(function: Callable[..., None], args: Sequence[str | int | float], pipe: int) -> int:
     "Fork, which takes 2 ms, or start a new Python process; return its number. Raises OSError."
     # a fork waits for ever where another thread multiplies matrices: OpenBLAS ends its threads before a fork
-    if not _IS_FORK_SAFE or threading.active_count() > 1:
+    others = (t for t in threading.enumerate() if t is not threading.current_thread())
+    if not _IS_FORK_SAFE or any(not t.name.startswith(_SAFE_THREADS) for t in others):
         os.set_inheritable(pipe, True)
         call = [function.__module__, function.__name__, json.dumps(args), *filter(None, sys.path)]
         return os.posix_spawn(sys.executable, [sys.executable, "-P", "-c", _CALL, *call], _safe_environment())

@@ -131,7 +131,7 @@ def requirements() -> Mapping[str, str]:
 # %% ../../nbs/ops/doctor.ipynb #13ba1f9e
 NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 LINES = {
-    "packages": (*NEEDED_PACKAGES, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
+    "packages": (*NEEDED_PACKAGES, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging", "jinja2"),
     "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
     "torch": ("torch", "torchaudio", "scikit-learn", "scipy", "joblib", "threadpoolctl"),
     "compiled": ("numba",),

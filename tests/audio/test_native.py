@@ -828,13 +828,9 @@ def test_object_files_of_another_system_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"symbol": "', b'"symbol": "x', 1))
     with pytest.raises(ValueError, match="digest"):
         machine_code._read(path)
-    for cut, message in (
-        (0, "Expecting value"),
-        (40, "Unterminated|Expecting|delimiter"),
-        (1 << 14, "digest"),
-    ):
+    for cut in (0, 40, 1 << 14):
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="digest"):
             machine_code._read(path)
 
 

@@ -21,7 +21,7 @@ from each import each
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import OutputError
-from leakmel.dataset.file import writer
+from leakmel.dataset.file import schema, writer
 from leakmel.dataset.file.schema import Metadata, new_file
 from leakmel.dataset.file.writer import (
     RowFile,
@@ -78,7 +78,7 @@ def test_chunks_equal_those_of_the_hdf5_library(tmp_path, n, dtype, row):
             data=rows,
             chunks=x.chunks,
             compression="gzip",
-            compression_opts=writer.GZIP_LEVEL,
+            compression_opts=schema.GZIP_LEVEL,
             shuffle=True,
             track_times=False,
         )

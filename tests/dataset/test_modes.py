@@ -707,7 +707,7 @@ def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_cleared(
         again = build(mixed, tmp_path / "x.h5", "memmap")
         assert "loaded" in again.summary["mode_lines"][1]
         assert again.path.read_bytes() == plain
-        assert "until leakmel cache clear removes the cache" in caplog.text
+        assert "until leakmel cache clear --cache-dir" in caplog.text
     clear_cache()
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 

@@ -438,11 +438,31 @@ def test_a_join_without_the_engine_of_the_parts_copies_but_does_not_compute(
 
     monkeypatch.setattr(parts_module, "open_engine", unavailable)
     assert join(tmp_path / "x.h5", progress="none", keep_parts=True).path.read_bytes() == whole
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        good = ds.files["path"].iloc[0]
     (tmp_path / "x.h5").unlink()
-    path = next(p for p in sorted((demo / "TRAINING").rglob("*.wav")) if p.stat().st_size > 10_000)
-    os.utime(path)  # has changed, as far as can be told
+    os.utime(demo / "TRAINING" / good)  # has changed, as far as can be told
     with raises("engine-missing", EngineError):
         join(tmp_path / "x.h5", progress="none")
+
+
+def test_a_part_of_bad_recordings_needs_no_engine(make_wav, tmp_path, monkeypatch):
+    "The join reads its recordings again, and computes nothing."
+    root = tmp_path / "data"
+    for k in range(10):
+        (root / "LEAK").mkdir(parents=True, exist_ok=True)
+        (root / "LEAK" / f"{k}.wav").write_bytes(b"no recording")
+        make_wav(root / "NOLEAK" / f"{k}.wav", seed=k, n=4096)
+    target = tmp_path / "x.h5"
+    for k in (1, 2):
+        build_part(root, part=(k, 2), out=target, spec=lm.MelSpec(duration_s=1.0), **QUIET)
+
+    def unavailable(*args: Any, **more: Any) -> None:
+        raise EngineError("not here", code="engine-missing")
+
+    monkeypatch.setattr(parts_module, "open_engine", unavailable)
+    joined = join(target, progress="none")
+    assert (joined.rows, len(joined.rejected)) == (10, 10)
 
 
 @each("part", ["0/3", "4/3", "3", "a/b", (1, 2, 3), "1/0", "1/100000000", None])

@@ -1157,13 +1157,13 @@ def crash(data: Path, target: Path, at: int, **options: Any) -> bool:
     "Build in a child that is killed at its at-th step; whether it was."
     if (pid := os.fork()) == 0:
         try:
-            n = [0]
+            n, own = [0], os.getpid()  # a file may be examined in a child
 
             def stepping(real: Callable) -> Callable:
                 def step(*args: Any, **named: Any) -> Any:
                     n[0] += 1
-                    if n[0] == at:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    if n[0] == at and os.getpid() == own:
+                        os.kill(own, signal.SIGKILL)
                     return real(*args, **named)
 
                 return step

@@ -474,9 +474,12 @@ def test_verify_imports_no_code_of_the_builder():
             continue
         seen.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
+            if not isinstance(node, ast.ImportFrom):
                 continue
-            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            if not node.level and (node.module or "").partition(".")[0] != "leakmel":
+                continue
+            above = path.parents[node.level - 1] if node.level else package.parent
+            base = above.joinpath(*(node.module or "").split("."))
             todo += [
                 p
                 for p in (base.with_suffix(".py"), *(base / f"{a.name}.py" for a in node.names))

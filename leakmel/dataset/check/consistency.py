@@ -43,6 +43,7 @@ from ...core.errors import RecordingError, show_path
 from ...core.store import LocalCopies, absolute_folder, is_url, store_path
 from .expected import expected_row
 from leakmel.dataset.file.schema import (
+    create_compressed,
     DIGEST_ATTRIBUTE,
     EXTRA,
     LABELS,
@@ -61,7 +62,6 @@ from leakmel.dataset.file.schema import (
     read_column,
     write_metadata,
 )
-from ..file.writer import create_compressed
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde

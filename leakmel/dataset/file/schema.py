@@ -15,6 +15,8 @@ __all__ = [
     "LIBVER",
     "FILE_COLUMNS",
     "HDF5_TURN",
+    "GZIP_LEVEL",
+    "CHUNK_BYTES",
     "ALIGNMENT",
     "MEMORY_DRIVER",
     "MAX_COMPRESSION",
@@ -29,6 +31,7 @@ __all__ = [
     "read_column",
     "stored_spec",
     "root_attributes",
+    "create_compressed",
     "create_rows",
     "create_parts",
     "open_file",
@@ -249,6 +252,35 @@ def root_attributes(
         "signal": ROWS,
         "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
     }
+
+
+# %% ../../../nbs/dataset/file/schema.ipynb #c0de9a11
+GZIP_LEVEL = 1
+CHUNK_BYTES = 1 << 18
+
+
+def create_compressed(
+    file: h5py.File,
+    name: str,
+    shape: tuple[int, ...],  # B, ...; B at least 1: h5py knows no chunks of no rows, and raises ValueError
+    dtype: np.dtype,
+    *,
+    level: int = GZIP_LEVEL,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> h5py.Dataset:
+    "Create an empty data set of gzip chunks of whole rows."
+    row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
+    chunks = (max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:])
+    return file.create_dataset(
+        name,
+        shape,
+        dtype,
+        chunks=chunks,
+        compression="gzip",
+        compression_opts=level,
+        shuffle=True,
+        track_times=False,
+    )
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #6c9418da
@@ -622,7 +654,9 @@ def opening_error(
             path=path,
             remedy=f"{remedy}; the file may be intact",
         )
-    is_hdf5 = h5py.is_hdf5(path)
+    is_hdf5 = False
+    with suppress(OSError):
+        is_hdf5 = h5py.is_hdf5(path)
     return VerifyError(
         "the HDF5 file is damaged" if is_hdf5 else "the file is not an HDF5 file",
         code="not-hdf5",
@@ -765,7 +799,13 @@ def _identity(
     path: str | os.PathLike | int,
 ) -> tuple[int, ...]:  # raises OSError
     "Return device, inode, size and times of a regular file, which change when it changes."
-    s = os.stat(path)
+    if not isinstance(path, int):  # network file systems ask the server when a file is opened
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _identity(fd)
+        finally:
+            os.close(fd)
+    s = os.fstat(path)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 

@@ -38,7 +38,7 @@ from leakmel.core.errors import (
 from ...core.files import replacing
 from ...core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from .reader import open_dataset
-from .schema import data_set_name
+from .schema import data_set_name, opening_error
 from ...mel.spec import MelSpec, preset_values
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #e3f5f1c2
@@ -244,6 +244,14 @@ def spec_of_data_set(
 
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #6f989693
+def _is_hdf5(path: Path) -> bool:  # raises MachineError
+    "Whether a file has the signature of HDF5."
+    try:
+        return h5py.is_hdf5(path)
+    except OSError as e:
+        raise opening_error(e, path) from e
+
+
 def requested_spec(
     file: str
     | os.PathLike
@@ -258,7 +266,7 @@ def requested_spec(
     training = path / data_set_name("TRAINING")
     if training.is_file():
         there = spec_of_data_set(training)
-    elif path.is_file() and h5py.is_hdf5(path):
+    elif path.is_file() and _is_hdf5(path):
         there = spec_of_data_set(path)
     else:
         there = read_spec(path)

@@ -4,14 +4,11 @@
 
 # %% auto #0
 __all__ = [
-    "GZIP_LEVEL",
-    "CHUNK_BYTES",
     "SPARE_BYTES",
     "fallocate",
     "reserve",
     "allocated_bytes",
     "compress_chunk",
-    "create_compressed",
     "map_in_order",
     "compress_rows",
     "part_bytes",
@@ -42,6 +39,7 @@ from leakmel.dataset.file.schema import (
     MEMORY_DRIVER,
     PARTS,
     Metadata,
+    create_compressed,
     create_parts,
     machine_fault,
     memory_file,
@@ -108,34 +106,7 @@ def compress_chunk(
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #887d1ef5
-GZIP_LEVEL = 1
-CHUNK_BYTES = 1 << 18
 _CHUNKS_PER_THREAD = 3  # chunks under way for each thread
-
-
-def create_compressed(
-    file: h5py.File,
-    name: str,
-    shape: tuple[int, ...],  # B, ...; B at least 1: h5py knows no chunks of no rows, and raises ValueError
-    dtype: np.dtype,
-    *,
-    level: int = GZIP_LEVEL,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> h5py.Dataset:
-    "Create an empty data set of gzip chunks of whole rows."
-    row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
-    chunks = (max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:])
-    return file.create_dataset(
-        name,
-        shape,
-        dtype,
-        chunks=chunks,
-        compression="gzip",
-        compression_opts=level,
-        shuffle=True,
-        track_times=False,
-    )
-
 
 # %% ../../../nbs/dataset/file/writer.ipynb #0d939a83
 _Item = TypeVar("_Item")

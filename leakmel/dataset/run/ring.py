@@ -180,8 +180,9 @@ def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
         for own in _left(slot.computed):
             samples = slot.input[own]
-            with _engine_errors(ring.run.engine, slot):
-                _keep_moments(slot, own, ring.run.engine.run(samples, slot.mels[own]))
+            if slot.facts[own]["good"].any():  # an engine that is not there is not missed
+                with _engine_errors(ring.run.engine, slot):
+                    _keep_moments(slot, own, ring.run.engine.run(samples, slot.mels[own]))
             moved.n_files += len(samples)
             moved.n_bytes += samples.nbytes
 

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import numpy as np
@@ -46,9 +47,8 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ...core.files import open_private, read_at, require_space, write_at
+from ...core.files import open_private, read_at, require_space, sealed, unsealed, write_at
 from ...core.locks import OutputLock
-from ...core.files import sealed, unsealed
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.writer import reserve
@@ -172,6 +172,7 @@ class SampleCache:
         self.row_digests = np.zeros(n_files, "S32")  # of cached rows
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding, status, where not PLAIN
         self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
+        self.path: Path | None = None  # of a cache file
 
     def __len__(self) -> int:
         return int(self.facts["good"].sum())
@@ -214,10 +215,12 @@ class SampleCache:
         try:
             fd = open_private(path)
             try:
-                return cls._of(fd, n_samples, key)
+                cache = cls._of(fd, n_samples, key)
             except BaseException:
                 os.close(fd)
                 raise
+            cache.path = path
+            return cache
         except ValueError as e:
             raise DataError(
                 "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
@@ -315,10 +318,12 @@ class CachedReader:
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
         if not self._warned:
-            log.warning(
-                "%s: the recordings are read from their files instead, until leakmel cache clear removes the cache",
-                what,
+            path = self.cache.path
+            until = (
+                path
+                and f", until leakmel cache clear --cache-dir {quote(show_path(path.parent))} removes {show_path(path.name)}"
             )
+            log.warning("%s: the recordings are read from their files instead%s", what, until or "")
         self._warned = True
 
 
@@ -467,6 +472,10 @@ def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | N
         cache = SampleCache.open(path, reader.spec.n_samples, key)
     except (DataError, FileNotFoundError):
         return None
+    except OSError as e:
+        if e.errno == errno.ELOOP:  # a link, which is replaced
+            return None
+        raise
     with suppress(OSError):
         os.utime(path)  # when it was last used
     return cache

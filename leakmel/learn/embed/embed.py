@@ -47,7 +47,8 @@ from ...dataset.file.schema import Rejected
 from ...dataset.run.inputs import SpecLike, decide_spec
 from ..data.segments import DataSource, Segments, close_opened, open_sources, source_list
 from ..model.detector import Detector, load_detector, required_spec, spec_differences
-from ..model.files import require_kind, write_whole
+from ...core.files import write_whole
+from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.spectral import SpectralClassifier
 from leakmel.learn.predict.readers import (

@@ -75,7 +75,8 @@ from leakmel.learn.metrics.significance import (
 )
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.devices import pick_device
-from ..model.files import require_kind, write_whole
+from ...core.files import write_whole
+from ..model.files import require_kind
 from ..model.settings import TrainSettings, with_length
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
@@ -327,7 +328,7 @@ def require_result(
     for file, mark in result_files(name).items():
 
         def is_one(f: BinaryIO, mark: str = mark) -> bool:
-            return mark.encode() in f.readline() if mark else name in json.load(f)
+            return mark.encode() in f.readline(4096) if mark else name in json.load(f)
 
         require_kind(folder / file, f"result of a {name.replace('_', '-')}", is_one)
 

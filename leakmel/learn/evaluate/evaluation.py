@@ -86,7 +86,8 @@ from ..model.card import TEST_SET, evaluation_record
 from ..model.cards import update_card
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
-from ..model.files import require_kind, write_whole
+from ...core.files import write_whole
+from ..model.files import require_kind
 from ..model.locate import CHAMPION_FILE, model_file
 from ..model.provenance import find_overlap, Overlap
 from ..train.inputs import row_digests, Sources, too_short, trailing_silence

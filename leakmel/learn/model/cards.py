@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import h5py
 
 from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
-from ...core.files import replacing
+from ...core.files import replacing, write_whole
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -285,11 +285,11 @@ def write_card(
     model: Path,  # its file
 ) -> Path:  # raises OutputError
     "Write the model card next to the model file; replaces an earlier card only."
-    from leakmel.learn.model.files import require_kind, write_whole
+    from leakmel.learn.model.files import require_kind
 
     path = card_path(model)
     require_kind(path, "model card", is_card)
-    write_whole(path, model_card(detector, model.name).encode("utf-8", "backslashreplace"))
+    write_whole(path, model_card(detector, model.name))
     return path
 
 

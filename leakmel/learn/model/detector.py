@@ -45,7 +45,8 @@ from leakmel.learn.model.card import (
     record_from_plain,
 )
 from .devices import AdaptiveBatches, is_out_of_memory, memory_guard
-from .files import load_plain, plain_bytes, require_kind, write_whole
+from ...core.files import write_whole
+from .files import load_plain, plain_bytes, require_kind
 from . import classifiers
 from .classifiers import BlendClassifier, Classifier
 from .net import LeakNet

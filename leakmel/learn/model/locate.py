@@ -31,7 +31,7 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
 from ...core.files import read_own_json, sealed_json
 from .detector import Detector, load_detector
-from .files import write_whole
+from ...core.files import write_whole
 
 # %% ../../../nbs/learn/model/locate.ipynb #7dcc9db1
 FORMAT = "leakmel champions 1"

@@ -42,7 +42,8 @@ from ..data.segments import conform_recording
 from ..metrics.decisions import Calibration, fit_calibration
 from ..metrics.metrics import leak_metrics
 from ..model.detector import Detector, load_detector, required_spec
-from ..model.files import require_kind, write_whole
+from ...core.files import write_whole
+from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.onnx_graph import INPUT, onnx_model, quantized_model
 from .predict import predict

@@ -48,7 +48,7 @@ from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, check_features, class_scores, load_detector, score_rows
 from ..model.devices import pick_device
-from ..model.files import write_whole
+from ...core.files import write_whole
 from leakmel.learn.model.locate import (
     MODEL,
     RECORD,
@@ -656,7 +656,7 @@ def _check_test_set(folder: Path, lineage: Lineage | None, champion: Detector, p
             "the champion was evaluated on other test recordings",
             code="another-test-set",
             path=folder,
-            remedy="use the same test recordings in all rounds, or start in another folder",
+            remedy="use the same test recordings in all rounds, or start in another folder, as after rounds of an earlier version with more than one test set",
         )
     return digest
 

@@ -38,7 +38,7 @@ from ...core.comparison import match_texts, text_key
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ..embed.embed import band_statistics
 from ..model.detector import Detector, load_detector, required_spec
-from ..model.files import write_whole
+from ...core.files import write_whole
 from ..model.locate import model_file
 from ..predict.predict import Predictions, predict
 from ..predict.scored import ScoredRecording

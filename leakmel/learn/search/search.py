@@ -26,7 +26,7 @@ from ..data.splits import LeakySplitWarning, Split
 from ..metrics.significance import plain
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
-from ..model.files import write_whole
+from ...core.files import write_whole
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.search.trials import (
     MODEL,

@@ -50,7 +50,8 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, explain, show_path
 from ...core.files import read_own_json, sealed_json
 from ...core.parameters import answer_unknown, field_kinds
-from ..model.files import remove_file, write_whole
+from ...core.files import write_whole
+from ..model.files import remove_file
 from ..model.settings import SPEED_ONLY, TrainSettings
 from ..train.inputs import differences
 

@@ -160,6 +160,15 @@ class FoldTrainer:
         return spectral_features(self.ds, keep_level=self.settings.keep_level)
 
     @property
+    def has_folds(self) -> bool:
+        "Whether the groups can be divided into folds: whether a cross-validation is possible."
+        try:
+            make_folds(self.ds.labels, self.groups.code, 5)
+        except DataError:
+            return False
+        return True
+
+    @property
     def truth(self) -> np.ndarray:
         "[n] bool, which recordings are leaks."
         return self.ds.labels == self.task.leak_in_model

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ...core.errors import DataError
 from ...core.progress import Progress, announce, front_end
 from ...insight.plots import f32, styled_figure
-from ..model.files import write_whole
+from ...core.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -401,7 +401,7 @@ def finish_training(
     run: TrainingRun,
     start_text: str,  # of `begin_training`
     choice: Choice | None = None,  # of the kind; None: a network was asked for
-    trainer: FoldTrainer | None = None,  # of the choice
+    trainer: FoldTrainer | None = None,  # of the training recordings
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
@@ -413,7 +413,12 @@ def finish_training(
         spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     device = str(state.stepper.device)
-    detector = with_decision(detector, state.data, state.settings, choice, trainer, device)
+    chooser = None if choice is None else trainer
+    detector = with_decision(detector, state.data, state.settings, choice, chooser, device)
+    if choice is None and trainer is not None and not trainer.has_folds:
+        detector = replace(
+            detector, record=detector.record | {"choice": None}
+        )  # no cross-validation is advised
     write_history(
         run.out / "history.csv", state.epochs
     )  # after a kill it may be older than the last checkpoint
@@ -720,13 +725,13 @@ def train(
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
-        trainer = choice = None
+        choice = None
         _check_resume(folder, resume, data, lengths)
         if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
             return done
         _check_folder(folder, resume)
+        trainer = _fold_trainer(data, settings, on, folder)
         if settings.detector != "cnn":
-            trainer = _fold_trainer(data, settings, on, folder)
             _announce_time(trainer, data, lengths, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
