@@ -392,9 +392,8 @@ def crash(file: h5py.File) -> tuple[str, str]:
 def test_a_crash_of_the_child_is_an_error(copy: Callable) -> None:
     path = copy()
     with (
-        mock.patch.object(
-            processes.threading, "active_count", return_value=1
-        ),  # a new process would not crash
+        # no other thread: a fork, because a new process would not crash
+        mock.patch.object(processes.threading, "enumerate", return_value=[]),
         mock.patch.object(schema, "_read_all", crash),
         pytest.raises(VerifyError) as caught,
     ):
