@@ -8,7 +8,7 @@ __all__ = ["log", "Cluster", "open_cluster", "n_processes", "cores_of_task", "ru
 # %% ../../nbs/core/cluster.ipynb #cu000003
 import ipaddress, itertools, logging, sys, uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,7 +135,11 @@ def run_tasks(
     def submit(n: int | None) -> None:
         for k, (call, name) in itertools.islice(todo, n):
             if is_executor:
-                future = client.submit(function, *call)
+                try:
+                    future = client.submit(function, *call)
+                except BrokenExecutor as e:  # its processes ended after the last result
+                    future = Future[Any]()
+                    future.set_exception(e)
             else:
                 key = f"{name}-{uuid.uuid4().hex[:8]}"
                 future = client.submit(_call_in_dask, function, *call, key=key, pure=False, retries=0)

@@ -496,26 +496,36 @@ def test_children_that_the_system_removes(copy: Callable) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_examination_at_once(copy: Callable, number: signal.Signals) -> None:
+@pytest.mark.parametrize("missed", [False, True])
+def test_a_signal_ends_the_examination_at_once(copy: Callable, number: signal.Signals, missed: bool) -> None:
+    "Also one that does not wake the wait: it came just before it, or to another thread, as here."
     path = copy()
     zero_the_heap(path)
     code = """
-import sys
+import signal, sys, threading, time
 from leakmel.dataset.file import schema
 from leakmel.cli import main
 schema._SECONDS = schema._MOST_SECONDS = 1e3
 real = schema.select.poll
-schema.select.poll = lambda: (print("started", flush=True), real())[1]
+def missed():
+    time.sleep(1)
+    signal.pthread_kill(threading.get_ident(), int(sys.argv[2]))
+def poll():
+    print("started", flush=True)
+    if sys.argv[2:]: threading.Thread(target=missed).start()
+    return real()
+schema.select.poll = poll
 sys.exit(main(["verify", sys.argv[1]]))
 """
-    argv = [sys.executable, "-c", code, os.fspath(path)]
+    argv = [sys.executable, "-c", code, os.fspath(path), *[str(int(number))] * missed]
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert process.stdout
         assert process.stdout.readline() == "started\n"
-        process.send_signal(number)
+        if not missed:
+            process.send_signal(number)
         assert select.select([process.stdout], [], [], 60)[0]
         process.communicate(timeout=60)
         assert process.returncode == 128 + number

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import psutil
 import pytest
 from each import each
 from errors import raises
@@ -614,6 +614,20 @@ def test_a_worker_that_is_killed_is_replaced(large, whole_large, dask, tmp_path,
     assert made.path.read_bytes() == whole_large
 
 
+class DeadlyPool(ProcessPoolExecutor):
+    "Its fourth task kills the process that begins it: of two processes, the other is within a task, and two tasks or more are done."
+
+    n_tasks = 0
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        self.n_tasks += 1
+        return super().submit(kill if self.n_tasks == 4 else function, *args, **more)
+
+
+def kill(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
     large, whole_large, tmp_path, monkeypatch
@@ -622,18 +636,8 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
     target = tmp_path / "x.h5"
     folder = parts_folder(target)
 
-    def kill_one() -> None:
-        wait_for(lambda: list(folder.glob("*.h5")) and partials(folder))
-        for child in psutil.Process().children(recursive=True):
-            if "spawn_main" in " ".join(child.cmdline()):
-                child.kill()
-
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        thread = threading.Thread(target=kill_one)
-        thread.start()
-        with raises("worker-died", MachineError):
-            lm.build(large, split="training", out=target, cluster=pool, **QUIET)
-        thread.join()
+    with DeadlyPool(2, get_context("spawn")) as pool, raises("worker-died", MachineError):
+        lm.build(large, split="training", out=target, cluster=pool, **QUIET)
     n_parts = json.loads((folder / "plan.json").read_text())["n_parts"]
     before = {p: p.stat().st_mtime_ns for p in finished_parts(folder, n_parts).values()}
     assert before
@@ -1111,6 +1115,30 @@ def test_errors_of_tasks_arrive_whole_and_end_the_others(processes):
         with raises("all-rejected", BadFilesError) as e:
             list(run_tasks(client, fail, [(k,) for k in range(3)], ["a", "b", "c"]))
         assert e.value.path == "/x"
+
+
+class BrokenLater(ThreadPoolExecutor):
+    "As a pool of processes that is broken when it gets the second task."
+
+    n_tasks = 0
+
+    def submit(self, function: Any, /, *args: Any, **more: Any) -> Any:
+        self.n_tasks += 1
+        if self.n_tasks > 1:
+            raise BrokenProcessPool("a process was terminated")
+        return super().submit(function, *args, **more)
+
+
+def test_a_pool_that_is_broken_before_a_task_says_so() -> None:
+    calls, names = [(k,) for k in range(3)], ["a", "b", "c"]
+    with BrokenLater(1) as pool:
+        found = run_tasks(pool, abs, calls, names, most=1)
+        assert next(found) == (0, 0)
+        with raises("worker-died", MachineError, found="b: BrokenProcessPool: a process was terminated"):
+            next(found)
+    with BrokenLater(1) as pool:
+        found = run_tasks(pool, abs, calls, names, most=1, yield_deaths=True)
+        assert [getattr(result, "code", result) for _, result in found] == [0, "worker-died"]
 
 
 @each(

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ def begin(page: Any) -> None:
 
 def kernel_of(project: Path) -> psutil.Process:
     "The kernel's process: it works in the folder of the notebook."
-    (found,) = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "ipykernel_launcher" in " ".join(p.cmdline()) and p.cwd() == str(project / "nbs")
-    ]
-    return found
+    found = list[psutil.Process]()
+    for p in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "ipykernel_launcher" in " ".join(p.cmdline()) and p.cwd() == str(project / "nbs"):
+                found.append(p)
+    assert len(found) == 1
+    return found[0]
 
 
 def test_thirty_decisions_by_keys_survive_a_killed_kernel(lab, watched, project):

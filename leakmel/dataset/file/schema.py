@@ -625,7 +625,7 @@ _SECONDS = 0.7  # of processor time for the structure of a small file
 _BYTES_PER_SECOND = 1 << 28  # of a large one: the index of its chunks is read
 _MOST_SECONDS = 60.0
 _MOST_MEMORY = 256 << 20  # bytes
-_PATIENCE_S = 300.0  # for a child process that waits for the disk
+_PATIENCE_S = 300  # for a child process that waits for the disk
 _OF_CONTENT = (errno.EINVAL, errno.EOVERFLOW)  # calls with places that a damaged file names
 
 
@@ -771,7 +771,8 @@ def _examined(
                 other.close()
                 ready = select.poll()
                 ready.register(pipe, select.POLLIN)
-                if not ready.poll(1000 * _PATIENCE_S):
+                # each second: a signal that comes just before the call does not end it
+                if not any(ready.poll(1000) for _ in range(_PATIENCE_S)):
                     raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
                 said = pipe.read(select.PIPE_BUF) or b""
                 if not said:  # it has ended, or is ending
