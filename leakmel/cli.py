@@ -39,6 +39,7 @@ from leakmel.cli_learn import (
     COLUMNS,
     COMMANDS,
     LABELS,
+    OPERATIONS,
     Options,
     add_options,
     check_report,
@@ -537,15 +538,10 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "out,validation,space,trials,hours,group,leak-label,kind,epochs,seed,resume,device",
         "leakmel search mels --out search --trials 30 --hours 8",
     ),
-    "evaluate": (
-        "model,out,figures,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
-        "leakmel evaluate mels --model model --out report --figures",
-    ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
     "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
     "embed": (None, "leakmel embed recordings --out recordings.npz"),
-    "nightly": (None, "leakmel nightly recordings --model model --state nightly"),
     "review": (None, "leakmel review recordings --model model --by ann"),
     "retrain": (
         "out,champion,replay,testing,validation,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
@@ -567,6 +563,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "leakmel tune recordings --budget-s 60",
     ),
     "doctor": (None, "leakmel doctor recordings"),
+    **{cls.command.name: (cls.command.short or None, cls.command.example) for cls in OPERATIONS},
 }
 
 

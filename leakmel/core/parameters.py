@@ -14,6 +14,7 @@ __all__ = [
     "ParameterCheck",
     "field_comments",
     "option_metavar",
+    "text_converter",
     "add_field_options",
     "given_fields",
 ]
@@ -339,14 +340,14 @@ def option_metavar(
     for pattern, word in _METAVARS.items():
         if re.search(pattern, name):
             return word
-    words = {int: "N", float: "NUMBER", bool: "true|false", str: "NAME"}
+    words = {int: "N", float: "NUMBER", bool: "true|false", str: "NAME", tuple[str, ...]: "NAME,NAME"}
     return words.get(plain[0], "N,N,...")
 
 
 _YES_NO = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def _converter(allowed: tuple[type | None, ...]) -> Any:
+def text_converter(allowed: tuple[type | None, ...]) -> Any:
     "Function that converts the text of an option to the value of a field; `none` means None if the field allows it."
     kind: Any = next(k for k in allowed if k is not None and (k is not bool or str not in allowed))
 
@@ -358,7 +359,8 @@ def _converter(allowed: tuple[type | None, ...]) -> Any:
         if kind is bool:
             raise ValueError(text)
         if typing.get_origin(kind) is tuple:
-            return tuple(int(word) for word in text.split(","))
+            part = typing.get_args(kind)[0]
+            return tuple(part(word.strip()) for word in text.split(",")) if text else ()
         return kind(text)
 
     words = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -388,7 +390,7 @@ def add_field_options(
             shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
             text += f" (default {shown})"
         how: dict[str, Any] = {
-            "type": _converter(kinds),
+            "type": text_converter(kinds),
             "metavar": option_metavar(name, kinds, choices.get(name, ())),
         }
         if kinds == (bool,):

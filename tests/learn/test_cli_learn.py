@@ -26,6 +26,7 @@ from leakmel.learn.model.detector import load_detector
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.model.settings import TrainSettings
+from test_learn_predict import made_detector
 from tiny_training import tiny_words
 
 pytestmark = [
@@ -391,8 +392,13 @@ def call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return made_detector().save(tmp_path / "m.pt")
+
+
 def test_options_of_evaluate_reach_the_call(
-    call: dict[str, Any], small_sets: Path, place: Path, say: Say
+    call: dict[str, Any], small_sets: Path, place: Path, say: Say, model: Path
 ) -> None:
     testing, training = small_sets / "TESTING_DATASET.H5", small_sets / "TRAINING_DATASET.H5"
     assert (
@@ -401,7 +407,7 @@ def test_options_of_evaluate_reach_the_call(
             testing,
             place / "far",
             "--model",
-            "m.pt",
+            model,
             "--training",
             training,
             "--training",
@@ -431,18 +437,18 @@ def test_options_of_evaluate_reach_the_call(
         == 2
     )
     assert call == {
-        "model": "m.pt",
+        "model": model,
         "data": [testing, place / "far" / "TESTING_DATASET.H5"],
         "training": [training, place / "new.h5"],
         "validation": [small_sets / "VALIDATION_DATASET.H5"],
-        "votes": ["any_long", "frac_vote"],
+        "votes": ("any_long", "frac_vote"),
         "group": "folder",
         "metric": "f1",
         "n_draws": 300,
         "seed": 5,
         "files_per_batch": 7,
         "legacy": True,
-        "labels": "labels.csv",
+        "labels": Path("labels.csv").absolute(),
         "allow_leaky_split": True,
         "device": "cpu",
         "progress": "none",
@@ -452,9 +458,9 @@ def test_options_of_evaluate_reach_the_call(
 
 
 def test_folder_of_splits_gives_training_and_validation_sets(
-    call: dict[str, Any], small_sets: Path, say: Say
+    call: dict[str, Any], small_sets: Path, say: Say, model: Path
 ) -> None:
-    assert say("evaluate", small_sets, "--model", "m.pt")[0] == 2
+    assert say("evaluate", small_sets, "--model", model)[0] == 2
     assert [call[n] for n in ("data", "training", "validation")] == [
         [small_sets / f"{n}_DATASET.H5"] for n in ("TESTING", "TRAINING", "VALIDATION")
     ]
@@ -473,7 +479,7 @@ def test_folder_of_splits_gives_training_and_validation_sets(
         assert call[name] == usual[name]
     assert tuple(call["votes"]) == usual["votes"]
     call.clear()
-    assert say("evaluate", small_sets / "TESTING_DATASET.H5", "--model", "m.pt")[0] == 2
+    assert say("evaluate", small_sets / "TESTING_DATASET.H5", "--model", model)[0] == 2
     assert (call["training"], call["validation"]) == (None, None), "a file alone says nothing of others"
 
 

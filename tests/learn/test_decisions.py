@@ -12,6 +12,7 @@ from each import each
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core.operation import Run, make
 from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.evaluate.evaluation import record_evaluation
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
@@ -37,7 +38,7 @@ from leakmel.learn.model.card import (
 )
 from leakmel.learn.model.cards import model_card
 from leakmel.learn.model.detector import load_detector
-from leakmel.learn.run_plans import plan_evaluation, run_evaluation
+from leakmel.learn.operations import Evaluate
 from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
 
@@ -334,9 +335,7 @@ def test_notebook_and_command_record_the_same(trained: Path, tmp_path: Path) -> 
         testing = str(trained / "testing.h5")
         if k:
             given = {"data": testing, "model": str(path), "n_draws": 100, "device": "cpu"}
-            run_evaluation(
-                plan_evaluation(given | {"out": str(tmp_path / "out")}, progress="none"), progress="none"
-            )
+            make(Evaluate, given | {"out": str(tmp_path / "out")})(Run("none", keeps=True))
         else:
             assert (
                 main(

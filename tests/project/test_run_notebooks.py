@@ -5,6 +5,8 @@ They run in this process, which has imported what they need; a long test builds 
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -13,14 +15,13 @@ from each import each
 from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
 
 import leakmel as lm
+from leakmel.core.parameters import Kinds
+from leakmel.core.operation import parameter_defaults, parameter_kinds
+from leakmel.learn.operations import Evaluate, Nightly
 from leakmel.learn.run_plans import (
-    EVALUATION_DEFAULTS,
-    NIGHTLY_DEFAULTS,
     RETRAINING_DEFAULTS,
     SEARCH_DEFAULTS,
-    evaluation_kinds,
     plan_retraining,
-    nightly_kinds,
     retraining_kinds,
     search_kinds,
 )
@@ -31,12 +32,12 @@ from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
 TINY = {"epochs": 1, "device": "cpu"}
-KINDS = {
+KINDS: dict[str, Callable[[], Kinds]] = {
     "start": start_kinds,
-    "evaluate": evaluation_kinds,
+    "evaluate": partial(parameter_kinds, Evaluate),
     "search": search_kinds,
     "retrain": retraining_kinds,
-    "nightly": nightly_kinds,
+    "nightly": partial(parameter_kinds, Nightly),
     "tune": tune_kinds,
     "correlate": correlation_kinds,
 }
@@ -156,9 +157,9 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     assert len(given) <= 15
     assert set(given) <= set(KINDS[name]())
     defaults = {
-        "evaluate": EVALUATION_DEFAULTS,
+        "evaluate": parameter_defaults(Evaluate),
         "search": SEARCH_DEFAULTS,
-        "nightly": NIGHTLY_DEFAULTS,
+        "nightly": parameter_defaults(Nightly),
         "retrain": RETRAINING_DEFAULTS | vars(RoundRules()) | {"seed": None},
     }.get(name, {})
     assert {n: given[n] for n in given if n in defaults} == {n: defaults[n] for n in given if n in defaults}

@@ -33,7 +33,7 @@ from ...core.errors import DataError, LeakmelError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
-from ...core.store import StorePath, output_path, store_path, upload_file
+from ...core.store import StorePath, absolute_folder, output_path, store_path, upload_file
 from ...core.timeline import Timeline
 from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
@@ -237,7 +237,7 @@ def find_data(
     from leakmel.audio.synth import write_demo
 
     if data_root is not None:
-        return user_path(data_root), "from the parameter data_root"
+        return absolute_folder(os.path.expanduser(data_root)), "from the parameter data_root"
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():
