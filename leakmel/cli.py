@@ -44,10 +44,10 @@ from leakmel.cli_learn import (
     add_options,
     check_report,
     progress_mode,
-    refuse_unused,
     warnings_to_stderr,
 )
 from .core.errors import LeakmelError, UsageError, missing_package, show_path, write_error
+from .core.operation import refuse_unused
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.processes import safe_module_path
 from .core.progress import Progress, front_end, line_width, wrap_text
@@ -530,15 +530,6 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "leakmel join mels/TRAINING_DATASET.H5",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
-    "train": (
-        "out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
-        "leakmel train mels --out model --group sensor",
-    ),
-    "search": (
-        "out,validation,space,trials,hours,group,leak-label,kind,epochs,seed,resume,device",
-        "leakmel search mels --out search --trials 30 --hours 8",
-    ),
-    "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "suggest": (None, "leakmel suggest recordings --model model --n 30 --out to_label.csv"),
     "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
     "embed": (None, "leakmel embed recordings --out recordings.npz"),

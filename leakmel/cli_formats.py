@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .cli_learn import EXPORT, Options, progress_mode, refuse_unused
+from .cli_learn import EXPORT, Options, progress_mode
 from .cli_learn import run_export as run_onnx_export
 from .core.errors import UsageError, show_path
+from .core.operation import refuse_unused
 from .core.run_plan import user_path
 
 _LICENSE: Options = {

@@ -16,6 +16,7 @@ __all__ = [
     "parameter_defaults",
     "make",
     "add_options",
+    "refuse_unused",
 ]
 
 # %% ../../nbs/core/operation.ipynb #d4f43ca4
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from .errors import UsageError
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
@@ -150,13 +152,14 @@ def parameter_kinds(
     nested, own = _settings(cls), field_kinds(cls)
     kinds: Kinds = {}
     for f in fields(cls):
-        if f.name in nested:
-            kinds |= field_kinds(nested[f.name])
-            continue
-        found = [str if typing.get_origin(k) is tuple else k for k in own[f.name]]
         is_found = f.default is MISSING or f.default == ()
-        kinds[f.name] = tuple(dict.fromkeys([*found, *[None] * is_found]))
-    return kinds
+        kinds |= (
+            field_kinds(nested[f.name]) if f.name in nested else {f.name: (*own[f.name], *[None] * is_found)}
+        )
+    return {
+        n: tuple(dict.fromkeys(str if typing.get_origin(k) is tuple else k for k in found))
+        for n, found in kinds.items()
+    }
 
 
 def parameter_defaults(
@@ -169,9 +172,33 @@ def parameter_defaults(
         if f.name in nested:
             found |= {g.name: g.default for g in fields(nested[f.name])}
         elif isinstance(f.default, tuple):
-            found[f.name] = ",".join(f.default) or None
+            found[f.name] = None if f.metadata.get("several") else ",".join(f.default)
         else:
             found[f.name] = None if f.default is MISSING else f.default
+    return found
+
+
+def _given(
+    cls: type,  # a dataclass
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    "Return the values of fields; lists come as texts, separated by commas, as lists or not at all."
+    found: dict[str, Any] = {}
+    for name, kinds in field_kinds(cls).items():
+        if name not in values:
+            continue
+        value = values[name]
+        if any(typing.get_origin(k) is tuple for k in kinds) and not isinstance(value, (list, tuple)):
+            try:
+                value = text_converter(kinds)(value or "")
+            except ValueError:
+                raise UsageError(
+                    f"{name} must be whole numbers separated by commas",
+                    code=f"invalid-{name}",
+                    found=repr(value),
+                    expected="for example '48,96,192'",
+                ) from None
+        found[name] = tuple(value) if isinstance(value, list) else value
     return found
 
 
@@ -181,19 +208,16 @@ def make(
     values: Mapping[str, Any],
 ) -> Any:
     "Make an operation of the parameters of a notebook, or of the options of a command."
-    nested, kinds = _settings(cls), field_kinds(cls)
+    nested = _settings(cls)
     given: dict[str, Any] = {}
     for f in fields(cls):
         if f.name in nested:
-            kind = nested[f.name]
-            given[f.name] = kind(**{g.name: values[g.name] for g in fields(kind) if g.name in values})
-        elif f.name in values or f.default is MISSING:
-            value: Any = values.get(f.name)
-            is_list = tuple in {typing.get_origin(k) for k in kinds[f.name]}
-            if is_list and not isinstance(value, (list, tuple)):
-                value = text_converter(kinds[f.name])(value or "")
-            given[f.name] = tuple(value) if is_list else value
-    return cls(**given)
+            given[f.name] = nested[f.name](**_given(nested[f.name], values))
+    return cls(
+        **given
+        | _given(cls, values)
+        | {f.name: None for f in fields(cls) if f.default is MISSING and f.name not in values}
+    )
 
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
@@ -220,18 +244,31 @@ def add_options(
             "metavar": word,
             "default": argparse.SUPPRESS,
         }
-        if f.default is not MISSING and (f.default or f.default == 0) and f.default is not False:
+        if f.default is not MISSING and (f.default or f.default == 0) and not isinstance(f.default, bool):
             text += f" (default {','.join(f.default) if isinstance(f.default, tuple) else f.default})"
         if f.name in choices:
             how["choices"] = choices[f.name]
         if shown["several"]:
             how |= {"type": str, "nargs": "+"} if shown["positional"] else {"type": str, "action": "append"}
-        if f.default is False:
-            how = {"action": "store_true", "default": argparse.SUPPRESS}
+        if isinstance(f.default, bool):
+            how = {"action": f"store_{str(not f.default).lower()}", "default": argparse.SUPPRESS}
         how["help"] = text.replace("%", "%%")
         if shown["positional"]:
             optional = {} if f.default is MISSING else {"nargs": "?"}
             parser.add_argument(f.name, **optional | how)
         else:
-            name = shown["name"] or f.name.replace("_", "-")
+            name = shown["name"] or ("no-" if f.default is True else "") + f.name.replace("_", "-")
             parser.add_argument(f"--{name}", dest=f.name, required=f.default is MISSING, **how)
+
+
+def refuse_unused(
+    # name of an option -> its value; None or False: not given
+    options: Mapping[str, Any],
+    # "together with --onnx"
+    why: str,
+    remedy: str = "leave it out",
+) -> None:
+    "Refuse options that would be ignored; raises UsageError."
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UsageError(f"The option {name} has no effect {why}", code="unused-option", remedy=remedy)

@@ -19,7 +19,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
-from leakmel.cli_learn import run_predict
+from leakmel.learn.operations import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
 from leakmel.dataset.export.card import croissant_text
 from leakmel.learn.model.cards import update_card
@@ -315,7 +315,7 @@ def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path
     ]
     assert [row["in_training"] for row in rows] == [None] * 4
     assert [row["gain"] for row in rows] == [8.0 if g == 8 else None for g in done.scored.gain.tolist()]
-    assert "as CSV or Parquet" in str(run_predict.__doc__)  # first line of the help
+    assert "as CSV or Parquet" in str(Predict.__doc__)  # first line of the help
     (rejected,) = pq.read_table(tmp_path / "scores.rejected.parquet").to_pylist()
     assert rejected["path"] == "broken.wav"
     assert rejected["code"] == done.rejections[0].code

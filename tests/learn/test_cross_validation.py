@@ -28,7 +28,8 @@ from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
 from leakmel.learn.metrics.bootstrap import Bootstrap
 from leakmel.learn.metrics.metrics import leak_metrics
-from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
+from leakmel.core.operation import Run, make
+from leakmel.learn.operations import Train
 from leakmel.learn.reports import training_report
 from leakmel.learn.model import spectral
 from leakmel.learn.train import folds
@@ -399,14 +400,16 @@ def test_options_of_one_training_are_refused(
 
 def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
     given = {"data": str(small_sets), "out": str(tmp_path), "detector": "spectral", "device": "cpu"}
-    assert execute_cross_validation(plan_training(given)) is None
-    plan = plan_training(given | {"cross_validate": True, "n_folds": 3})
+    run = Run("none", keeps=True)
+    assert make(Train, given).resample([], tmp_path, run) is None
+    operation = make(Train, given | {"cross_validate": True, "n_folds": 3})
+    plan = operation.plan(run)
     assert "cross-validation" in repr(plan)
-    found = execute_cross_validation(plan, progress="none")
-    assert found is not None
+    found = operation.resample(list(plan.files.values()), plan.out / "cross-validation", run)
+    assert isinstance(found, CrossValidation)
     assert len(found.folds) == 3
     assert (tmp_path / "cross-validation" / "cross_validation.csv").is_file()
-    result = execute_training(plan, progress="none")
+    result = operation.train(plan, run)
     page = training_report(result, None, tmp_path / "report.html", found).read_text()
     assert "Cross-validation" in page
 

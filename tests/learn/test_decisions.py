@@ -38,8 +38,8 @@ from leakmel.learn.model.card import (
 )
 from leakmel.learn.model.cards import model_card
 from leakmel.learn.model.detector import load_detector
-from leakmel.learn.operations import Evaluate
-from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
+from leakmel.learn.operations import Evaluate, Train
+from leakmel.learn.plans import run_summary
 
 
 def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 1.0) -> HeldOutScores:
@@ -230,10 +230,11 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
 
 def test_summary_of_a_training_says_how_the_detector_was_evaluated(small_sets: Path, tmp_path: Path) -> None:
     given = {"data": str(small_sets), "out": str(tmp_path), "detector": "cnn", "epochs": 1, "channels": "4,8"}
-    plan = plan_training(given | {"epoch_share": 0.1, "device": "cpu"}, progress="none")
-    result = execute_training(plan, progress="none")
+    operation, run = make(Train, given | {"epoch_share": 0.1, "device": "cpu"}), Run("none", keeps=True)
+    plan = operation.plan(run)
+    result = operation.train(plan, run)
     assert "Never evaluated" in repr(result)
-    found = execute_evaluation(plan, result, progress="none")
+    found = operation.evaluate(plan, result, run)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["evaluation"]["verdict"]
     (record,) = load_detector(result.model_path).evaluations

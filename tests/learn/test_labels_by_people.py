@@ -19,7 +19,8 @@ from leakmel.dataset.file.reader import open_dataset
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import group_split
 from leakmel.learn.data.task import make_task
-from leakmel.learn.plans import execute_evaluation, execute_training, plan_training
+from leakmel.core.operation import Run, make
+from leakmel.learn.operations import Train
 from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import TrainSettings
@@ -188,11 +189,11 @@ def test_evaluation_and_split_use_the_labels(splits, tmp_path):
     file = tmp_path / "labels.csv"
     n_leaks = decide_testing(splits, file)
     sets, fast = splits.parent, {"detector": "spectral"}
-    plan = plan_training(
-        {"data": os.fspath(sets), "labels": os.fspath(file), "out": os.fspath(tmp_path / "a"), **fast}
-    )
-    result = execute_training(plan, progress="none")
-    found = execute_evaluation(plan, result, progress="none")
+    given = {"data": os.fspath(sets), "labels": os.fspath(file), "out": os.fspath(tmp_path / "a"), **fast}
+    operation, run = make(Train, given), Run("none", keeps=True)
+    plan = operation.plan(run)
+    result = operation.train(plan, run)
+    found = operation.evaluate(plan, result, run)
     assert found is not None
     assert found.table.leak.sum() == n_leaks
     assert any("3 labelled by people, 3 of them changed" in c for c in found.cautions)

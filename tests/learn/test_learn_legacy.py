@@ -13,7 +13,8 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import UsageError, VerifyError
 from leakmel.learn.model.detector import load_detector
-from leakmel.learn.plans import plan_training
+from leakmel.core.operation import Run, make
+from leakmel.learn.operations import Train
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_cross_validation_of_files_of_the_earlier_system(earlier, few_trees, one
 def test_the_parameter_of_the_notebook(earlier, tmp_path):
     given = {"data": str(earlier), "out": str(tmp_path / "run")}
     with raises("not-a-data-set", VerifyError):
-        plan_training(given, progress="none")
-    assert plan_training(given | {"legacy": True}, progress="none").given["legacy"]
+        make(Train, given).plan(Run("none", keeps=True))
+    assert make(Train, given | {"legacy": True}).plan(Run("none", keeps=True)).given["legacy"]
     with raises("unknown-column"):
-        plan_training(given | {"legacy": True, "group": "sensor"}, progress="none")
+        make(Train, given | {"legacy": True, "group": "sensor"}).plan(Run("none", keeps=True))

@@ -13,11 +13,12 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import MachineError, UsageError
-from leakmel.learn import plans as prediction_runs
+from leakmel.learn.model import detector as detector_module
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.plans import execute_prediction, plan_prediction, prediction_kinds
+from leakmel.core.operation import Run, make
+from leakmel.learn.operations import Predict
 from leakmel.learn.predict import predict as prediction
 from leakmel.learn.reports import MOST_RECORDINGS, suspicious_mels
 
@@ -79,7 +80,7 @@ def test_number_of_figures_is_limited(tmp_path, detector):
         with raises("out-of-range", UsageError, found=most):
             suspicious_mels(found, most)
         with raises("out-of-range", UsageError, found=most):
-            plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
+            make(Predict, {"n_shown": most}).plan(Run("none", keeps=True))
 
 
 def test_model_too_large_for_the_device_is_an_error(tmp_path, detector, monkeypatch):
@@ -95,13 +96,13 @@ def test_model_too_large_for_the_device_is_an_error(tmp_path, detector, monkeypa
 
 def test_a_run_reads_its_model_once(tmp_path, detector, monkeypatch):
     "And says where it came from all the same."
-    read, real = [], prediction_runs.load_detector
+    read, real = [], detector_module.load_detector
 
     def reading(path: Any) -> Detector:
         read.append(path)
         return real(path)
 
-    for module in (prediction_runs, prediction):
+    for module in (detector_module, prediction):
         monkeypatch.setattr(module, "load_detector", reading)
     model = detector.save(tmp_path / "model.pt")
     words = {
@@ -113,8 +114,7 @@ def test_a_run_reads_its_model_once(tmp_path, detector, monkeypatch):
         "device": "cpu",
         "n_shown": 1,
     }
-    plan = plan_prediction(dict.fromkeys(prediction_kinds()) | words, progress="none")
-    done = execute_prediction(plan, progress="none")
+    done = make(Predict, words)(Run("none", keeps=True)).result
     assert read == [model]
     assert done.model == str(model)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["model"] == str(model)

@@ -19,7 +19,8 @@ from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-from leakmel.learn.plans import plan_training
+from leakmel.core.operation import Run, make
+from leakmel.learn.operations import Train
 from leakmel.learn.train.inputs import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.state import TrainingState
@@ -281,4 +282,4 @@ def test_labels_of_the_test_set_are_checked_before_the_training(network: Path, t
         "out": str(tmp_path / "run"),
     }
     with raises("unknown-label", says="BURST"):
-        plan_training(given, progress="none")
+        make(Train, given).plan(Run("none", keeps=True))

@@ -10,10 +10,9 @@ import pytest
 from each import each
 
 import leakmel as lm
-from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
-from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.plans import TRAINING_DEFAULTS, settings_from, training_kinds
+from leakmel.core.operation import parameter_defaults, parameter_kinds
+from leakmel.learn.operations import Train
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
 TINY = (
@@ -105,8 +104,7 @@ def test_notebook_defaults_equal_library_defaults() -> None:
     given: dict[str, object] = {}
     exec(cell.source, {}, given)
     assert 10 <= len(given) <= 16
-    assert set(given) <= set(training_kinds())
-    assert settings_from(given) == (TrainSettings(), CheckpointSettings())
-    assert all(given.get(name, value) == value for name, value in TRAINING_DEFAULTS.items())
+    assert set(given) <= set(parameter_kinds(Train))
+    assert given.items() <= parameter_defaults(Train).items()
     table = next(c.source for c in cells if c.source.startswith("## Other parameters"))
-    assert set(given) | set(re.findall(r"^\| `(\w+)`", table, re.M)) == set(training_kinds())
+    assert set(given) | set(re.findall(r"^\| `(\w+)`", table, re.M)) == set(parameter_kinds(Train))

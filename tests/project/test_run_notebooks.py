@@ -17,13 +17,11 @@ from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_
 import leakmel as lm
 from leakmel.core.parameters import Kinds
 from leakmel.core.operation import parameter_defaults, parameter_kinds
-from leakmel.learn.operations import Evaluate, Nightly
+from leakmel.learn.operations import Evaluate, Nightly, Search
 from leakmel.learn.run_plans import (
     RETRAINING_DEFAULTS,
-    SEARCH_DEFAULTS,
     plan_retraining,
     retraining_kinds,
-    search_kinds,
 )
 from leakmel.learn.retrain.rounds import RoundRules
 from leakmel.locate.plans import correlation_kinds
@@ -35,7 +33,7 @@ TINY = {"epochs": 1, "device": "cpu"}
 KINDS: dict[str, Callable[[], Kinds]] = {
     "start": start_kinds,
     "evaluate": partial(parameter_kinds, Evaluate),
-    "search": search_kinds,
+    "search": partial(parameter_kinds, Search),
     "retrain": retraining_kinds,
     "nightly": partial(parameter_kinds, Nightly),
     "tune": tune_kinds,
@@ -158,7 +156,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     assert set(given) <= set(KINDS[name]())
     defaults = {
         "evaluate": parameter_defaults(Evaluate),
-        "search": SEARCH_DEFAULTS,
+        "search": parameter_defaults(Search),
         "nightly": parameter_defaults(Nightly),
         "retrain": RETRAINING_DEFAULTS | vars(RoundRules()) | {"seed": None},
     }.get(name, {})
