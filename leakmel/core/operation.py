@@ -172,7 +172,7 @@ def parameter_defaults(
         if f.name in nested:
             found |= {g.name: g.default for g in fields(nested[f.name])}
         elif isinstance(f.default, tuple):
-            found[f.name] = None if f.metadata.get("several") else ",".join(f.default)
+            found[f.name] = None if f.metadata.get("several") else ",".join(map(str, f.default))
         else:
             found[f.name] = None if f.default is MISSING else f.default
     return found

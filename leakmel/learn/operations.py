@@ -193,10 +193,10 @@ class Train(_Training):
     # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people
     # disagree keep theirs
     labels: str | None = option(None, metavar="FILE")
-    # train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor); several groups separated by
-    # commas (recording,session,sensor,site) show what happens on a new pipe
+    # evaluate by cross-validation over all recordings, by --group (default sensor), and train no detector (the notebook does both); several
+    # groups separated by commas (recording,session,sensor,site) show what happens on a new pipe
     cross_validate: bool = False
-    # train no detector, but evaluate one by cross-validation with 1/4 to all of the training recordings and of the groups: would more labels or
+    # evaluate by cross-validation with 1/4 to all of the training recordings and of the groups, and train no detector: would more labels or
     # more sensors help?
     learning_curve: bool = False
     # --cross-validate, --learning-curve: number of folds; with at most 10 groups each group is a fold (default 5)

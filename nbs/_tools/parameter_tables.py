@@ -12,50 +12,34 @@ INTRODUCTION = (
 )
 
 
-def own_rows(notebook: str) -> list[tuple[str, object, str]]:
-    "Parameters that are no field of a settings class: name, default, meaning."
-    if notebook == "build":
-        return [
-            (
-                "columns",
-                "",
-                "columns of the table that have other names, for example `sensor=pipe,recording=file`",
-            ),
-            (
-                "labels",
-                None,
-                "table of labels by people (labels.csv), which replace those of folders and tables",
-            ),
-            ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
-            ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
-        ]
-    leaky = "no warning about sensors on both sides of the split; all results stay marked"
-    legacy = "the data sets were written by the earlier system; their rows are not verified, and the model cannot predict from recordings"
-    return [
-        ("n_folds", 5, "cross_validate: number of folds; with at most 10 groups each group is a fold"),
-        ("seeds", 1, "cross_validate: number of repetitions with other folds and other seeds"),
-        ("labels", None, "table of labels by people, which replace those of the data sets"),
-        ("allow_leaky_split", False, leaky),
-        ("legacy", False, legacy),
-    ]
+# Parameters of build.ipynb that are no field of a settings class: name, default, meaning.
+OF_BUILD: list[tuple[str, object, str]] = [
+    ("columns", "", "columns of the table that have other names, for example `sensor=pipe,recording=file`"),
+    ("labels", None, "table of labels by people (labels.csv), which replace those of folders and tables"),
+    ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
+    ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
+]
 
 
 def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     "All parameters of a run notebook that its parameters cell does not list."
+    from leakmel.core.operation import parameter_defaults
     from leakmel.core.parameters import field_choices, field_comments
     from leakmel.dataset.run.config import PipelineConfig
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+    from leakmel.learn.operations import Train
     from leakmel.mel.spec import MelSpec
 
-    rows = own_rows(notebook)
-    for cls in (MelSpec, PipelineConfig) if notebook == "build" else (TrainSettings, CheckpointSettings):
+    rows = [*OF_BUILD] if notebook == "build" else []
+    passed_over = {*shown, "preset_name", "settings", "checkpoints", *(name for name, *_ in rows)}
+    classes = (MelSpec, PipelineConfig) if notebook == "build" else (Train, TrainSettings, CheckpointSettings)
+    for cls in classes:
         comments, choices = field_comments(cls), field_choices(cls)
+        defaults = parameter_defaults(cls)
         for f in fields(cls):
-            if f.name in shown or f.name == "preset_name" or f.name in {name for name, *_ in rows}:
+            if f.name in passed_over:
                 continue
-            default = "as in the preset" if cls is MelSpec else f.default
-            if isinstance(default, tuple):
-                default = ",".join(map(str, default))
+            default = "as in the preset" if cls is MelSpec else defaults[f.name]
             meaning = comments[f.name]
             if f.name in choices:
                 meaning += f" ({', '.join(map(str, choices[f.name]))})"
