@@ -35,6 +35,7 @@ from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.dataset.run import parts as parts_module
 from leakmel.dataset.run.parts import build_part, join
+from leakmel.dataset.run.pipeline import execute, plan_run
 from leakmel.dataset.source import read_ahead as objects_module
 from leakmel.dataset.source.loader import BadFilesError
 
@@ -113,6 +114,17 @@ def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, 
     assert (made.summary["root"], made.verified.ok) == (url, True)
     assert nothing_is_left(tmp_path)
     check(made.path, demo / "TRAINING")
+
+
+def test_the_run_notebook_builds_from_objects(url, whole, tmp_path):
+    "Its data_root is a URL: not a path below the current folder."
+    plan = plan_run(
+        {"data_root": url, "split": "training", "out": str(tmp_path / "run"), "engine": "cpu"},
+        progress="none",
+    )
+    assert dict(plan.rows())["data"].startswith(url)
+    (made,) = execute(plan, progress="none")
+    assert made.path.read_bytes() == whole
 
 
 def test_google_storage_gives_the_same_bytes(served, demo, whole, tmp_path, monkeypatch):
