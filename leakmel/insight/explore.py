@@ -332,6 +332,11 @@ class Explorer:
         return int(self.matching[self.position])
 
     @property
+    def split(self) -> str:
+        "Split of the recording."
+        return str(self.recordings.table["split"].iloc[self.row])
+
+    @property
     def recording(self) -> FittedRecording:
         "The recording that is shown; raises RecordingError."
         return read_row(self.recordings, self.row, self.spec)
