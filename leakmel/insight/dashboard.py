@@ -46,7 +46,7 @@ from ..core.monitor import mean, peak, size_text
 from ..core.files import read_own_json
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
-from ..core.timeline import Gauge, Timeline, read_timeline
+from ..core.timeline import Timeline, read_timeline
 from ..dataset.file.reader import MelDataset, open_dataset
 from ..dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
 from ..dataset.source.loader import share_sentence
@@ -124,17 +124,16 @@ def joined_timelines(
 
 def _joined(timelines: list[Timeline]) -> Timeline:
     "Return the distinct spans, gauges and samples from the end of the imports on."
-    whole = Timeline()
     spans = dict.fromkeys(s for t in timelines for s in t.spans)
     zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
+    whole = Timeline()
     whole.spans = [
         replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
         for s in spans
         if s.lane != "imports"
     ]
-    gauges = dict.fromkeys(g for t in timelines for g in t.gauges)
-    whole.gauges = [Gauge(g.name, max(0.0, g.time_s - zero), g.value) for g in gauges]
-    whole.gauges.sort(key=lambda g: g.time_s)
+    gauges = sorted(dict.fromkeys(g for t in timelines for g in t.gauges), key=lambda g: g.time_s)
+    whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in gauges]
     samples = {s["time_s"]: s for t in timelines for s in t.samples}
     whole.samples = [samples[t] | {"time_s": t - zero} for t in sorted(samples) if t >= zero]
     whole.meta = timelines[0].meta
@@ -575,20 +574,19 @@ def spectra_figure(
 
 
 # %% ../../nbs/insight/dashboard.ipynb #ed88ba21
-def _typical_mels(ds: MelDataset) -> "go.Figure":
-    "Draw the recording with the median level of each label."
-    typical = ds.typical_rows()
-    scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-    rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-    hop_s = ds.spec.hop_length / ds.spec.sample_rate
-    return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
-
-
 def mel_pictures(
     path: Path | None,  # data set; None: none exists
 ) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
-    return _figure_of_file(path, _typical_mels)
+
+    def typical_mels(ds: MelDataset) -> "go.Figure":
+        typical = ds.typical_rows()
+        scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
+        rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
+        hop_s = ds.spec.hop_length / ds.spec.sample_rate
+        return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
+
+    return _figure_of_file(path, typical_mels)
 
 
 # %% ../../nbs/insight/dashboard.ipynb #9604c8d5

@@ -17,6 +17,7 @@ __all__ = [
 import os, shlex
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,12 +44,12 @@ _STATUS = """<div role='status' style='max-width:1000px;margin:4px 0;padding:2px
 {%- else %}{{ line.text }}{% endif %}</div>"""
 
 
+@dataclass(frozen=True, repr=False)
 class StatusLine:
     "A status text, with the error message of a rejected change if there is one."
 
-    def __init__(self, text: str, error: str = ""):
-        self.text = text
-        self.error = error
+    text: str
+    error: str = ""
 
     def __repr__(self) -> str:
         return f"Rejected: {self.error} (unchanged: {self.text})" if self.error else self.text
@@ -279,11 +280,11 @@ class Controls:
 
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
+@dataclass(frozen=True)
 class _Picture:
     "A figure as an output that can be replaced in place."
 
-    def __init__(self, figure: Any):  # of plotly
-        self.figure = figure
+    figure: Any  # of plotly
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         import plotly.io as pio
@@ -296,11 +297,11 @@ class _Picture:
         return bundle
 
 
+@dataclass
 class _Output:
     "A notebook output that is replaced in place."
 
-    def __init__(self) -> None:
-        self.handle: Any = None
+    handle: Any = None
 
     def show(self, value: Any) -> None:
         from IPython.display import HTML, display
@@ -334,8 +335,7 @@ class ExploreView:
         self.write_to = write_to
         self.outputs: dict[str, _Output] = {}
         self.spectra: SplitSpectra | None = None
-        self._figure_key: Any = None  # state that the figure shows
-        self._sound_key: Any = None
+        self._keys: dict[str, Any] = {}  # state that figure and sound show
 
     def _place(self, *names: str, control: Callable[[], Any]) -> None:
         "Show a control if there are any, and make outputs below it."
@@ -347,7 +347,7 @@ class ExploreView:
 
     def show_recording(self) -> None:
         "Show the controls and the recording."
-        self._figure_key = self._sound_key = None
+        self._keys = {}
         self._place("line", "figure", "sound", control=lambda: Controls(self).box)
         self.draw()
 
@@ -367,28 +367,25 @@ class ExploreView:
 
     def draw(self) -> None:
         "Replace the outputs that differ from the state."
-        from IPython.display import HTML, Audio
-
         state, spec = self.state, self.state.spec
         chosen = state.selection.fitted(spec)
-        figure_key = (state.row, spec, chosen)
-        sound_key = (state.row, chosen.samples(spec), spec.sample_rate, self.louder)
-        figure = sound = None
+        heard = (state.row, chosen.samples(spec), spec.sample_rate, self.louder)
+        makers: dict[str, tuple[Any, Callable[[], Any]]] = {
+            "sound": (heard, self._sound),
+            "figure": ((state.row, spec, chosen), lambda: _Picture(recording_figure(state))),
+        }
+        made: dict[str, Any] = {}
         failed = ""
         try:
-            sound = playback_wav(state, self.louder) if sound_key != self._sound_key else None
-            figure = recording_figure(state) if figure_key != self._figure_key else None
+            for name, (key, make) in makers.items():
+                if key != self._keys.get(name):
+                    made[name] = make()
         except LeakmelError as e:
             failed = str(e)
         self.outputs["line"].show(_spec_line(state, failed or state.error))
-        if figure is not None:
-            self.outputs["figure"].show(_Picture(figure))
-            self._figure_key = figure_key
-        if sound is not None:
-            parts = Audio(data=sound[0])._repr_html_() + StatusLine(sound[1])._repr_html_()
-            style = "display:flex;flex-wrap:wrap;align-items:center;gap:12px"
-            self.outputs["sound"].show(HTML(f"<div style='{style}'>{parts}</div>"))
-            self._sound_key = sound_key
+        for name, value in made.items():
+            self.outputs[name].show(value)
+            self._keys[name] = makers[name][0]
         if failed:
             return
         shown = self.spectra
@@ -396,6 +393,15 @@ class ExploreView:
             self.outputs["split_line"].show(
                 StatusLine(f"{shown!r}. The spec or the split has changed since.")
             )
+
+    def _sound(self) -> Any:
+        "Return the player with its description."
+        from IPython.display import HTML, Audio
+
+        wav, text = playback_wav(self.state, self.louder)
+        parts = Audio(data=wav)._repr_html_() + StatusLine(text)._repr_html_()
+        style = "display:flex;flex-wrap:wrap;align-items:center;gap:12px"
+        return HTML(f"<div style='{style}'>{parts}</div>")
 
     def recompute(self) -> None:
         "Compute the mean spectra of the split; on an error the last figure stays."

@@ -282,6 +282,7 @@ def mels_by_label(
 
 
 def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
+    "Return the range of the median levels, in whole dB."
     medians = [
         round(float(np.median(p[np.isfinite(p)]))) + 0.0 if np.isfinite(p).any() else float("-inf")
         for p in flat

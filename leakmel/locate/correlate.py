@@ -340,8 +340,9 @@ def _pipe(
         "distance_m": (distance_m, True),
         "speed_m_s": (speed_m_s, True),
         "clock_error_s": (clock_error_s, False),
+        "speed_error_m_s": (speed_error_m_s, False),
+        "distance_error_m": (distance_error_m, False),
     }
-    values |= {"speed_error_m_s": (speed_error_m_s, False), "distance_error_m": (distance_error_m, False)}
     for name, (value, is_positive) in values.items():
         if not math.isfinite(value) or value < 0 or is_positive and value == 0:
             expected = "a number above 0" if is_positive else "0 or a number above 0"

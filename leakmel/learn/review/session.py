@@ -104,8 +104,7 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
             yield (-1000 - r.clipped_share, i, f"{100 * r.clipped_share:.0f} % of the samples are clipped")
         elif away > max(LEVEL_DB, LEVEL_SPREADS * spread):
             side = "below" if r.rms_db < middle else "above"
-            why = f"level {r.rms_db:.0f} dB, {away:.0f} dB {side} the median of the folder"
-            yield (-away, i, why)
+            yield (-away, i, f"level {r.rms_db:.0f} dB, {away:.0f} dB {side} the median of the folder")
 
 
 # %% ../../../nbs/learn/review/session.ipynb #9aacc161
