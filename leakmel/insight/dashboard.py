@@ -415,15 +415,15 @@ def _file_fact(run: RunRecord, name: str) -> str:
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 
-_CARD = """<div style='padding:2px 12px;border-left:6px solid
-{{ "#7a7a7a" if card.ok is none else "#2e8b57" if card.ok else "#c0392b" }}'>
-<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div><table style='border-collapse:collapse'>
-{%- for name, facts in card.blocks %}
-<tr><th colspan='2' style='text-align:left;padding-top:8px'>{{ name }}</th></tr>
-{%- for key, value in facts %}
-<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>{{ key }}</td>
-<td style='text-align:left'>{{ value }}</td></tr>
-{%- endfor %}{% endfor %}</table></div>"""
+_CARD = (
+    "<div style='padding:2px 12px;border-left:6px solid "
+    """{{ "#7a7a7a" if card.ok is none else "#2e8b57" if card.ok else "#c0392b" }}'>"""
+    "<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div><table style='border-collapse:collapse'>"
+    "{% for name, facts in card.blocks %}"
+    "<tr><th colspan='2' style='text-align:left;padding-top:8px'>{{ name }}</th></tr>{% for key, value in facts %}"
+    "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>{{ key }}</td>"
+    "<td style='text-align:left'>{{ value }}</td></tr>{% endfor %}{% endfor %}</table></div>"
+)
 
 
 @dataclass(frozen=True)
