@@ -28,6 +28,7 @@ __all__ = [
 import math, os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -55,12 +56,12 @@ SAMPLE_KEYS = {
 MIN_INTERVAL_S = 0.02  # time since the last sample below which a load has no value, seconds
 
 
+@dataclass
 class LoadMeter:
     "Increase of busy time in percent of the increase of total time, since the last call."
 
-    def __init__(self, clocks: Callable[[], tuple[float, float]]):  # busy time and all time, seconds
-        self.clocks = clocks
-        self.before: tuple[float, float] | None = None
+    clocks: Callable[[], tuple[float, float]]  # busy time and all time, seconds
+    before: tuple[float, float] | None = None
 
     def __call__(self) -> float | None:  # None at first, and after less than MIN_INTERVAL_S
         now = self.clocks()

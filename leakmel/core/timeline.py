@@ -20,6 +20,8 @@ __all__ = [
     "lane_pieces",
     "pieces_by_lane",
     "stage_pieces",
+    "active_lanes",
+    "piece_times",
     "merge_lanes",
     "write_timeline",
     "read_timeline",
@@ -27,7 +29,7 @@ __all__ = [
 
 # %% ../../nbs/core/timeline.ipynb #74e2f8d0
 import json, math, os, sys, time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -207,6 +209,26 @@ def stage_pieces(
     return [p for same in pieces_by_lane(spans).values() for p in same]
 
 
+def active_lanes(
+    pieces: Sequence[LanePiece],
+    times: np.ndarray,  # [n + 1] seconds, rising; every start and end of a piece is one of them
+) -> np.ndarray:  # [stages, n] in the order of STAGES
+    "Count the lanes that are busy with each stage between one time and the next."
+    change = np.zeros((len(STAGES), len(times)), np.int64)
+    stage = np.array([STAGES.index(p[2]) for p in pieces], np.int64)
+    np.add.at(change, (stage, np.searchsorted(times, [p[0] for p in pieces])), 1)
+    np.add.at(change, (stage, np.searchsorted(times, [p[1] for p in pieces])), -1)
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+def piece_times(
+    pieces: Sequence[LanePiece],
+    *more: float,  # further times, s
+) -> np.ndarray:  # seconds, rising
+    "Return the times at which a piece starts or ends."
+    return np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
+
+
 # %% ../../nbs/core/timeline.ipynb #7e1a0005
 def merge_lanes(
     spans: Iterable[Span],  # of all lanes of one process
@@ -220,15 +242,9 @@ def merge_lanes(
     pieces = stage_pieces(spans)
     if not pieces:
         return []
-    starts, ends = (np.array([p[i] for p in pieces], np.float64) for i in (0, 1))
-    names = [name for name in STAGES if any(p[2] == name for p in pieces)]
-    stage = np.array([names.index(p[2]) for p in pieces])
-    edges = np.linspace(starts.min(), ends.max(), n_slices + 1)
-    times = np.unique(np.concatenate([starts, ends, edges]))
-    change = np.zeros((len(names), len(times)), np.int64)
-    np.add.at(change, (stage, np.searchsorted(times, starts)), 1)
-    np.add.at(change, (stage, np.searchsorted(times, ends)), -1)
-    active = np.cumsum(change, axis=1)[:, :-1]  # [stages, intervals] lanes
+    edges = np.linspace(min(p[0] for p in pieces), max(p[1] for p in pieces), n_slices + 1)
+    times = piece_times(pieces, *edges)
+    active = active_lanes(pieces, times)
     seconds = active / np.maximum(active.sum(axis=0), 1) * np.diff(times)
     of_interval = np.searchsorted(edges, times[:-1], side="right") - 1
     counts: dict[tuple[int, str], list[int]] = {}
@@ -239,7 +255,7 @@ def merge_lanes(
     found = []
     for k in range(n_slices):
         at = float(edges[k])
-        for name, took in zip(names, seconds[:, of_interval == k].sum(axis=1).tolist()):
+        for name, took in zip(STAGES, seconds[:, of_interval == k].sum(axis=1).tolist()):
             n_files, n_bytes = counts.get((k, name), (0, 0))
             if took or n_files or n_bytes:
                 found.append(Span(name, lane, at, at + took, split, -1, n_files, n_bytes))

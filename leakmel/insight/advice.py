@@ -25,6 +25,7 @@ __all__ = [
 
 # %% ../../nbs/insight/advice.ipynb #de516edd
 import textwrap
+from copy import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,11 +104,12 @@ class Evidence:
             **(meta.get("workers") or {}),
             **(self.summary.get("pipeline") or {}),
         }
-        self.n_cores: int | None = machine.get("n_cores") or monitor.get("n_cores")
+        # 0: not known
+        self.n_cores: int = machine.get("n_cores") or monitor.get("n_cores") or 0
         self.is_device = self.summary.get("device", "cpu") != "cpu"
-        self.is_alone = not self.is_device and not self.settings.get(
-            "read_workers"
-        )  # each worker runs all stages
+        # each worker runs all stages
+        self.is_alone = not self.is_device and not self.settings.get("read_workers")
+        self.is_cold = self.summary.get("cache") in ("cold", "mixed")
         first, last = interval_s(timeline, split) or (0.0, 0.0)
         self.wall_s = last - first
         self.spans = spans_of(timeline, split)
@@ -123,7 +125,7 @@ class Evidence:
         cpu = mean(samples, "cpu_percent")
         self.cores_used = None if cpu is None else cpu / 100
         self.has_cores_left = (  # CPU time for more threads, if the CPU load was measured
-            cpu is None or not self.n_cores or cpu / 100 < BUSY_CPU_SHARE * self.n_cores
+            self.n_cores > 0 and (cpu is None or cpu / 100 < BUSY_CPU_SHARE * self.n_cores)
         )
         queue = queue_stats(timeline, split).get("queue.compute")
         self.queue_depth = None if queue is None else queue[0]
@@ -151,10 +153,10 @@ class Evidence:
 _READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
 
 
-def _more_threads(e: Evidence, name: str, new: int) -> Suggestion | None:
-    "Suggest more threads for the limiting stage."
-    present = e.settings.get(name)
-    if not present or new <= present:
+def _more_threads(e: Evidence, name: str, new: int, stages: Sequence[str]) -> Suggestion | None:
+    "Suggest more threads if one of these stages is the bottleneck."
+    present = e.settings.get(name) or 0
+    if not 0 < present < new or not e.has_limit(*stages):
         return None
     used = "" if e.cores_used is None else f", of which the process used {e.cores_used:.1f}"
     why = f"{e.limit_clause} with {present} thread{'s' * (present > 1)} on {e.n_cores} cores{used}."
@@ -163,44 +165,37 @@ def _more_threads(e: Evidence, name: str, new: int) -> Suggestion | None:
 
 def _computing_threads(e: Evidence) -> Suggestion | None:
     "Suggest one computing thread per core for an engine on the CPU."
-    present = e.settings.get("compute_workers")
-    if e.is_device or not present or not e.n_cores:
-        return None
-    if present > e.n_cores:
+    present = e.settings.get("compute_workers") or 0
+    if not e.is_device and 0 < e.n_cores < present:
         why = f"{present} threads compute on {e.n_cores} usable core{'s' * (e.n_cores > 1)}."
         return Suggestion("compute_workers", present, e.n_cores, why, None)
     stages = (*_READER_STAGES, "compute", "write") if e.is_alone else ("compute",)
-    return (
-        _more_threads(e, "compute_workers", e.n_cores) if e.has_limit(*stages) and e.has_cores_left else None
-    )
+    can_use_more = not e.is_device and e.has_cores_left
+    return _more_threads(e, "compute_workers", e.n_cores, stages if can_use_more else ())
 
 
 def _reading_threads(e: Evidence) -> Suggestion | None:
     "Suggest more reader threads."
-    if not e.n_cores or not e.has_limit(*_READER_STAGES) or not e.has_cores_left:
-        return None
-    is_cold = e.limit.stage == "read" and e.summary.get("cache") in ("cold", "mixed")
-    new = 2 * (e.settings.get("read_workers") or 0) if is_cold else e.n_cores
-    return _more_threads(e, "read_workers", min(MAX_READERS, new))
+    is_slow_disk = e.limit.stage == "read" and e.is_cold
+    new = 2 * (e.settings.get("read_workers") or 0) if is_slow_disk else e.n_cores
+    stages = _READER_STAGES if e.has_cores_left else ()
+    return _more_threads(e, "read_workers", min(MAX_READERS, new), stages)
 
 
 def _writing_threads(e: Evidence) -> Suggestion | None:
     "Suggest more writer threads."
-    if e.is_alone or not e.n_cores or not e.has_limit("write"):
-        return None
-    twice = 2 * (e.settings.get("write_workers") or 0)
-    return _more_threads(e, "write_workers", min(8, e.n_cores, twice))
+    new = min(8, e.n_cores, 2 * (e.settings.get("write_workers") or 0))
+    return _more_threads(e, "write_workers", new, () if e.is_alone else ("write",))
 
 
 # %% ../../nbs/insight/advice.ipynb #6b7cc1eb
 def _read_ahead_files(e: Evidence) -> Suggestion | None:
     "Suggest requesting files ahead of the readers."
-    is_cold = e.summary.get("cache") in ("cold", "mixed")
-    if not e.has_limit("read") or not is_cold or "read_ahead" not in e.settings:
-        return None
     n_bytes = e.summary.get("bytes_from_device") or 0
-    if e.summary.get("read_ahead_files") or n_bytes < e.summary.get("bytes_asked", 0) / 2:
-        return None  # files were fetched ahead, or most bytes came from the page cache
+    # files were fetched ahead, or most bytes came from the page cache
+    is_cached = e.summary.get("read_ahead_files") or n_bytes < e.summary.get("bytes_asked", 0) / 2
+    if is_cached or not e.is_cold or not e.has_limit("read") or "read_ahead" not in e.settings:
+        return None
     why = f"{e.limit_clause}, the disk delivered {size_text(n_bytes)}, and no file was requested ahead."
     return Suggestion("read_ahead", e.settings["read_ahead"], 1024, why, e.gain_s("read"))
 
@@ -225,11 +220,11 @@ def _slots(e: Evidence) -> Suggestion | None:
     if e.is_alone or not present or not (e.is_starved or e.has_limit("wait")) or too_short_text(e.engine_s):
         return None
     readers = [s for s in e.spans if s.stage in _READER_STAGES and s.split]
-    if len({(s.split, s.batch) for s in readers}) <= present:
-        return None  # every batch had its own slot
-    busy = sum(s.seconds for s in readers) / len({s.lane for s in readers}) / e.engine_s
-    if busy > BUSY_CPU_SHARE:
-        return None  # the readers did not wait for a slot
+    n_lanes, n_batches = len({s.lane for s in readers}), len({(s.split, s.batch) for s in readers})
+    busy = sum(s.seconds for s in readers) / max(1, n_lanes) / e.engine_s
+    # every batch had its own slot, or the readers did not wait for one
+    if n_batches <= present or busy > BUSY_CPU_SHARE:
+        return None
     why = (
         f"With {present} slot{'s' * (present > 1)} the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
         f"and the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
@@ -337,7 +332,7 @@ def _no_suggestion_reason(e: Evidence) -> str:
     if e.limit.stage == "start_up":
         import_s = covered_s(s for s in e.timeline.spans if s.stage == "start_up" and s.lane == "imports")
         return f"Nothing to change: start-up ({import_s:.2f} s of it imports) occurs once in a run, so its share falls with more recordings."
-    used = "" if e.n_cores is None or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
+    used = "" if not e.n_cores or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
     return f"Nothing to change: the measurements show no setting that would shorten {e.limit.stage}{used}."
 
 
@@ -359,9 +354,8 @@ def analyse_run(
 
 def _without_imports(timeline: Timeline) -> Timeline:
     "Return the timeline without the import spans: imports are not part of any rate."
-    rest = Timeline()
+    rest = copy(timeline)
     rest.spans = [s for s in timeline.spans if s.lane != "imports"]
-    rest.gauges, rest.samples, rest.meta = timeline.gauges, timeline.samples, timeline.meta
     return rest
 
 
@@ -385,11 +379,10 @@ def _short_text(timeline: Timeline, summaries: Sequence[Mapping[str, Any]], swit
     lines.append(
         f"Limiting stage: {limit.stage}, {limit.gain_s:.2f} s ({100 * limit.share:.0f} %) would be saved without it."
     )
-    if not found.suggestions:
-        return "\n".join([*lines, "Nothing to change."])
-    s = found.suggestions[0]
-    saved = "" if s.at_most_s is None else f", which saves at most {s.at_most_s:.2f} s"
-    return "\n".join([*lines, f"Suggestion: {s.parameter} {s.present} -> {s.new}{saved}."])
+    for s in found.suggestions[:1]:
+        saved = "" if s.at_most_s is None else f", which saves at most {s.at_most_s:.2f} s"
+        lines.append(f"Suggestion: {s.parameter} {s.present} -> {s.new}{saved}.")
+    return "\n".join([*lines, *(["Nothing to change."] if not found.suggestions else [])])
 
 
 def analysis_text(

@@ -9,7 +9,6 @@ __all__ = [
     "find_runs",
     "joined_timelines",
     "RunRecord",
-    "reused_rows",
     "modified_data_sets",
     "read_run",
     "read_runs",
@@ -35,7 +34,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -48,13 +46,13 @@ from ..core.monitor import mean, peak, size_text
 from ..core.files import read_own_json
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
-from ..core.timeline import Gauge, Timeline, read_timeline
+from ..core.timeline import Timeline, read_timeline
 from ..dataset.file.reader import MelDataset, open_dataset
 from ..dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
-from .page_figures import Section, write_report
+from .page_figures import Section, filled, write_report
 from leakmel.insight.plots import (
     styled_figure,
     plain_text,
@@ -126,17 +124,16 @@ def joined_timelines(
 
 def _joined(timelines: list[Timeline]) -> Timeline:
     "Return the distinct spans, gauges and samples from the end of the imports on."
-    whole = Timeline()
     spans = dict.fromkeys(s for t in timelines for s in t.spans)
     zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
+    whole = Timeline()
     whole.spans = [
         replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
         for s in spans
         if s.lane != "imports"
     ]
-    gauges = dict.fromkeys(g for t in timelines for g in t.gauges)
-    whole.gauges = [Gauge(g.name, max(0.0, g.time_s - zero), g.value) for g in gauges]
-    whole.gauges.sort(key=lambda g: g.time_s)
+    gauges = sorted(dict.fromkeys(g for t in timelines for g in t.gauges), key=lambda g: g.time_s)
+    whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in gauges]
     samples = {s["time_s"]: s for t in timelines for s in t.samples}
     whole.samples = [samples[t] | {"time_s": t - zero} for t in sorted(samples) if t >= zero]
     whole.meta = timelines[0].meta
@@ -144,6 +141,14 @@ def _joined(timelines: list[Timeline]) -> Timeline:
 
 
 # %% ../../nbs/insight/dashboard.ipynb #a05f0139
+NOT_AVAILABLE = "not available"
+
+
+def _distinct_values(values: Sequence[Any]) -> str:
+    "Join distinct values."
+    return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class RunRecord:
     "Reports, timelines and data sets in the folder of a run."
@@ -159,10 +164,18 @@ class RunRecord:
         "Distinct timelines: splits that were built together share one."
         return list({id(t): t for t in self.timelines.values()}.values())
 
+    def total(self, key: str) -> int:
+        "Sum of a count over the reports."
+        return sum(r.get(key) or 0 for r in self.reports.values())
+
+    def values(self, key: str) -> str:
+        "Distinct values of a fact in the reports, joined."
+        return _distinct_values([r.get(key) for r in self.reports.values()])
+
     @property
     def found(self) -> int:
         "Files found, in all splits."
-        return sum(r["found"] for r in self.reports.values())
+        return self.total("found")
 
     @cached_property
     def seconds(self) -> float | None:
@@ -180,11 +193,6 @@ class RunRecord:
 
 
 # %% ../../nbs/insight/dashboard.ipynb #6f0891f0
-def reused_rows(run: RunRecord) -> int:
-    "Return the number of rows that were reused from an interrupted build or an earlier data set."
-    return sum(r.get("kept_rows", 0) for r in run.reports.values())
-
-
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
     "Return the data sets whose size differs from their report: they were changed after verification."
     sizes = {p.name: p.stat().st_size for p in run.data_sets}
@@ -266,23 +274,18 @@ def runs_table(
     table: list[tuple[str, ...]] = [head]
     for i, run in enumerate(runs, 1):
         reports = list(run.reports.values())
-        words = [
-            ", ".join(dict.fromkeys(str(r[key]) for r in reports if r.get(key)))
-            for key in ("engine", "mode", "cache")
-        ]
         made = max((str(r.get("created_at_utc", "")) for r in reports), default="")[:19].replace("T", " ")
         is_verified = all(r["verified"].get("ok") for r in reports)
-        table.append(
-            (
-                f"{i} {run.folder.name}",
-                made,
-                f"{run.found:,}" if reports else "",
-                f"{run.seconds:.2f}" if run.seconds else "",
-                f"{run.files_per_s:,.0f}" if run.files_per_s and not reused_rows(run) else "",
-                "" if not reports else "yes" if is_verified else "NO",
-                *words,
-            )
+        texts = (
+            f"{i} {run.folder.name}",
+            made,
+            f"{run.found:,}" if reports else "",
+            f"{run.seconds:.2f}" if run.seconds else "",
+            f"{run.files_per_s:,.0f}" if run.files_per_s and not run.total("kept_rows") else "",
+            {True: "yes", False: "NO"}[is_verified] if reports else "",
+            *(run.values(key) for key in ("engine", "mode", "cache")),
         )
+        table.append(tuple("" if text == NOT_AVAILABLE else text for text in texts))
     lines = [aligned(table)]
     if len(runs) > 1:
         differing = differing_settings(runs)
@@ -312,9 +315,6 @@ def dashboard_kinds() -> Kinds:
 
 
 # %% ../../nbs/insight/dashboard.ipynb #6c11928b
-NOT_AVAILABLE = "not available"
-
-
 def cache_sentence(
     summary: Mapping[str, Any],  # of a build
 ) -> str:
@@ -329,11 +329,6 @@ def cache_sentence(
     )
 
 
-def _distinct_values(values: Sequence[Any]) -> str:
-    "Join distinct values."
-    return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
-
-
 def _summed_counts(reports: Sequence[Mapping[str, Any]], key: str) -> str:
     "Sum counts by name over reports and format them."
     counts = sum((Counter(r.get(key) or {}) for r in reports), Counter[str]())
@@ -343,37 +338,34 @@ def _summed_counts(reports: Sequence[Mapping[str, Any]], key: str) -> str:
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
 def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
     "Return creation time, rate, limiting stage and page cache state."
-    reports = list(run.reports.values())
-    made = [str(r.get("created_at_utc", "")).replace("T", " ").replace("+00:00", " UTC") for r in reports]
+    made = run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC")
     speed = NOT_AVAILABLE
     if run.seconds:
         speed = f"{run.files_per_s:,.0f} files/s end to end: {run.found:,} files in {run.seconds:.2f} s"
-        if reused_rows(run):  # rows were copied, so a rate is not comparable
-            n_read = run.found - sum(r.get("kept_files", 0) for r in reports)
+        if run.total("kept_rows"):  # rows were copied, so a rate is not comparable
+            n_read = run.found - run.total("kept_files")
             speed = f"{n_read:,} of {run.found:,} files were read, {run.seconds:.2f} s in total"
-    facts = [("created", _distinct_values(made)), ("speed", speed)]
-    facts.append(
-        (
-            "limiting stage",
-            " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines) or NOT_AVAILABLE,
-        )
-    )
-    return [*facts, ("page cache", _distinct_values([r.get("cache") for r in reports]))]
+    limits = " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines) or NOT_AVAILABLE
+    return [
+        ("created", made),
+        ("speed", speed),
+        ("limiting stage", limits),
+        ("page cache", run.values("cache")),
+    ]
 
 
 def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
     "Return source, rows, labels and problems."
     reports = list(run.reports.values())
-    rows, rejected = (sum(r[key] for r in reports) for key in ("rows", "rejected"))
+    rows, rejected, reused = (run.total(key) for key in ("rows", "rejected", "kept_rows"))
     counted = f"{rows:,} rows + {rejected:,} rejected = {run.found:,} files found"
     if rejected:
         share = share_sentence(rejected, run.found, reports[0]["pipeline"].get("max_rejected"))
         counted += f" ({_summed_counts(reports, 'rejected_by_code')}; {share})"
-    if reused_rows(run):
-        counted += f"; {reused_rows(run):,} rows were reused"
-    size = size_text(sum(r.get("source_bytes", 0) for r in reports))
+    if reused:
+        counted += f"; {reused:,} rows were reused"
     facts = [
-        ("recordings", f"{size} in {_distinct_values([r.get('root') for r in reports])}"),
+        ("recordings", f"{size_text(run.total('source_bytes'))} in {run.values('root')}"),
         ("rows", counted),
         ("labels", _distinct_values([name for r in reports for name in r.get("label_names", [])])),
         ("changed to fit", _summed_counts(reports, "status_counts") or "none"),
@@ -390,9 +382,7 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
     m = reports[0].get("machine") or {}
     ram = f"{m['ram_bytes'] / 1e9:.0f} GB of RAM" if m.get("ram_bytes") else None
     cores = f"{m['n_cores']} cores" if m.get("n_cores") else None
-    engine, device, mode, spec = (
-        _distinct_values([r.get(key) for r in reports]) for key in ("engine", "device", "mode", "fingerprint")
-    )
+    engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
 
     def load(key: str, unit: str, factor: float) -> str:
         most, middle = peak(samples, key), mean(samples, key)
@@ -425,6 +415,17 @@ def _file_fact(run: RunRecord, name: str) -> str:
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 
+_CARD = (
+    "<div style='padding:2px 12px;border-left:6px solid "
+    """{{ "#7a7a7a" if card.ok is none else "#2e8b57" if card.ok else "#c0392b" }}'>"""
+    "<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div><table style='border-collapse:collapse'>"
+    "{% for name, facts in card.blocks %}"
+    "<tr><th colspan='2' style='text-align:left;padding-top:8px'>{{ name }}</th></tr>{% for key, value in facts %}"
+    "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>{{ key }}</td>"
+    "<td style='text-align:left'>{{ value }}</td></tr>{% endfor %}{% endfor %}</table></div>"
+)
+
+
 @dataclass(frozen=True)
 class Card:
     "Title and blocks of name-value pairs, for a notebook or a terminal."
@@ -452,19 +453,7 @@ class Card:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        colour = "#7a7a7a" if self.ok is None else "#2e8b57" if self.ok else "#c0392b"
-        rows = ""
-        for name, facts in self.blocks:
-            rows += f"<tr><th colspan='2' style='text-align:left;padding-top:8px'>{escape(name)}</th></tr>"
-            for k, v in facts:
-                rows += (
-                    "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>"
-                    f"{escape(k)}</td><td style='text-align:left'>{escape(v)}</td></tr>"
-                )
-        return (
-            f"<div style='border-left:6px solid {colour};padding:2px 12px'><div style='font-size:120%;font-weight:bold'>{escape(self.title)}</div>"
-            f"<table style='border-collapse:collapse'>{rows}</table></div>"
-        )
+        return filled(_CARD, card=self)
 
 
 def run_card(
@@ -476,10 +465,7 @@ def run_card(
     blocks = [("run", [("folder", show_path(run.folder))])]
     if reports:
         ok = all(r["verified"].get("ok") for r in reports) and not changed
-        rows, n_checked = (
-            sum(r["rows"] for r in reports),
-            sum(r["verified"].get("checked", 0) for r in reports),
-        )
+        rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
         how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
         title = f"{rows:,} rows, all data sets verified {how}" if ok else "NOT verified"
         blocks[0][1].extend(_time_facts(run))
@@ -588,20 +574,19 @@ def spectra_figure(
 
 
 # %% ../../nbs/insight/dashboard.ipynb #ed88ba21
-def _typical_mels(ds: MelDataset) -> "go.Figure":
-    "Draw the recording with the median level of each label."
-    typical = ds.typical_rows()
-    scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-    rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-    hop_s = ds.spec.hop_length / ds.spec.sample_rate
-    return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
-
-
 def mel_pictures(
     path: Path | None,  # data set; None: none exists
 ) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
-    return _figure_of_file(path, _typical_mels)
+
+    def typical_mels(ds: MelDataset) -> "go.Figure":
+        typical = ds.typical_rows()
+        scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
+        rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
+        hop_s = ds.spec.hop_length / ds.spec.sample_rate
+        return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
+
+    return _figure_of_file(path, typical_mels)
 
 
 # %% ../../nbs/insight/dashboard.ipynb #9604c8d5

@@ -37,7 +37,9 @@ from leakmel.core.timeline import (
     LanePiece,
     Span,
     Timeline,
+    active_lanes,
     covered_s,
+    piece_times,
     pieces_by_lane,
     stage_pieces,
 )
@@ -53,14 +55,17 @@ def background_checks(
     Span
 ]:  # "verify" spans on publisher lanes that start before the first "publish" span of their split
     "Return the spans of verification that runs in the background while rows are computed."
+    published = [s for s in timeline.spans if s.stage == "publish"]
+    # of a split, the first one counts
+    first = {s.split: s.start_s for s in sorted(published, key=lambda s: -s.start_s)}
     checks = [s for s in timeline.spans if s.stage == "verify" and s.lane.startswith("publisher")]
-    if not checks:
-        return []
-    first: dict[str, float] = {}
-    for s in timeline.spans:
-        if s.stage == "publish":
-            first[s.split] = min(s.start_s, first.get(s.split, math.inf))
     return [s for s in checks if s.start_s < first.get(s.split, math.inf)]
+
+
+def _without_checks(timeline: Timeline) -> list[Span]:
+    "Return the spans that are no background checks."
+    checks = set(background_checks(timeline))
+    return [s for s in timeline.spans if s not in checks]
 
 
 def interval_s(
@@ -68,10 +73,9 @@ def interval_s(
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
     "Return the start of the first and the end of the last span, without background checks."
-    own = [s for s in timeline.spans if split is None or s.split == split]
+    own = [s for s in timeline.spans if split in (None, s.split)]
     if split is not None:
-        ahead = set(map(id, background_checks(timeline)))
-        own = [s for s in own if id(s) not in ahead] or own
+        own = [s for s in _without_checks(timeline) if s.split == split] or own
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 
@@ -86,22 +90,17 @@ def spans_of(
 
 
 def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: float) -> list[Span]:
-    "Return the spans of a split and those without a split, cut to an interval."
+    "Return the spans of a split and those without a split, or all of them, cut to an interval."
     kept = [
-        _clipped(s, first, last)
+        # a span that lies inside stays the same object
+        s
+        if first <= s.start_s and s.end_s <= last
+        else replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
         for s in spans
-        if split is None
-        or (s.split == split and s.end_s >= first)
+        if (split in (None, s.split) and s.end_s >= first and s.start_s <= last)
         or (not s.split and s.end_s > first and s.start_s < last)
     ]
     return sorted(kept, key=lambda s: s.start_s)
-
-
-def _clipped(s: Span, first: float, last: float) -> Span:
-    "Return the part of a span in [first, last)."
-    if s.start_s >= first and s.end_s <= last:
-        return s
-    return replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
 
 
 # %% ../../nbs/insight/diagnose.ipynb #63f99e52
@@ -113,38 +112,20 @@ def attribute(
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    early = background_checks(timeline)
-    known = set(map(id, early))
-    others = [s for s in timeline.spans if id(s) not in known]
-    main, ahead = (stage_pieces(_spans_within(spans, split, *within)) for spans in (others, early))
-    pieces, names = main + ahead, list(dict.fromkeys((*STAGES, *(p[2] for p in main + ahead))))
-    starts, ends = (np.array([p[i] for p in pieces], dtype=np.float64) for i in (0, 1))
-    seconds, idle_s = _shares(starts, ends, np.arange(len(pieces)) >= len(main), *within)
-    codes = np.array([names.index(p[2]) for p in pieces], dtype=np.int64)
-    sums = np.bincount(codes, weights=seconds, minlength=len(names))
-    return {n: float(v) for n, v in zip(names, sums) if v > 0 and n != "wait"} | {"wait": idle_s}
+    main = _spans_within(_without_checks(timeline), split, *within)
+    return _shares(main, _spans_within(background_checks(timeline), split, *within), *within)
 
 
-def _shares(
-    starts: np.ndarray, ends: np.ndarray, is_ahead: np.ndarray, first: float, last: float
-) -> tuple[np.ndarray, float]:
-    "Return the seconds of each piece (n simultaneous pieces get 1/n each, background pieces only otherwise idle time), and the idle seconds."
-    times = np.unique(np.concatenate([starts, ends, [first, last]]))
-    at, until, length = np.searchsorted(times, starts), np.searchsorted(times, ends), np.diff(times)
-
-    def count(which: np.ndarray) -> np.ndarray:
-        change = np.zeros(len(times), dtype=np.int64)
-        np.add.at(change, at[which], 1)
-        np.add.at(change, until[which], -1)
-        return np.cumsum(change)[:-1]
-
-    def integral(n: np.ndarray) -> np.ndarray:
-        return np.concatenate([[0.0], np.cumsum(np.where(n > 0, length / np.maximum(n, 1), 0.0))])
-
-    n_main, n_ahead = count(~is_ahead), count(is_ahead)
-    main, ahead = integral(n_main), integral(np.where(n_main > 0, 0, n_ahead))
-    idle_s = float(length[(n_main == 0) & (n_ahead == 0)].sum())
-    return np.where(is_ahead, ahead[until] - ahead[at], main[until] - main[at]), idle_s
+def _shares(main: list[Span], ahead: list[Span], first: float, last: float) -> dict[str, float]:
+    "Return the seconds of each stage: n lanes that are busy at the same time get 1/n each, background checks only otherwise idle time."
+    groups = [stage_pieces(spans) for spans in (main, ahead)]
+    times = piece_times([*groups[0], *groups[1]], first, last)
+    lanes, checks = (active_lanes(pieces, times) for pieces in groups)
+    lanes = np.where(lanes.any(axis=0), lanes, checks)
+    share = lanes / np.maximum(lanes.sum(axis=0), 1)
+    idle_s = float(np.diff(times)[~lanes.any(axis=0)].sum())
+    seconds = dict(zip(STAGES, (share @ np.diff(times)).tolist()))
+    return {name: s for name, s in seconds.items() if s > 0} | {"wait": idle_s}
 
 
 # %% ../../nbs/insight/diagnose.ipynb #e6dba12e
@@ -161,22 +142,21 @@ def stage_table(
     import pandas as pd
 
     exclusive = attribute(timeline, split)
-    groups: dict[str, list[Span]] = {}
-    for s in spans_of(timeline, split):
-        groups.setdefault(s.stage, []).append(s)
-    wall_s = sum(exclusive.values()) or 1.0
-    names = [n for n in (*STAGES, *groups) if n != "wait" and n in groups]
-    rows = []
-    for stage in dict.fromkeys((*names, *exclusive)):
-        spans, own_s = groups.get(stage, []), exclusive.get(stage, 0.0)
-        seconds, busy_s = [s.seconds for s in spans], covered_s(spans)
-        mean_s, max_s = sum(seconds) / max(1, len(seconds)), max(seconds, default=0.0)
-        n_files, n_bytes = sum(s.n_files for s in spans), sum(s.n_bytes for s in spans)
-        rate = n_bytes / busy_s / 1e6 if n_bytes and busy_s else math.nan
-        times = (sum(seconds), mean_s, max_s, len(spans))
-        rows.append((stage, *times, n_files, n_bytes, busy_s, rate, own_s, own_s / wall_s))
-    columns = ["stage", "total_s", "mean_s", "max_s", "count", "n_files", "n_bytes", "busy_s", "mb_per_s"]
-    return pd.DataFrame(rows, columns=[*columns, "exclusive_s", "share"])
+    spans = spans_of(timeline, split)
+    columns = ["stage", "seconds", "n_files", "n_bytes"]
+    whole = pd.DataFrame([[getattr(s, name) for name in columns] for s in spans], columns=columns)
+    names = [name for name in STAGES if name in exclusive or name in set(whole["stage"])]
+    by_stage = whole.astype(dict.fromkeys(columns[1:], float)).groupby("stage")
+    table = by_stage["seconds"].agg(total_s="sum", mean_s="mean", max_s="max", count="size")
+    table = table.join(by_stage[["n_files", "n_bytes"]].sum()).reindex(names, fill_value=0)
+    table["busy_s"] = [covered_s(s for s in spans if s.stage == name) for name in names]
+    table["mb_per_s"] = (table["n_bytes"] / table["busy_s"] / 1e6).where(
+        table["n_bytes"] * table["busy_s"] > 0
+    )
+    table["exclusive_s"] = [exclusive.get(name, 0.0) for name in names]
+    table["share"] = table["exclusive_s"] / (sum(exclusive.values()) or 1.0)
+    counts = dict.fromkeys(["count", "n_files", "n_bytes"], np.int64)
+    return table.astype(counts).rename_axis("stage").reset_index()
 
 
 # %% ../../nbs/insight/diagnose.ipynb #6ac61b89
@@ -212,11 +192,7 @@ def exposed_wait_s(
     within = interval_s(timeline, split)
     if within is None:
         return 0.0
-    first, last = within
-    pieces = stage_pieces(
-        _clipped(s, first, last) for s in timeline.spans if s.end_s > first and s.start_s < last
-    )
-    return max(0.0, last - first - covered_s(Span("read", "", a, b) for a, b, _ in pieces))
+    return _shares(_spans_within(timeline.spans, None, *within), [], *within)["wait"]
 
 
 def engine_idle(
@@ -239,11 +215,8 @@ def computing_s(
     last_s: float,
 ) -> float:  # seconds
     "Return how long an engine computed for any split in an interval."
-    return covered_s(
-        _clipped(s, first_s, last_s)
-        for s in timeline.spans
-        if s.stage == "compute" and s.end_s > first_s and s.start_s < last_s
-    )
+    spans = _spans_within(timeline.spans, None, first_s, last_s)
+    return covered_s(s for s in spans if s.stage == "compute")
 
 
 # %% ../../nbs/insight/diagnose.ipynb #88db4d45
@@ -275,11 +248,9 @@ def amdahl_bounds(
     if within is None or within[1] <= within[0]:
         return []
     wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
-    early = set(map(id, background_checks(timeline)))
-    main = _spans_within([s for s in timeline.spans if id(s) not in early], split, *within)
-    groups = pieces_by_lane(main)
+    groups = pieces_by_lane(_spans_within(_without_checks(timeline), split, *within))
     pieces = [p for same in groups.values() for p in same]
-    stages = [n for n in dict.fromkeys((*STAGES, *(p[2] for p in pieces))) if any(p[2] == n for p in pieces)]
+    stages = [name for name in STAGES if any(p[2] == name for p in pieces)]
     first, last = (
         within  # of three phases: before the first recording, while there are rows to make, after the last row
     )
@@ -292,10 +263,12 @@ def amdahl_bounds(
     least_s = sum(
         (_min_duration_s(groups, stages, a, b) for a, b in zip(ends, ends[1:])), np.zeros(len(stages))
     )
-    found = []
-    for stage, least in zip(stages, least_s):
-        union_s = covered_s(Span(stage, "", a, b) for a, b, name in pieces if name == stage)
-        found.append(AmdahlBound(stage, max(0.0, min(union_s, wall_s - float(least))), wall_s))
+    times = piece_times(pieces)
+    union_s = dict(zip(STAGES, (active_lanes(pieces, times) > 0) @ np.diff(times)))
+    found = [
+        AmdahlBound(stage, max(0.0, float(min(union_s[stage], wall_s - least))), wall_s)
+        for stage, least in zip(stages, least_s)
+    ]
     return sorted(
         [*found, AmdahlBound("wait", exposed_wait_s(timeline, split), wall_s)],
         key=lambda b: (-round(b.gain_s, 9), -exclusive.get(b.stage, 0.0)),

@@ -109,10 +109,9 @@ class Recordings:
     @cached_property
     def value_counts(self) -> dict[str, dict[str, int]]:
         "Number of recordings per value, for each field of a RecordingFilter."
-        columns = {name: self.table[name] for name in ("split", "label", "sensor")}
-        columns["flag"] = self.table["flags"].explode().dropna()
-        counts = {name: column.value_counts() for name, column in columns.items()}
-        counts |= {name: counts[name].sort_index() for name in ("split", "label", "sensor")}
+        names = ("split", "label", "sensor")
+        counts = {name: self.table[name].value_counts().sort_index() for name in names}
+        counts["flag"] = self.table["flags"].explode().dropna().value_counts()
         return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
 
     def matching(
@@ -121,19 +120,15 @@ class Recordings:
         "Return the rows that match a filter."
         fits = np.ones(len(self), bool)
         for name, word in asdict(wanted).items():
-            if not word:
-                continue
-            if word not in self.value_counts[name]:
+            if word and word not in self.value_counts[name]:
                 raise UsageError(
                     f"no recording has this {name}",
                     code="no-matching-recording",
                     found=repr(word),
                     expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
                 )
-            if name == "flag":
-                fits &= [word in flags for flags in self.table["flags"]]
-            else:
-                fits &= (self.table[name] == word).to_numpy()
+            values = self.table["flags"] if name == "flag" else self.table[name].map(lambda value: (value,))
+            fits &= np.array([not word or word in own for own in values])
         if not fits.any():
             raise UsageError(
                 "no recording matches the filter", code="no-matching-recording", found=repr(wanted)
@@ -153,13 +148,11 @@ def recordings_of_scan(
     )
     table = whole[(whole["code"] == "") & (label_ids >= 0)]
     shown = [manifest.listings[i].show(k) for i, k in zip(table["listing"], table["k"])]
-    kinds: dict[str, list[str]] = {}
-    for path, kind in zip(manifest.problems["path"], manifest.problems["kind"]):
-        kinds.setdefault(path, []).append(kind)
-    flags: list[Any] = []
-    for path, status in zip(shown, table["status"]):
-        words = [word for word in status.split("+") if word not in ("", "ok")]
-        flags.append(tuple(dict.fromkeys([*words, *kinds.get(path, ())])))
+    kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
+    words = [[*status.split("+"), *kinds.get(path, ())] for path, status in zip(shown, table["status"])]
+    flags: list[Any] = [
+        tuple(dict.fromkeys(word for word in each if word not in ("", "ok"))) for each in words
+    ]
     return Recordings(manifest, table.assign(shown=shown, flags=flags), len(whole) - len(table))
 
 
@@ -332,6 +325,11 @@ class Explorer:
         return int(self.matching[self.position])
 
     @property
+    def split(self) -> str:
+        "Split of the recording."
+        return str(self.recordings.table["split"].iloc[self.row])
+
+    @property
     def recording(self) -> FittedRecording:
         "The recording that is shown; raises RecordingError."
         return read_row(self.recordings, self.row, self.spec)
@@ -413,9 +411,7 @@ class Explorer:
         | None = None,  # None: a file in runs/specs named after preset and fingerprint
     ) -> SpecFile:
         "Write the spec file."
-        return write_spec(
-            default_spec_path(self.spec) if path is None else Path(path).expanduser(), self.changes
-        )
+        return write_spec(Path(path or default_spec_path(self.spec)).expanduser(), self.changes)
 
 
 def default_spec_path(
@@ -435,8 +431,7 @@ def as_float(
     samples: np.ndarray,  # int16, or float with full scale 1.0
 ) -> np.ndarray:  # float32
     "Convert samples to the range from -1 to 1."
-    full_scale = 32_768 if samples.dtype == np.int16 else 1
-    return (samples / np.float32(full_scale)).astype(np.float32)
+    return (samples / np.float32(32_768 if samples.dtype == np.int16 else 1)).astype(np.float32)
 
 
 def envelope(
@@ -594,13 +589,11 @@ def recording_figure(
     ):
         fig.add_trace(curve, row=2, col=2)
     _set_axes(fig, spec, chosen)
+    inside = np.flatnonzero((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz))
+    loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""
+    level = f"{recording.rms_db:.0f} dB re full scale{loudest}"
     title = ", sensor ".join(filter(None, [plain_text(recording.label), plain_text(recording.sensor)]))
-    if recording.rms_db > SILENT_DB:
-        inside = np.flatnonzero((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz))
-        loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""
-        title += f": {recording.rms_db:.0f} dB re full scale{loudest}"
-    else:
-        title += ": the recording is silent"
+    title += f": {level if recording.rms_db > SILENT_DB else 'the recording is silent'}"
     fig = apply_style(fig, title, _subtitle(recording, spec, chosen, each), 580)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=TEXT_COLOUR))
 
@@ -608,12 +601,10 @@ def recording_figure(
 def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelection, each: int) -> str:
     "Return path, segments, frames, status and flags of a recording."
     n_long, n_short, _, _ = spec.row_shape
-    stop = chosen.stop or n_long
+    last = (chosen.stop or n_long) - 1
     begin_s, end_s = (n / spec.sample_rate for n in chosen.samples(spec))
-    part = (
-        f"long segments {chosen.first} to {stop - 1} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)"
-    )
-    if stop - chosen.first == n_long:
+    part = f"long segments {chosen.first} to {last} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)"
+    if last - chosen.first + 1 == n_long:
         part = f"all {n_long} long segments"
     noted = dict.fromkeys([*recording.status.split("+"), *recording.flags])
     parts = [
@@ -640,8 +631,7 @@ def playback_wav(
     original = read_wav(listing.full_path(int(facts["k"])))
     rate, samples = original.sample_rate, as_float(original.samples)
     mono = samples.mean(axis=1, dtype=np.float32) if spec.channels == "mean" else samples[:, 0]
-    chosen = state.selection.samples(spec)
-    start, stop = (round(n * rate / spec.sample_rate) for n in chosen)
+    start, stop = (round(n * rate / spec.sample_rate) for n in state.selection.samples(spec))
     x, gain = np.nan_to_num(mono[start:stop]), "at the recorded level"
     if rate != spec.sample_rate:
         gain = f"at the recorded rate of {rate:,} Hz and the recorded level"

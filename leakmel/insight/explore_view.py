@@ -17,8 +17,8 @@ __all__ = [
 import os, shlex
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from html import escape
 from typing import Any
 
 from ..core.errors import LeakmelError, UsageError, show_path
@@ -33,47 +33,39 @@ from leakmel.insight.explore import (
     recordings_of_scan,
     split_spectra,
 )
+from .page_figures import filled
 from .plots import spectrum_by_label
 from ..mel.spec import MelSpec
 
-
 # %% ../../nbs/insight/explore_view.ipynb #467e46a0
+_STATUS = """<div role='status' style='max-width:1000px;margin:4px 0;padding:2px 8px;line-height:1.5;border-left:3px solid
+{{ "#D55E00" if line.error else "rgba(128,128,128,0.5)" }}'>
+{%- if line.error %}<b>Rejected:</b> {{ line.error }}<br><span style='opacity:0.75'>Unchanged: {{ line.text }}</span>
+{%- else %}{{ line.text }}{% endif %}</div>"""
+
+
+@dataclass(frozen=True, repr=False)
 class StatusLine:
     "A status text, with the error message of a rejected change if there is one."
 
-    def __init__(self, text: str, error: str = ""):
-        self.text = text
-        self.error = error
+    text: str
+    error: str = ""
 
     def __repr__(self) -> str:
         return f"Rejected: {self.error} (unchanged: {self.text})" if self.error else self.text
 
     def _repr_html_(self) -> str:
-        colour, shown = "rgba(128,128,128,0.5)", escape(self.text)
-        if self.error:
-            colour = "#D55E00"
-            shown = f"<b>Rejected:</b> {escape(self.error)}<br><span style='opacity:0.75'>Unchanged: {shown}</span>"
-        style = (
-            f"max-width:1000px;margin:4px 0;padding:2px 8px;line-height:1.5;border-left:3px solid {colour}"
-        )
-        return f"<div style='{style}' role='status'>{shown}</div>"
-
-
-def _spec_text(state: Explorer) -> str:
-    "Return the preset and the settings that differ from it, as text."
-    own = ", ".join(
-        f"{k} {'none' if v is None else f'{v:g}' if isinstance(v, float) else v}"
-        for k, v in state.changes.items()
-        if k != "preset"
-    )
-    return f"preset {state.spec.preset_name} {f'with {own}' if own else 'unchanged'}"
+        return filled(_STATUS, line=self)
 
 
 def _spec_line(state: Explorer, error: str) -> StatusLine:
-    "Return the status line of recording, settings, row shape and last error."
+    "Return the status line of recording, settings that differ from the preset, row shape and last error."
     n_long, n_short, n_mels, n_frames = state.spec.row_shape
+    texts = {k: f"{v:g}" if isinstance(v, float) else str(v).lower() for k, v in state.changes.items()}
+    own = ", ".join(f"{k} {text}" for k, text in texts.items() if k != "preset")
     text = (
-        f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); {_spec_text(state)}: "
+        f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); "
+        f"preset {state.spec.preset_name} {f'with {own}' if own else 'unchanged'}: "
         f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
         f"Windows: {state.spec.windows_text}."
     )
@@ -183,12 +175,10 @@ class Controls:
                 )
         still = {"continuous_update": False}  # an event when a slider is released, not while it moves
         self.position = w.IntSlider(min=1, max=2, **still, **common("recording"))
-        self.previous_button = _button(
-            "\u25c0 previous", "110px", partial(self._step, -1), tooltip="the previous recording"
-        )
-        self.next_button = _button(
-            "next \u25b6", "110px", partial(self._step, 1), tooltip="the next recording"
-        )
+        self.steps = [
+            _button(text, "110px", partial(self._step, by), tooltip=f"the {name} recording")
+            for text, name, by in (("\u25c0 previous", "previous", -1), ("next \u25b6", "next", 1))
+        ]
         self.preset = w.Dropdown(
             options=sorted({*MelSpec.preset_names(), self.state.spec.preset_name}), **common("preset")
         )
@@ -211,7 +201,7 @@ class Controls:
         self._connect()
         rows = (
             tuple(self.filters.values()),
-            (self.position, self.previous_button, self.next_button, self.louder),
+            (self.position, *self.steps, self.louder),
             (self.preset, self.sample_rate, self.power),
             tuple(self.windows.values()),
             (self.n_mels, self.range_hz),
@@ -231,7 +221,7 @@ class Controls:
                 box.value = getattr(state.filter, name)
             self.position.max = max(2, len(state.matching))
             self.position.value = state.position + 1
-            for widget in (self.position, self.previous_button, self.next_button):
+            for widget in (self.position, *self.steps):
                 widget.disabled = len(state.matching) == 1
             self.preset.value = spec.preset_name
             self.sample_rate.value = spec.sample_rate
@@ -249,59 +239,52 @@ class Controls:
             self.is_updating = False
 
     def _step(self, by: int) -> None:
-        "Show the next or the previous recording."
-        self.state.go_to(self.state.position + by)
-        self.update_widgets()
-        self.view.draw()
+        "Move to the next or the previous recording; the position wraps around."
+        self.position.value = 1 + (self.state.position + by) % len(self.state.matching)
 
     def _connect(self) -> None:
         "Connect the events of the widgets to the state."
-
-        def on(widgets: Any, act: Callable[[Any], object], follows: bool = False) -> None:
-            def moved(change: dict[str, Any]) -> None:
-                if not self.is_updating:
-                    act(change["new"])
-                    if follows:
-                        self.update_widgets()
-                    self.view.draw()
-
+        state = self.state
+        acts: list[tuple[list[Any], Callable[..., object], bool]] = [
+            ([box], lambda value, name=name: state.filter_recordings(**{name: value}), True)
+            for name, box in self.filters.items()
+        ]
+        acts += [
+            ([self.position], lambda n: state.go_to(n - 1), False),
+            ([self.preset], lambda name: state.change_spec(preset=name), True),
+            ([self.sample_rate], lambda rate: state.change_spec(sample_rate=rate), True),
+            # a rejected value may be valid together with the next change
+            ([*self.settings.values(), self.range_hz], self._change_settings, False),
+            ([self.long], lambda ends: state.select(ends[0], ends[1] + 1), False),
+            ([self.louder], lambda value: setattr(self.view, "louder", value), False),
+        ]
+        for widgets, act, follows in acts:
             for widget in widgets:
-                widget.observe(moved, "value")
+                widget.observe(partial(self._changed, act, follows), "value")
 
-        def set_filter(name: str, value: str) -> None:
-            self.state.filter_recordings(**{name: value})
+    def _changed(self, act: Callable[..., object], follows: bool, change: dict[str, Any]) -> None:
+        "Apply the change of a widget; the others follow the state always, or if the change was accepted."
+        if self.is_updating:
+            return
+        if act(change["new"]) or follows:
+            self.update_widgets()
+        self.view.draw()
 
-        def set_all(
-            _: Any,
-        ) -> None:  # a rejected value may be valid together with the next change
-            low, high = self.range_hz.value
-            asked = {name: widget.value for name, widget in self.settings.items()}
-            asked |= self.state.segment_hops(asked["long_window"], asked["short_window"])
-            if self.state.change_spec(
-                **asked, f_min_hz=low, f_max_hz=None if high >= self.range_hz.max else high
-            ):
-                self.update_widgets()
-
-        def select(_: Any) -> None:
-            first, last = self.long.value
-            self.state.select(first, last + 1)
-
-        for name, box in self.filters.items():
-            on([box], partial(set_filter, name), follows=True)
-        on([self.position], lambda n: self.state.go_to(n - 1))
-        on([self.preset], lambda name: self.state.change_spec(preset=name), follows=True)
-        on([self.sample_rate], lambda rate: self.state.change_spec(sample_rate=rate), follows=True)
-        on([*self.settings.values(), self.range_hz], set_all)
-        on([self.long], select)
-        on([self.louder], lambda value: setattr(self.view, "louder", value))
+    def _change_settings(self, _: Any) -> bool:
+        "Apply all settings together."
+        low, high = self.range_hz.value
+        asked = {name: widget.value for name, widget in self.settings.items()}
+        asked |= self.state.segment_hops(asked["long_window"], asked["short_window"])
+        top = None if high >= self.range_hz.max else high
+        return self.state.change_spec(**asked, f_min_hz=low, f_max_hz=top)
 
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
+@dataclass(frozen=True)
 class _Picture:
     "A figure as an output that can be replaced in place."
 
-    def __init__(self, figure: Any):  # of plotly
-        self.figure = figure
+    figure: Any  # of plotly
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         import plotly.io as pio
@@ -314,11 +297,11 @@ class _Picture:
         return bundle
 
 
+@dataclass
 class _Output:
     "A notebook output that is replaced in place."
 
-    def __init__(self) -> None:
-        self.handle: Any = None
+    handle: Any = None
 
     def show(self, value: Any) -> None:
         from IPython.display import HTML, display
@@ -352,79 +335,79 @@ class ExploreView:
         self.write_to = write_to
         self.outputs: dict[str, _Output] = {}
         self.spectra: SplitSpectra | None = None
-        self._figure_key: Any = None  # state that the figure shows
-        self._sound_key: Any = None
+        self._keys: dict[str, Any] = {}  # state that figure and sound show
+
+    def _place(self, *names: str, control: Callable[[], Any]) -> None:
+        "Show a control if there are any, and make outputs below it."
+        from IPython.display import display
+
+        self.outputs |= {name: _Output() for name in names}
+        if self.controls:
+            display(control())
 
     def show_recording(self) -> None:
         "Show the controls and the recording."
-        from IPython.display import display
-
-        self._figure_key = self._sound_key = None
-        self.outputs |= {name: _Output() for name in ("line", "figure", "sound")}
-        if self.controls:
-            display(Controls(self).box)
+        self._keys = {}
+        self._place("line", "figure", "sound", control=lambda: Controls(self).box)
         self.draw()
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        from IPython.display import display
-
-        self.outputs |= {name: _Output() for name in ("split_line", "split_figure")}
-        if self.controls:
-            display(_button("compute the split", "190px", self.recompute))
+        again = partial(_button, "compute the split", "190px", self.recompute)
+        self._place("split_line", "split_figure", control=again)
         self.recompute()
 
     def show_spec(self) -> None:
         "Show the settings and a button that writes the spec file."
-        from IPython.display import display
-
-        self.outputs["written"] = _Output()
-        if self.controls:
-            display(_button("write the spec file", "230px", self.write, button_style="primary"))
-        where = show_path(default_spec_path(self.state.spec) if self.write_to is None else self.write_to)
+        write = partial(_button, "write the spec file", "230px", self.write, button_style="primary")
+        self._place("written", control=write)
+        where = show_path(self.write_to or default_spec_path(self.state.spec))
         how = "the button" if self.controls else "view.write()"
         self.outputs["written"].show(StatusLine(f"Not written yet; {how} writes the settings to {where}"))
 
     def draw(self) -> None:
         "Replace the outputs that differ from the state."
-        from IPython.display import HTML, Audio
-
         state, spec = self.state, self.state.spec
         chosen = state.selection.fitted(spec)
-        figure_key = (state.row, spec, chosen)
-        sound_key = (state.row, chosen.samples(spec), spec.sample_rate, self.louder)
-        figure = sound = None
+        heard = (state.row, chosen.samples(spec), spec.sample_rate, self.louder)
+        makers: dict[str, tuple[Any, Callable[[], Any]]] = {
+            "sound": (heard, self._sound),
+            "figure": ((state.row, spec, chosen), lambda: _Picture(recording_figure(state))),
+        }
+        made: dict[str, Any] = {}
         failed = ""
         try:
-            sound = playback_wav(state, self.louder) if sound_key != self._sound_key else None
-            figure = recording_figure(state) if figure_key != self._figure_key else None
+            for name, (key, make) in makers.items():
+                if key != self._keys.get(name):
+                    made[name] = make()
         except LeakmelError as e:
             failed = str(e)
         self.outputs["line"].show(_spec_line(state, failed or state.error))
-        if figure is not None:
-            self.outputs["figure"].show(_Picture(figure))
-            self._figure_key = figure_key
-        if sound is not None:
-            parts = Audio(data=sound[0])._repr_html_() + StatusLine(sound[1])._repr_html_()
-            style = "display:flex;flex-wrap:wrap;align-items:center;gap:12px"
-            self.outputs["sound"].show(HTML(f"<div style='{style}'>{parts}</div>"))
-            self._sound_key = sound_key
+        for name, value in made.items():
+            self.outputs[name].show(value)
+            self._keys[name] = makers[name][0]
         if failed:
             return
         shown = self.spectra
-        if shown is not None and (shown.spec, shown.split) != (spec, self._split_name()):
+        if shown is not None and (shown.spec, shown.split) != (spec, state.split):
             self.outputs["split_line"].show(
                 StatusLine(f"{shown!r}. The spec or the split has changed since.")
             )
 
-    def _split_name(self) -> str:
-        return str(self.state.recordings.table["split"].iloc[self.state.row])
+    def _sound(self) -> Any:
+        "Return the player with its description."
+        from IPython.display import HTML, Audio
+
+        wav, text = playback_wav(self.state, self.louder)
+        parts = Audio(data=wav)._repr_html_() + StatusLine(text)._repr_html_()
+        style = "display:flex;flex-wrap:wrap;align-items:center;gap:12px"
+        return HTML(f"<div style='{style}'>{parts}</div>")
 
     def recompute(self) -> None:
         "Compute the mean spectra of the split; on an error the last figure stays."
-        state, split, place = self.state, self._split_name(), self.outputs["split_line"]
+        state, place = self.state, self.outputs["split_line"]
         try:
-            found = split_spectra(state.recordings, split, state.spec, most=self.most)
+            found = split_spectra(state.recordings, state.split, state.spec, most=self.most)
             figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
         except LeakmelError as e:
             place.show(StatusLine("the figure shows the previous spec", str(e)))

@@ -13,6 +13,7 @@ __all__ = [
     "html_figures",
     "notebook_page",
     "png_bytes",
+    "filled",
     "Section",
     "is_report",
     "write_report",
@@ -237,6 +238,21 @@ def png_bytes(
 
 
 # %% ../../nbs/insight/page_figures.ipynb #c2c5c9cf
+@cache
+def _template(text: str) -> Any:
+    from jinja2 import Environment
+
+    return Environment(autoescape=True, keep_trailing_newline=True).from_string(text)
+
+
+def filled(
+    template: str,  # of Jinja2
+    **values: Any,  # escaped, except `Markup`
+) -> str:  # HTML
+    "Fill a template."
+    return _template(template).render(values)
+
+
 _MARK = "<meta name='generator' content='leakmel'>"
 _REPORT = """<!doctype html>
 <html lang='en'><head><meta charset='utf-8'>{{ mark }}<meta name='viewport' content='width=device-width'><title>{{ title }}</title>
@@ -297,10 +313,8 @@ def write_report(
     ok: bool | None = None,  # colour of the verdict; None: neutral
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a run as one HTML file that works without a network."
-    from jinja2 import Environment
     from markupsafe import Markup
 
-    page = Environment(autoescape=True, keep_trailing_newline=True).from_string(_REPORT)
     about = {"mark": Markup(_MARK), "script": Markup(plotly_script()), "version": lm.__version__}
-    text = page.render(about, title=title, verdict=verdict, ok=ok, sections=sections, shown=_shown)
-    return write_run_file(path, text)
+    given = {"title": title, "verdict": verdict, "ok": ok, "sections": sections, "shown": _shown}
+    return write_run_file(path, filled(_REPORT, **about, **given))

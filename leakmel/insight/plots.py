@@ -48,7 +48,7 @@ from numpy.typing import ArrayLike
 from ..audio.content import label_auc
 from ..core.errors import DataError, show_path
 from ..core.monitor import mean, peak
-from ..core.timeline import STAGES, Span, Timeline, lane_pieces
+from ..core.timeline import STAGES, Span, Timeline, lane_pieces, merge_lanes
 from .diagnose import attribute, interval_s, spans_of
 
 if TYPE_CHECKING:
@@ -282,6 +282,7 @@ def mels_by_label(
 
 
 def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
+    "Return the range of the median levels, in whole dB."
     medians = [
         round(float(np.median(p[np.isfinite(p)]))) + 0.0 if np.isfinite(p).any() else float("-inf")
         for p in flat
@@ -557,24 +558,6 @@ def _about(s: Span) -> str:
     return "".join(f"<br>{p}" for p in parts if p)
 
 
-def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[tuple[Span, str]]:
-    "Return one bar per stage of a lane in each slice of time, with lines of hover text."
-    pieces = lane_pieces(spans)
-    width = float(edges[1] - edges[0])
-    at = edges[:-1].astype(np.float64)  # where the next bar of each slice begins
-    bars = []
-    for stage in [s for s in STAGES if any(p[2] == s for p in pieces)]:
-        own = np.array([p[:2] for p in pieces if p[2] == stage])  # [n, 2] start and end, s
-        seconds = own[:, 1] - own[:, 0]
-        until = np.cumsum(seconds)
-        spent = np.diff(np.interp(edges, own.ravel(), np.stack([until - seconds, until], axis=1).ravel()))
-        for i in np.flatnonzero(spent > 1e-6):
-            about = f"<br>{100 * spent[i] / width:.0f} % of this slice of {1000 * width:.0f} ms"
-            bars.append((Span(stage, spans[0].lane, float(at[i]), float(at[i] + spent[i])), about))
-        at += spent
-    return bars
-
-
 # %% ../../nbs/insight/plots.ipynb #f4f3f172
 def batch_timeline(
     timeline: Timeline,
@@ -584,20 +567,19 @@ def batch_timeline(
     spans, within = spans_of(timeline, split), interval_s(timeline, split)
     if within is None:
         return styled_figure([], "No span was recorded", height=200)
-    rank = {stage: i for i, stage in enumerate(STAGES)}  # lanes are sorted by stage, then by name
-    lanes = [lane for _, lane in sorted((rank.get(s.stage, 99), s.lane) for s in spans)]
-    lanes, seconds = list(dict.fromkeys(lanes)), within[1] - within[0]
+    # by stage, then by name
+    lanes = list(dict.fromkeys(lane for _, lane in sorted((STAGES.index(s.stage), s.lane) for s in spans)))
     by_lane = {lane: [s for s in spans if s.lane == lane] for lane in lanes}
-    subtitle = f"{len({(s.split, s.batch) for s in spans if s.batch >= 0}):,} batches, one bar per span"
-    bars = [(s, _about(s)) for s in spans]
+    seconds = within[1] - within[0]
+    bars, how = spans, "one bar per span"
     if len(spans) > MAX_POINTS:
-        edges = np.linspace(*within, 1 + max(10, min(400, MAX_POINTS // len(lanes))))
-        bars = [b for own in by_lane.values() for b in _slice_bars(own, edges)]
-        subtitle = f"{subtitle.split(',')[0]}; each slice of {1000 * (edges[1] - edges[0]):.0f} ms shows how much of it a lane spent in each stage"
+        n_slices = max(10, min(400, MAX_POINTS // len(lanes)))
+        bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
+        how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
     busy = sum(b - a for own in by_lane.values() for a, b, _ in lane_pieces(own)) / (seconds or 1)
     traces: list[Trace] = []
-    for stage in [x for x in STAGES if any(b.stage == x for b, _ in bars)]:
-        own = [b for b, _ in bars if b.stage == stage]
+    for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
+        own = [s for s in bars if s.stage == stage]
         traces.append(
             dict(
                 type="bar",
@@ -608,7 +590,7 @@ def batch_timeline(
                 base=f32([b.start_s for b in own]),
                 customdata=f32([[b.start_s, 1000 * b.seconds] for b in own]),
                 marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-                hovertext=[about for b, about in bars if b.stage == stage],
+                hovertext=[_about(s) for s in own],
                 hovertemplate="%{fullData.name}: %{customdata[1]:.2f} ms from %{customdata[0]:.3f} s%{hovertext}<extra></extra>",
             )
         )
@@ -616,7 +598,7 @@ def batch_timeline(
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
-        subtitle,
+        f"{len({(s.split, s.batch) for s in spans if s.batch >= 0}):,} batches, {how}",
         height=170 + 30 * len(lanes),
         barmode="overlay",
         bargap=0.25,
@@ -644,26 +626,23 @@ _CURVES = (
 )
 
 
-def _measured(samples: list[dict], key: str, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    "Return times and values of one quantity; counters become rates."
+def _measured(samples: list[dict], key: str, name: str, factor: float, colour: str) -> list[Trace]:
+    "Return the curve of one quantity, or none; counters become rates."
     pairs = [(s["time_s"], s[key]) for s in samples if s.get(key) is not None]
     t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     if key.startswith("disk_"):
         v, t = np.diff(v) / np.diff(t), t[1:]
     step = max(1, -(-len(t) // MAX_POINTS))
-    return t[::step], factor * v[::step]
-
-
-def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str) -> Trace:
-    return dict(
+    line: Trace = dict(
         type="scatter",
         name=name,
-        x=f32(t),
-        y=f32(v),
-        mode="lines" if np.size(t) > 2 else "lines+markers",
+        x=f32(t[::step]),
+        y=f32(factor * v[::step]),
+        mode="lines" if len(t) > 2 else "lines+markers",
         line=dict(color=colour, width=1.6),
         hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
     )
+    return [line] if len(t) else []
 
 
 def utilization(
@@ -673,9 +652,7 @@ def utilization(
     last_s = max([(interval_s(timeline) or (0, 0))[1], *(sample["time_s"] for sample in timeline.samples)])
     rows: dict[str, list[Trace]] = {row: [] for row, *_ in _CURVES}
     for row, key, name, factor, colour in _CURVES:
-        t, v = _measured(timeline.samples, key, factor)
-        if len(t):
-            rows[row].append(_line(name, t, v, colour))
+        rows[row] += _measured(timeline.samples, key, name, factor, colour)
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}
@@ -693,11 +670,10 @@ def utilization(
             fig.update_yaxes(range=[0, 1.05 * top], row=i, col=1)
     fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
     fig.update_xaxes(range=[0, 1.01 * last_s])  # the clock of the batch timeline
-    cpu, ram = mean(timeline.samples, "cpu_percent"), peak(timeline.samples, "rss_bytes")
-    findings = []
-    if cpu is not None:
-        of = f" of {n_cores}" if n_cores else ""
-        findings.append(f"{cpu / 100:.1f}{of} cores busy on average")
-    if ram is not None:
-        findings.append(f"{ram / 1e6:,.0f} MB of RAM at most")
+    of = f" of {n_cores}" if n_cores else ""
+    figures = (
+        (mean(timeline.samples, "cpu_percent"), 0.01, f"{{:.1f}}{of} cores busy on average"),
+        (peak(timeline.samples, "rss_bytes"), 1e-6, "{:,.0f} MB of RAM at most"),
+    )
+    findings = [text.format(factor * value) for value, factor, text in figures if value is not None]
     return apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))

@@ -170,19 +170,19 @@ class Correlation:
     def text(self) -> str:
         "Return the result in a few lines."
         end = "a" if self.delay_s is not None and self.delay_s < 0 else "b"
-        heads = {
+        found = "several positions explain the recordings: " + ", ".join(
+            f"{p:.1f} m" for p in self.candidates_m
+        )
+        head = {
             "none": "no position: the recordings have no lasting broadband noise in common",
             "outside": f"the noise comes from logger {end} or from beyond it",
-            "ambiguous": "several positions explain the recordings: "
-            + ", ".join(f"{p:.1f} m" for p in self.candidates_m),
-        }
+            "ambiguous": found,
+        }.get(self.verdict, "")
         if self.position_m is not None:
             head = (
                 f"leak noise {self.position_m:.1f} m from a (95 % interval {self.low_m:.1f} to {self.high_m:.1f} m), "
                 f"{self.distance_m - self.position_m:.1f} m from b"
             )
-        else:
-            head = heads[self.verdict]
         lines = [f"{self.verdict}: {head}"]
         if self.delay_s is not None:
             lines.append(
@@ -296,9 +296,7 @@ class _Pipe:
     def most_s(self) -> float:
         "Largest delay that a wave on this pipe can have, with the errors of speed and clocks, s."
         slowest = max(self.speed_m_s - 2 * self.speed_error_m_s, self.speed_m_s / 2)
-        if self.range_m_s is not None:
-            slowest = self.range_m_s[0]
-        return self.distance_m / slowest + 3 * self.clock_error_s
+        return self.distance_m / min(self.range_m_s or (slowest,)) + 3 * self.clock_error_s
 
     def position_m(self, delay_s: float, speed_m_s: float | None = None) -> float:
         "Position from a, m, with the usual or another speed."
@@ -342,8 +340,9 @@ def _pipe(
         "distance_m": (distance_m, True),
         "speed_m_s": (speed_m_s, True),
         "clock_error_s": (clock_error_s, False),
+        "speed_error_m_s": (speed_error_m_s, False),
+        "distance_error_m": (distance_error_m, False),
     }
-    values |= {"speed_error_m_s": (speed_error_m_s, False), "distance_error_m": (distance_error_m, False)}
     for name, (value, is_positive) in values.items():
         if not math.isfinite(value) or value < 0 or is_positive and value == 0:
             expected = "a number above 0" if is_positive else "0 or a number above 0"
@@ -537,14 +536,13 @@ def correlate(
     delay_s = delay.by_method[method] if delay else float(peaks.lags_s[0]) + correction_s
     errors = pipe.errors_m(delay_s, delay.error_s if delay else 0.0)
     verdict, candidates = "none", ()  # type: str, tuple[float, ...]
-    if delay:
-        verdict, candidates = _verdict(pipe, peaks.lags_s + correction_s, delay_s, errors)
-    is_found = verdict in ("leak", "outside")
-    used = delay if is_found else None
     errors_s = dict[str, float]()
     if delay:
+        verdict, candidates = _verdict(pipe, peaks.lags_s + correction_s, delay_s, errors)
         parts = {"cramer_rao": delay.bound_s, "jackknife": delay.jackknife_s, "clock": pipe.clock_error_s}
         errors_s = {"total": math.hypot(delay.error_s, pipe.clock_error_s), **parts}
+    is_found = verdict in ("leak", "outside")
+    used = delay if is_found else None
     interval = (None, None, None)  # type: tuple[float | None, float | None, float | None]
     if verdict == "leak":
         interval = pipe.interval_m(delay_s, errors)
@@ -589,56 +587,46 @@ def correlation_figure(
     found: Correlation,
 ) -> "go.Figure":
     "Draw the correlogram over the position, the coherence, and the phase with the line of the delay."
-    import plotly.graph_objects as go
-    from leakmel.insight.plots import MAX_POINTS, apply_style, label_colour, f32, styled_subplots
+    from leakmel.insight.plots import MAX_POINTS, Trace, apply_style, label_colour, f32, styled_subplots
 
     c = found.curves
-    fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
+    shown = "ml" if found.method == "phase" else found.method
+    traces: list[tuple[int, Trace]] = []
     for k, (name, values) in enumerate(c.correlations.items()):
-        lags, shown = _thin(c.lags_s, values)
-        trace = go.Scatter(
+        lags, heights = _thin(c.lags_s, values)
+        curve = dict(
             x=f32((found.distance_m + found.speed_m_s * lags) / 2),
-            y=f32(shown),
+            y=f32(heights),
             customdata=f32(1000 * lags),
             name=name,
             line=dict(color=label_colour(k), width=1.4),
-            visible=True
-            if name == found.method or found.method == "phase" and name == "ml"
-            else "legendonly",
+            visible=True if name == shown else "legendonly",
             hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
         )
-        fig.add_trace(trace, row=1, col=1)
+        traces.append((1, curve))
     f, coherence = _thin(c.freqs_hz, c.coherence)
     line = dict(color=label_colour(0), width=1.2)
-    fig.add_trace(
-        go.Scatter(x=f32(f), y=f32(coherence), name="coherence", line=line, showlegend=False), row=2, col=1
-    )
-    fig.add_hline(y=c.threshold, line_dash="dash", line_width=1, line_color="#7a7a7a", row=2, col=1)
     step = -(-max(1, int(c.coherent.sum())) // MAX_POINTS)
-    marks, phase = c.freqs_hz[c.coherent][::step], c.phase_rad[c.coherent][::step]
-    style = dict(color=label_colour(1), size=3)
-    dots = go.Scatter(
-        x=f32(marks), y=f32(phase), mode="markers", name="phase", marker=style, showlegend=False
-    )
-    fig.add_trace(dots, row=3, col=1)
+    marks, phase = (x[c.coherent][::step] for x in (c.freqs_hz, c.phase_rad))
+    dots = dict(color=label_colour(1), size=3)
+    traces += [
+        (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
+        (3, dict(x=f32(marks), y=f32(phase), name="phase", mode="markers", marker=dots)),
+    ]
     if found.delay_s is not None and len(c.freqs_hz):
         ends = c.freqs_hz[[0, -1]]
-        fit = go.Scatter(
-            x=f32(ends), y=f32(-2 * np.pi * ends * found.delay_s), name="phase of the delay", line=line
-        )
-        fig.add_trace(fit.update(showlegend=False), row=3, col=1)
-    fig.add_vline(x=0, line_width=1, line_color="#7a7a7a", row=1, col=1)
-    fig.add_vline(x=found.distance_m, line_width=1, line_color="#7a7a7a", row=1, col=1)
+        fit = f32(-2 * np.pi * ends * found.delay_s)
+        traces.append((3, dict(x=f32(ends), y=fit, name="phase of the delay", line=line)))
+    fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
+    for row, trace in traces:
+        fig.add_trace(dict(type="scatter", showlegend=row == 1) | trace, row=row, col=1)
+    place: dict[str, Any] = dict(col=1, line_width=1, line_color="#7a7a7a")
+    fig.add_hline(y=c.threshold, line_dash="dash", row=2, **place)
+    for at in (0, found.distance_m):
+        fig.add_vline(x=at, row=1, **place)
     if found.low_m is not None:
-        fig.add_vrect(
-            x0=found.low_m,
-            x1=found.high_m,
-            fillcolor=label_colour(2),
-            opacity=0.2,
-            line_width=0,
-            row=1,
-            col=1,
-        )
+        shade = dict(fillcolor=label_colour(2), opacity=0.2, line_width=0)
+        fig.add_vrect(x0=found.low_m, x1=found.high_m, row=1, col=1, **shade)
     fig.update_xaxes(title=dict(text="position from logger a (m)"), row=1, col=1)
     fig.update_xaxes(title=dict(text="frequency (Hz)"), row=3, col=1)
     for row, text in enumerate(("correlation", "coherence", "phase (rad)"), 1):

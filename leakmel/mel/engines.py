@@ -36,7 +36,7 @@ __all__ = [
 import ctypes, logging, os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -245,11 +245,8 @@ def compute_in_lane(
 ) -> np.ndarray:  # [n, L, S, M, T] float16, dB; NaN where nothing was written
     "Compute features of samples in one lane of an engine."
     out = np.full((len(samples), *engine.spec.row_shape), np.nan, np.float16)
-    lane = engine.open_lane(k)
-    try:
+    with closing(engine.open_lane(k)) as lane:
         lane.submit([(samples, out)])[0].wait()
-    finally:
-        lane.close()
     return out
 
 

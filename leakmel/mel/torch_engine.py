@@ -14,7 +14,6 @@ __all__ = [
     "full_float32_precision",
     "one_thread",
     "TorchEngine",
-    "precision_recordings",
     "import_torchaudio",
     "TorchaudioLogMel",
     "TorchaudioChain",
@@ -293,16 +292,6 @@ class TorchEngine(DeviceEngine):
                 moments_in = int16_moments if samples.dtype == np.int16 else moments_of
                 moments[part] = moments_in(samples[part])
         return moments
-
-
-# %% ../../nbs/mel/torch_engine.ipynb #6457924a
-def precision_recordings(spec: MelSpec) -> np.ndarray:
-    "Test recordings: noise, and a tone at full scale over noise of 1 LSB, [2, N] int16."
-    n = spec.n_samples
-    rng = np.random.default_rng(7)
-    tone = 32_766 * np.sin(2 * np.pi * (spec.n_fft // 5 + 0.3) / spec.n_fft * np.arange(n) + 0.3)
-    noise = np.clip(rng.normal(0, 3000, n), -32_768, 32_767)
-    return np.stack([noise, tone + rng.integers(-1, 2, n)]).round().astype(np.int16)
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #e04babf4

@@ -151,15 +151,17 @@ def test_scores(tmp_path_factory, kind, data, d, rows):
             }[kind]
         )
     found = read_score_table(file_of(tmp_path_factory, as_saved(cells, d)))
-    assert [r.path for r in found.rows] == [row[0] for row in cells[1:]]
-    assert [r.score for r in found.rows] == [score for score, *_ in rows]
+    names, given = zip(*found.rows, strict=True)
+    assert list(names) == [row[0] for row in cells[1:]]
     if kind == "predict":
-        assert [r.segment_scores for r in found.rows] == [(other, score) for score, other, *_ in rows]
-        assert (found.threshold, found.rows[0].segment_s) == (0.25, 0.75)
+        assert [r["score"] for r in given] == [score for score, *_ in rows]
+        assert [r["segment_scores"] for r in given] == [(other, score) for score, other, *_ in rows]
+        assert (found.threshold, found.segment_s) == (0.25, 0.75)
     elif kind == "cross_validation":
-        assert [r.is_leak for r in found.rows] == [is_leak for *_, is_leak, _ in rows]
+        assert [r["held_out"] for r in given] == [score for score, *_ in rows]
+        assert [r["is_leak"] for r in given] == [is_leak for *_, is_leak, _ in rows]
     else:
-        assert [r.suggestion for r in found.rows] == [f"random: {row[3]}" for row in cells[1:]]
+        assert [r["suggestion"] for r in given] == [f"random: {row[3]}" for row in cells[1:]]
 
 
 @each("d", NAMED.values(), ids=NAMED)

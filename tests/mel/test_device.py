@@ -34,7 +34,7 @@ from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recordi
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
 
 from leakmel.mel.spec import MelSpec
-from leakmel.mel.torch_engine import TorchEngine, precision_recordings
+from leakmel.mel.torch_engine import TorchEngine
 
 
 @pytest.fixture(autouse=True)
@@ -894,6 +894,15 @@ def test_torch_engine_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
             self_check(engine)
         all_memory_is_freed([device])
     assert "out of memory" in caplog.text
+
+
+def precision_recordings(spec: MelSpec) -> np.ndarray:
+    "Test recordings: noise, and a tone at full scale over noise of 1 LSB, [2, N] int16."
+    n = spec.n_samples
+    rng = np.random.default_rng(7)
+    tone = 32_766 * np.sin(2 * np.pi * (spec.n_fft // 5 + 0.3) / spec.n_fft * np.arange(n) + 0.3)
+    noise = np.clip(rng.normal(0, 3000, n), -32_768, 32_767)
+    return np.stack([noise, tone + rng.integers(-1, 2, n)]).round().astype(np.int16)
 
 
 @on_each

@@ -21,19 +21,21 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/review/app.ipynb #4a735ff8
-import importlib.util, json, math, os, sys, uuid
+import importlib.util, json, os, sys, uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 import leakmel
 
 from ...audio.manifest import Manifest
-from ...audio.wav import Recording, read_wav
+from ...audio.wav import read_wav
 from leakmel.core.errors import (
     LeakmelError,
     MissingPackageError,
@@ -45,11 +47,12 @@ from leakmel.core.errors import (
 from ...core.parameters import Kinds
 from ...core.run_plan import run_folder
 from ...insight.explore_view import shows_controls
+from ...insight.page_figures import filled
 from ..embed.embed import band_statistics
 from ..embed.similar import nearest
 from ..model.detector import Detector
 from .listening import playback, player_html, spectrogram_svg
-from .recordings import ReviewRecording, ReviewRecordings, review_recordings
+from .recordings import ReviewRecordings, review_recordings
 from .session import QUEUES, ReviewSession
 from ...mel.spec import MelSpec
 
@@ -84,14 +87,14 @@ class SimilarRecordings:
         self.indices = labelled[np.unique(even)]
         common = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)
         (rate, duration_s), _ = common[0]
-        try:
+        self.spec: MelSpec | None = None
+        with suppress(LeakmelError):  # else too short for the windows of the preset
             self.spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
-        except LeakmelError:  # too short for the windows of the preset
-            self.indices = self.indices[:0]
-            return
         self.features = self._statistics(self.indices, progress)
 
     def _statistics(self, indices: Sequence[int], progress: str) -> np.ndarray:
+        if self.spec is None:
+            return np.full((len(indices), 1), np.nan)
         paths = [os.fsencode(self.found.recordings[i].path) for i in indices]
         return band_statistics(self.found.folder, paths, self.spec, progress=progress)
 
@@ -101,18 +104,15 @@ class SimilarRecordings:
         n: int = N_SIMILAR,
     ) -> list[tuple[int, float]]:  # recordings and their similarity, the most similar first
         "Find labelled recordings of other sensors that are similar."
-        own = self.found.recordings[index]
-        others = []
-        for k, i in enumerate(self.indices):
-            r = self.found.recordings[i]
-            is_other = r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
-            if is_other and np.isfinite(self.features[k]).all():
-                others.append(k)
-        if not others or not np.isfinite(x := self._statistics([index], "none")[0]).all():
+        own, rest = self.found.recordings[index], [self.found.recordings[i] for i in self.indices]
+        is_other = [r.digest != own.digest and not (own.sensor and r.sensor == own.sensor) for r in rest]
+        others = np.flatnonzero(np.isfinite(self.features).all(1) & np.array(is_other, bool))
+        x = self._statistics([index], "none")[0]
+        if not len(others) or not np.isfinite(x).all():
             return []
         numbers, distances = nearest(self.features[others], x, n)
-        indices = self.indices[others][numbers].tolist()
-        return [(i, 1 / (1 + d)) for i, d in zip(indices, distances.tolist())]
+        similarity = 1 / (1 + distances)
+        return list(zip(self.indices[others[numbers]].tolist(), similarity.tolist()))
 
 
 # %% ../../../nbs/learn/review/app.ipynb #d62dc054
@@ -151,61 +151,61 @@ _SCRIPT = """
   window.leakmelReviewKeys = () => window.removeEventListener('keydown', pressed, true);
 })();
 """
-_CAPTION = "opacity:0.75"
-
-
-def _facts_html(session: ReviewSession) -> str:
-    "Describe the recording and why it is in the queue."
-    item, r = session.item, session.recording
-    if item is None or r is None:
-        if session.queue.unavailable:
-            return f"<p><b>This queue is not available.</b> It {escape(session.queue.unavailable)}.</p>"
-        return "<p><b>The queue is finished.</b> Choose another queue, or take back the last decision with z.</p>"
-    label, source = session.label_now(r)
-    words = [
-        f"label <b>{escape(show_path(label))}</b> ({escape(show_path(source))})" if label else "no label"
-    ]
-    words += [f"sensor {escape(show_path(r.sensor))}"] if r.sensor else []
-    words += (
-        [f"score {r.score:.2f}, threshold {session.found.threshold:.2f}"] if not math.isnan(r.score) else []
-    )
-    words += [f"{r.rms_db:.0f} dB re full scale", f"{r.duration_s:.3g} s at {r.sample_rate:,} Hz"]
-    return (
-        f"<div style='overflow-wrap:anywhere;line-height:1.5'><b>{escape(show_path(r.path))}</b><br>"
-        f"In this queue because: {escape(item.reason)}<br><span style='{_CAPTION}'>{', '.join(words)}</span></div>"
-    )
-
-
-def _read(session: ReviewSession, index: int) -> Recording | str:  # or why it cannot be read
-    try:
-        return read_wav(session.found.full_path(index))
-    except (RecordingError, OSError) as e:
-        return str(e)
+_NO_SCORES = "<div style='opacity:0.75'>No score per segment: no model was given.</div>"
+_FACTS = """{% set item, r = session.item, session.recording -%}
+{% if item -%}
+{% set label, source = session.label_now(r) -%}
+<div style='overflow-wrap:anywhere;line-height:1.5'><b>{{ show(r.path) }}</b><br>
+In this queue because: {{ item.reason }}<br><span style='opacity:0.75'>
+{%- if label %}label <b>{{ show(label) }}</b> ({{ show(source) }}){% else %}no label{% endif %}
+{%- if r.sensor %}, sensor {{ show(r.sensor) }}{% endif %}
+{%- if r.score == r.score %}, score {{ "%.2f, threshold %.2f" | format(r.score, session.found.threshold) }}{% endif %}
+{#- -#} , {{ "%.0f dB re full scale, %.3g s" | format(r.rms_db, r.duration_s) }} at {{ "{:,}".format(r.sample_rate) }} Hz</span></div>
+{%- elif session.queue.unavailable -%}
+<p><b>This queue is not available.</b> It {{ session.queue.unavailable }}.</p>
+{%- else -%}
+<p><b>The queue is finished.</b> Choose another queue, or take back the last decision with z.</p>
+{%- endif %}"""
+_ROW = """{% set label, source = session.label_now(r) -%}
+<b>{{ show(label or "no label") }}{% if source not in ("", "folder") %}, by {{ show(source) }}{% endif %}
+{%- if r.score == r.score %}, score {{ "%.2f" | format(r.score) }}{% endif %}</b> {{ show(r.path) }}"""
+_QUEUE = """<p><b>{{ queue }}</b></p>
+{%- if queue.items %}<table><tr><th></th>
+{%- for name in ("recording", "reason") %}<th style='text-align:left'>{{ name }}</th>{% endfor %}</tr>
+{%- for item in queue.items[:most] %}
+<tr><td style='text-align:right'>{{ loop.index }}</td>
+{%- for text in (show(item.path), item.reason) %}<td style='text-align:left'>{{ text }}</td>{% endfor %}</tr>
+{%- endfor %}</table>{% endif %}
+{%- if queue | length > most %}<p>and {{ "{:,}".format(queue | length - most) }} more</p>{% endif %}"""
+_DIFFER = """{% if lines %}<b>{{ lines | length }} disagreements</b><ul>{% for line in lines[:10] %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}"""
+_STATUS = """<div role='status' style='padding:2px 8px;line-height:1.5;overflow-wrap:anywhere;
+{#- #} border-left:3px solid {{ "#D55E00" if app.message else "rgba(128,128,128,0.5)" }}'>
+{%- if app.message %}<b>{{ app.message }}</b><br>{% endif %}
+<b>{{ app.session.progress }}</b>; decisions are stored in {{ show(app.session.labels) }}
+<span class='lm-token' data-at='{{ app.n_shown }}'></span>
+<div class='lm-late' style='display:none;color:#D55E00'><b>Not stored: the kernel does not answer.</b>
+Restart it and run the notebook again; all earlier decisions are in the table.</div></div>"""
+_OTHER = """<div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px'>
+<audio controls autoplay src='{{ url }}' style='width:min(100%,460px);height:40px'></audio><span>{{ line }}</span></div>"""
 
 
 def _recording_html(session: ReviewSession, band_pass: bool) -> str:
     "Return player and spectrogram of the recording."
-    item, r = session.item, session.recording
+    item, r, found = session.item, session.recording, session.found
     if item is None or r is None:
         return ""
-    recording = _read(session, item.index)
-    if isinstance(recording, str):
-        return f"<p>The recording cannot be read any more: {escape(recording)}</p>"
-    found = session.found
+    try:
+        recording = read_wav(found.full_path(item.index))
+    except (RecordingError, OSError) as e:
+        return filled("<p>The recording cannot be read any more: {{ why }}</p>", why=e)
     svg = spectrogram_svg(recording, r.segment_scores, found.threshold, found.segment_s)
-    no_scores = (
-        "" if r.segment_scores else f"<div style='{_CAPTION}'>No score per segment: no model was given.</div>"
-    )
-    return player_html(playback(recording, band_pass), svg, recording.duration_s) + no_scores
+    player = player_html(playback(recording, band_pass), svg, recording.duration_s)
+    return player if r.segment_scores else player + _NO_SCORES
 
 
-def _row_text(session: ReviewSession, i: int) -> str:
+def _row_html(session: ReviewSession, i: int) -> Markup:
     "Describe another recording in a line."
-    r: ReviewRecording = session.found.recordings[i]
-    label, source = session.label_now(r)
-    words = [label or "no label", *([f"by {source}"] if source not in ("", "folder") else [])]
-    words += [] if math.isnan(r.score) else [f"score {r.score:.2f}"]
-    return f"<b>{escape(show_path(', '.join(words)))}</b> {escape(show_path(r.path))}"
+    return Markup(filled(_ROW, session=session, r=session.found.recordings[i], show=show_path))
 
 
 def queue_html(
@@ -213,17 +213,7 @@ def queue_html(
     most: int = 20,  # rows
 ) -> str:
     "Return the queue as a table."
-    rows = "".join(
-        f"<tr><td style='text-align:right'>{k}</td><td style='text-align:left'>{escape(show_path(item.path))}</td>"
-        f"<td style='text-align:left'>{escape(item.reason)}</td></tr>"
-        for k, item in enumerate(session.queue.items[:most], 1)
-    )
-    more = f"<p>and {len(session.queue) - most:,} more</p>" if len(session.queue) > most else ""
-    head = (
-        "<tr><th></th><th style='text-align:left'>recording</th><th style='text-align:left'>reason</th></tr>"
-    )
-    title = f"<p><b>{escape(str(session.queue))}</b></p>"
-    return f"{title}<table>{head}{rows}</table>{more}" if rows else title
+    return filled(_QUEUE, queue=session.queue, most=most, show=show_path)
 
 
 class ReviewApp:
@@ -253,9 +243,10 @@ class ReviewApp:
         from IPython.display import HTML, display
 
         if not self.controls:
-            lines = (f"<li>{_row_text(self.session, i)}, {why}</li>" for i, why in self._others())
-            parts = (_facts_html(self.session), _recording_html(self.session, False), "<ul>", *lines, "</ul>")
-            display(HTML(queue_html(self.session) + "".join(parts)))
+            facts = filled(_FACTS, session=self.session, show=show_path)
+            lines = "".join(f"<li>{_row_html(self.session, i)}, {why}</li>" for i, why in self._others())
+            sound = _recording_html(self.session, False)
+            display(HTML(f"{queue_html(self.session)}{facts}{sound}<ul>{lines}</ul>"))
             return
         script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
         display(self.box)
@@ -342,7 +333,7 @@ class ReviewApp:
                 description=title, button_style=colour, layout={"width": "auto", "min_width": "100px"}
             )
             button.add_class(f"lm-key-{key}")
-            button.on_click(self._on_button(_KEYS[key]))
+            button.on_click(partial(self._act, _KEYS[key]))
             buttons[key] = button
         return buttons
 
@@ -355,20 +346,18 @@ class ReviewApp:
         button.on_click(lambda _: self._play(self.shown[k][0]))
         return w.HBox([button, text], layout={"align_items": "center", "flex": "1 1 420px"}), text
 
-    def _on_button(self, act: str) -> Callable[[Any], None]:
-        def pressed(_: Any) -> None:
-            self.message = ""
-            try:
-                if act == "undo":
-                    self.session.undo()
-                else:
-                    getattr(self.session, act)(self.note.value)
-                self.note.value = ""
-            except LeakmelError as e:
-                self.message = f"Not stored: {e}"
-            self.show()
-
-        return pressed
+    def _act(self, act: str, _: Any) -> None:
+        "Do what a button says; a decision that cannot be stored is reported."
+        self.message = ""
+        try:
+            if act == "undo":
+                self.session.undo()
+            else:
+                getattr(self.session, act)(self.note.value)
+            self.note.value = ""
+        except LeakmelError as e:
+            self.message = f"Not stored: {e}"
+        self.show()
 
     def _begin(self, name: str) -> None:
         self.message = ""
@@ -377,22 +366,17 @@ class ReviewApp:
         self.show()
 
     def _renamed(self, change: dict[str, Any]) -> None:
-        if change["new"].strip():
-            self.session.by = change["new"].strip()
-        else:  # decisions need a person
-            self.by.value = self.session.by
+        self.session.by = change["new"].strip() or self.session.by
+        self.by.value = self.session.by  # decisions need a person
 
     def _play(self, index: int) -> None:
         "Play another recording."
-        recording = _read(self.session, index)
-        if isinstance(recording, str):
-            self.other_sound.value = f"<p>{escape(recording)}</p>"
+        try:
+            sound = playback(read_wav(self.session.found.full_path(index)), self.band.value)
+        except (RecordingError, OSError) as e:
+            self.other_sound.value = filled("<p>{{ why }}</p>", why=e)
             return
-        sound = playback(recording, self.band.value)
-        self.other_sound.value = (
-            f"<div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px'><audio controls autoplay src='{sound.url}' "
-            f"style='width:min(100%,460px);height:40px'></audio><span>{_row_text(self.session, index)}</span></div>"
-        )
+        self.other_sound.value = filled(_OTHER, url=sound.url, line=_row_html(self.session, index))
 
     def _show_sound(self) -> None:
         self.sound.value = _recording_html(self.session, self.band.value)
@@ -400,35 +384,26 @@ class ReviewApp:
     def _show_others(self) -> None:
         "Fill the rows of neighbours and similar recordings."
         self.shown = self._others()
-        for k, (row, text) in enumerate(self.others):
-            row.layout.display = "" if k < len(self.shown) else "none"
-            if k < len(self.shown):
-                i, why = self.shown[k]
-                line = f"{_row_text(self.session, i)}, {why}"
-                text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
+        for row, _ in self.others[len(self.shown) :]:
+            row.layout.display = "none"
+        for (row, text), (i, why) in zip(self.others, self.shown):
+            row.layout.display = ""
+            line = f"{_row_html(self.session, i)}, {why}"
+            text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
 
     def show(self) -> None:
         "Show the state of the session."
         s = self.session
         self.n_shown += 1
-        self.facts.value = _facts_html(s)
+        self.facts.value = filled(_FACTS, session=s, show=show_path)
         self._show_sound()
         self._show_others()
         self.other_sound.value = ""
         for key, button in self.buttons.items():
             button.disabled = not s.steps if key == "z" else s.item is None
-        differ = s.disagreements
-        items = "".join(f"<li>{escape(line)}</li>" for line in differ[:10])
-        self.disagreements.value = f"<b>{len(differ)} disagreements</b><ul>{items}</ul>" if differ else ""
-        colour = "#D55E00" if self.message else "rgba(128,128,128,0.5)"
-        text = f"<b>{escape(self.message)}</b><br>" if self.message else ""
-        self.status.value = (  # last: its token tells the page that all is shown
-            f"<div style='border-left:3px solid {colour};padding:2px 8px;line-height:1.5;overflow-wrap:anywhere' role='status'>{text}"
-            f"<b>{escape(s.progress)}</b>; decisions are stored in {escape(show_path(s.labels))}"
-            f"<span class='lm-token' data-at='{self.n_shown}'></span>"
-            "<div class='lm-late' style='display:none;color:#D55E00'><b>Not stored: the kernel does not answer.</b> "
-            "Restart it and run the notebook again; all earlier decisions are in the table.</div></div>"
-        )
+        self.disagreements.value = filled(_DIFFER, lines=s.disagreements)
+        # last: its token tells the page that all is shown
+        self.status.value = filled(_STATUS, app=self, show=show_path)
 
 
 # %% ../../../nbs/learn/review/app.ipynb #2103ff42

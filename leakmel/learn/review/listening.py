@@ -9,7 +9,6 @@ __all__ = [
     "MAX_PLAYED_S",
     "MAX_COLUMNS",
     "MAX_BARS",
-    "WIDTH",
     "Sound",
     "mono",
     "playback",
@@ -24,10 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from markupsafe import Markup
 
 from ...audio.synth import wav_bytes
 from ...audio.wav import Recording
-from ...insight.page_figures import png_bytes
+from ...insight.page_figures import filled, png_bytes
 
 # %% ../../../nbs/learn/review/listening.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale
@@ -91,8 +91,42 @@ def playback(
 # %% ../../../nbs/learn/review/listening.ipynb #2a39d107
 MAX_COLUMNS = 900
 MAX_BARS = 300  # of segments; from more, the largest of each group
-_LEFT, _TOP, _WIDTH, _HEIGHT, _BARS = 66, 8, 1122, 250, 74
-WIDTH = _LEFT + _WIDTH + 12
+_SVG = """{% set left, top, wide, high, room = 66, 8, 1122, 250, 74 -%}
+{% set below, end = top + high, top + high + (room + 20 if bars else 0) -%}
+{% macro text(x, y, what, anchor="middle") -%}
+<text x='{{ x | round(1) }}' y='{{ y | round(1) }}' text-anchor='{{ anchor }}'>{{ what }}</text>
+{%- endmacro -%}
+<svg viewBox='0 0 {{ left + wide + 12 }} {{ end + 44 }}' fill='currentColor' role='img'
+ style='width:100%;display:block;font:13px sans-serif;color:var(--jp-content-font-color1,#222)'>
+<image class='lm-image' x='{{ left }}' y='{{ top }}' width='{{ wide }}' height='{{ high }}' preserveAspectRatio='none' href='{{ url }}'/>
+{%- for hz in frequencies %}{{ text(left - 8, [below - high * hz / top_hz + 4, top + 10] | max, "{:,.0f}".format(hz), "end") }}{% endfor %}
+{%- if bars %}
+{{ text(left - 8, below + 21, "1", "end") }}{{ text(left - 8, below + room + 17, "0", "end") }}
+{{ text(left - 8, below + room / 2 + 20, "score", "end") }}
+{%- for v in bars %}
+{%- set x, width, tall = loop.index0 * step_s * wide / duration_s, step_s * wide / duration_s, [1.5, v * room] | max %}
+{%- if x < wide %}
+<rect x='{{ (left + x) | round(1) }}' y='{{ (below + 16 + room - tall) | round(1) }}' height='{{ tall | round(1) }}'
+ width='{{ [0.5, [width, wide - x] | min - 1] | max | round(1) }}' fill='{{ "#D55E00" if v >= threshold else "#56B4E9" }}'>
+<title>{{ "%.2f s: %.2f" | format(loop.index0 * step_s, v) }}</title></rect>
+{%- endif %}{% endfor %}
+{%- set y = (below + 16 + room * (1 - threshold)) | round(1) %}
+<line x1='{{ left }}' x2='{{ left + wide }}' y1='{{ y }}' y2='{{ y }}' stroke='currentColor' stroke-dasharray='5 4' opacity='0.7'/>
+{%- endif %}
+{%- for s in seconds %}
+{%- set x = (left + wide * s / duration_s) | round(1) %}
+<line x1='{{ x }}' x2='{{ x }}' y1='{{ end }}' y2='{{ end + 5 }}' stroke='currentColor'/>{{ text([x, left + wide - 2] | min, end + 19, "%g" | format(s)) }}
+{%- endfor %}
+{{ text(left + wide / 2, end + 38, "time (s)") }}
+<text transform='translate(14 {{ top + high / 2 }}) rotate(-90)' text-anchor='middle'>frequency (Hz)</text>
+<line class='lm-head' x1='{{ left }}' x2='{{ left }}' y1='{{ top }}' y2='{{ end }}' stroke='#fff' stroke-width='2' style='mix-blend-mode:difference'/>
+</svg>"""
+_PLAYER = """<div class='lm-recording' onclick="const r=this.querySelector('.lm-image').getBoundingClientRect(),a=this.querySelector('audio');
+if(event.target.closest('svg')&amp;&amp;event.clientX>=r.left&amp;&amp;event.clientX<=r.right)a.currentTime=(event.clientX-r.left)/r.width*{{ duration_s }}">
+<div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px;margin:4px 0'>
+<audio controls preload='auto' src='{{ sound.url }}' style='width:min(100%,460px);height:40px'
+ ontimeupdate="const h=this.closest('.lm-recording').querySelector('.lm-head');
+h.setAttribute('transform','translate('+(1122*this.currentTime/{{ duration_s }})+' 0)')"></audio><span>{{ sound.text }}</span></div>{{ svg }}</div>"""
 
 
 def spectrogram_levels(
@@ -116,31 +150,6 @@ def _steps(top: float, most: int) -> list[float]:
     return [k * step for k in range(int(top / step + 1e-9) + 1)]
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{text}</text>"
-
-
-def _bars(scores: Sequence[float], threshold: float, every_s: float, duration_s: float, top: float) -> str:
-    "Draw a bar for the score of each segment, and the threshold."
-    n = -(-len(scores) // MAX_BARS)
-    values = [max(scores[k : k + n]) for k in range(0, len(scores), n)]
-    scale = _WIDTH / duration_s
-    parts = [_text(_LEFT - 8, y, v, "end") for y, v in ((top + 5, "1"), (top + _BARS + 1, "0"))]
-    parts.append(_text(_LEFT - 8, top + _BARS / 2 + 4, "score", "end"))
-    for k, v in enumerate(values):
-        x, width = k * n * every_s * scale, n * every_s * scale
-        width = min(width, _WIDTH - x)
-        if width > 0:
-            colour, h = ("#D55E00" if v >= threshold else "#56B4E9"), max(1.5, v * _BARS)
-            parts.append(
-                f"<rect x='{_LEFT + x:.1f}' y='{top + _BARS - h:.1f}' width='{max(0.5, width - 1):.1f}' height='{h:.1f}' fill='{colour}'>"
-                f"<title>{k * n * every_s:.2f} s: {v:.2f}</title></rect>"
-            )
-    y = top + _BARS * (1 - threshold)
-    line = "stroke='currentColor' stroke-dasharray='5 4' opacity='0.7'"
-    return "".join(parts) + f"<line x1='{_LEFT}' x2='{_LEFT + _WIDTH}' y1='{y:.1f}' y2='{y:.1f}' {line}/>"
-
-
 def spectrogram_svg(
     recording: Recording,
     segment_scores: Sequence[float] = (),  # 0 to 1
@@ -152,31 +161,19 @@ def spectrogram_svg(
     levels = spectrogram_levels(mono(recording), rate)
     low, high = np.percentile(levels, 5), levels.max()
     grey = np.clip((levels - low) / max(high - low, 1e-6) * 255, 0, 255).astype(np.uint8)[::-1]
-    url = f"data:image/png;base64,{base64.b64encode(png_bytes(grey)).decode()}"
-    has_scores = len(segment_scores) > 0 and segment_s > 0
-    below = _TOP + _HEIGHT
-    height = below + 44 + (_BARS + 20 if has_scores else 0)
-    parts = [
-        f"<image class='lm-image' x='{_LEFT}' y='{_TOP}' width='{_WIDTH}' height='{_HEIGHT}' preserveAspectRatio='none' href='{url}'/>"
-    ]
-    for hz in _steps(rate / 2, 5):
-        y = below - _HEIGHT * hz / (rate / 2)
-        parts.append(_text(_LEFT - 8, max(y + 4, _TOP + 10), f"{hz:,.0f}", "end"))
-    axis = below + (_BARS + 20 if has_scores else 0)
-    if has_scores:
-        parts.append(_bars(segment_scores, threshold, segment_s, duration_s, below + 16))
-    for s in _steps(duration_s, 10):
-        x = _LEFT + _WIDTH * s / duration_s
-        parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{axis}' y2='{axis + 5}' stroke='currentColor'/>")
-        parts.append(_text(min(x, WIDTH - 14), axis + 19, f"{s:g}"))
-    parts.append(_text(_LEFT + _WIDTH / 2, axis + 38, "time (s)"))
-    middle = _TOP + _HEIGHT / 2
-    parts.append(
-        f"<text transform='translate(14 {middle}) rotate(-90)' text-anchor='middle'>frequency (Hz)</text>"
-        f"<line class='lm-head' x1='{_LEFT}' x2='{_LEFT}' y1='{_TOP}' y2='{axis}' stroke='#fff' stroke-width='2' style='mix-blend-mode:difference'/>"
+    n = max(1, -(-len(segment_scores) // MAX_BARS))
+    bars = [max(segment_scores[k : k + n]) for k in range(0, len(segment_scores), n)]
+    return filled(
+        _SVG,
+        url=f"data:image/png;base64,{base64.b64encode(png_bytes(grey)).decode()}",
+        bars=bars if segment_s > 0 else [],
+        step_s=n * segment_s,
+        threshold=threshold,
+        duration_s=duration_s,
+        top_hz=rate / 2,
+        frequencies=_steps(rate / 2, 5),
+        seconds=_steps(duration_s, 10),
     )
-    style = "width:100%;display:block;font:13px sans-serif;color:var(--jp-content-font-color1,#222)"
-    return f"<svg viewBox='0 0 {WIDTH} {height}' fill='currentColor' role='img' style='{style}'>{''.join(parts)}</svg>"
 
 
 def player_html(
@@ -185,15 +182,4 @@ def player_html(
     duration_s: float,
 ) -> str:
     "Return a player above a spectrogram, with a line that shows the time; a click into the spectrogram moves it."
-    moved = (
-        "const h=this.closest('.lm-recording').querySelector('.lm-head');"
-        f"h.setAttribute('transform','translate('+({_WIDTH}*this.currentTime/{duration_s:.6f})+' 0)')"
-    )
-    seek = (
-        "const r=this.querySelector('.lm-image').getBoundingClientRect(),a=this.querySelector('audio');"
-        "if(event.target.closest('svg')&amp;&amp;event.clientX>=r.left&amp;&amp;event.clientX<=r.right)"
-        f"a.currentTime=(event.clientX-r.left)/r.width*{duration_s:.6f}"
-    )
-    audio = f"<audio controls preload='auto' src='{sound.url}' ontimeupdate=\"{moved}\" style='width:min(100%,460px);height:40px'></audio>"
-    bar = "display:flex;flex-wrap:wrap;align-items:center;gap:12px;margin:4px 0"
-    return f"<div class='lm-recording' onclick=\"{seek}\"><div style='{bar}'>{audio}<span>{sound.text}</span></div>{svg}</div>"
+    return filled(_PLAYER, sound=sound, svg=Markup(svg), duration_s=round(duration_s, 6))

@@ -21,6 +21,7 @@ __all__ = [
 import math, os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,31 +59,20 @@ class QueueItem:
 _Ranked = tuple[float, int, str]  # rank (the smallest is first), index in the recordings, reason
 
 
-def _suggested(found: ReviewRecordings) -> Iterable[_Ranked]:
-    "Recordings of a table of suggestions."
-    return ((i, i, r.suggestion) for i, r in enumerate(found.recordings) if r.suggestion)
-
-
-def _errors(found: ReviewRecordings) -> Iterable[_Ranked]:
-    "Recordings that a detector that was not trained on them scores against their label, the worst first."
+def _by_score(found: ReviewRecordings, name: str) -> Iterable[_Ranked]:
+    "Recordings of a queue that depends on the scores or the suggestion of each recording alone."
     for i, r in enumerate(found.recordings):
-        if not math.isnan(r.held_out) and (r.held_out >= 0.5) != r.is_leak:
+        if name == "suggested" and r.suggestion:
+            yield (i, i, r.suggestion)
+        # a detector that was not trained on it scores it against its label; the worst error comes first
+        if name == "errors" and not math.isnan(r.held_out) and (r.held_out >= 0.5) != r.is_leak:
             label = "a leak" if r.is_leak else "no leak"
             yield (-abs(r.held_out - r.is_leak), i, f"held-out score {r.held_out:.2f}, but labelled {label}")
-
-
-def _threshold(found: ReviewRecordings) -> Iterable[_Ranked]:
-    "Recordings by the distance of their score from the threshold."
-    for i, r in enumerate(found.recordings):
-        if not math.isnan(r.score):
+        if name == "threshold" and not math.isnan(r.score):
             why = f"score {r.score:.2f}, threshold {found.threshold:.2f}"
             yield (abs(r.score - found.threshold), i, why)
-
-
-def _kinds(found: ReviewRecordings) -> Iterable[_Ranked]:
-    "Recordings by the difference between the scores of kinds of detectors, the largest first."
-    for i, r in enumerate(found.recordings):
-        if len(r.by_kind) > 1:
+        # the largest difference comes first
+        if name == "kinds" and len(r.by_kind) > 1:
             scores = ", ".join(f"{kind} {score:.2f}" for kind, score in sorted(r.by_kind.items()))
             yield (min(r.by_kind.values()) - max(r.by_kind.values()), i, f"the kinds differ: {scores}")
 
@@ -114,8 +104,7 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
             yield (-1000 - r.clipped_share, i, f"{100 * r.clipped_share:.0f} % of the samples are clipped")
         elif away > max(LEVEL_DB, LEVEL_SPREADS * spread):
             side = "below" if r.rms_db < middle else "above"
-            why = f"level {r.rms_db:.0f} dB, {away:.0f} dB {side} the median of the folder"
-            yield (-away, i, why)
+            yield (-away, i, f"level {r.rms_db:.0f} dB, {away:.0f} dB {side} the median of the folder")
 
 
 # %% ../../../nbs/learn/review/session.ipynb #9aacc161
@@ -130,10 +119,7 @@ QUEUES = {
     "disagreements": "people disagree",
 }
 _RANKS: dict[str, Callable[[ReviewRecordings], Iterable[_Ranked]]] = {
-    "suggested": _suggested,
-    "errors": _errors,
-    "threshold": _threshold,
-    "kinds": _kinds,
+    **{name: partial(_by_score, name=name) for name in ("suggested", "errors", "threshold", "kinds")},
     "duplicates": _duplicates,
     "level": _level,
 }
@@ -185,8 +171,7 @@ def is_decided(
 
 def _disagreements(found: ReviewRecordings, current: CurrentLabels) -> Iterable[_Ranked]:
     for i, r in enumerate(found.recordings):
-        last = current.disagreements.get(r.digest) or current.disagreements.get(r.path) or ()
-        if last:
+        if last := current.disagreements.get(r.digest) or current.disagreements.get(r.path):
             labels = ", ".join(f"{show_path(d.by)}: {show_path(d.label or 'skipped')}" for d in last)
             yield (i, i, f"people disagree ({labels})")
 
@@ -196,10 +181,10 @@ def _open(
 ) -> list[_Ranked]:
     "Leave out recordings that are decided, were skipped or are copies: a decision counts for all copies."
     open_ones = []
-    for rank, i, reason in ranked:
-        recording = found.recordings[i]
+    for each in ranked:
+        recording = found.recordings[each[1]]
         if recording.digest not in closed and not is_decided(recording, current):
-            open_ones.append((rank, i, reason))
+            open_ones.append(each)
         closed.add(recording.digest)
     return open_ones
 
@@ -387,16 +372,10 @@ class ReviewSession:
     @property
     def n_changed(self) -> int:
         "Decisions on this queue that change a label."
-        n = 0
-        for step in self.steps:
-            label = self.found.recordings[self.queue.items[step.position].index].label
-            given = step.decision.label
-            n += (
-                given not in (SKIPPED, UNSURE)
-                and label != ""
-                and text_key(given).casefold() != text_key(label).casefold()
-            )
-        return n
+        items, recordings = self.queue.items, self.found.recordings
+        pairs = [(recordings[items[s.position].index].label, s.decision.label) for s in self.steps]
+        keys = [[text_key(label).casefold() for label in pair] for pair in pairs if pair[0]]
+        return sum(new != old and new not in (SKIPPED, UNSURE) for old, new in keys)
 
     @property
     def progress(self) -> str:

@@ -16,14 +16,13 @@ __all__ = [
     "Suggestion",
     "check_suggestions_file",
     "Suggestions",
-    "labelled_recordings",
     "suggest",
 ]
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000003
 import base64, os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +131,7 @@ class Choice:
 
 
 class _Quota:
-    "Recordings that are chosen, with a limit per sensor."
+    "Recordings that may still be chosen, with a limit per sensor."
 
     def __init__(self, pool: SamplePool, per_sensor: int):
         self.sensor = pool.sensor
@@ -140,13 +139,16 @@ class _Quota:
         self.per_sensor = per_sensor
         self.taken = Counter[str]()
 
-    def take(self, i: int) -> None:
-        self.is_free[i] = False
-        self.taken[self.sensor[i]] += 1
-
-    def allows(self, i: int) -> bool:
-        name = self.sensor[i]
-        return bool(self.is_free[i]) and (name == "" or self.taken[name] < self.per_sensor)
+    def take(self, order: Iterable[int], n: int) -> list[int]:
+        "Take the first n recordings of an order that may be chosen."
+        found: list[int] = []
+        for i in order:
+            name = self.sensor[i]
+            if len(found) < n and self.is_free[i] and (name == "" or self.taken[name] < self.per_sensor):
+                self.is_free[i] = False
+                self.taken[name] += 1
+                found.append(i)
+        return found
 
 
 def _diverse(pool: SamplePool, quota: _Quota, n: int, seed: int) -> list[Choice]:
@@ -168,10 +170,7 @@ def _diverse(pool: SamplePool, quota: _Quota, n: int, seed: int) -> list[Choice]
     for g in np.lexsort((-size, n_labels)).tolist():
         mine = np.flatnonzero(groups.labels_ == g)
         near = known[mine[np.argsort(to_centre[mine], kind="stable")]].tolist()
-        best = next((i for i in near if quota.allows(i)), None)
-        if best is not None and len(found) < n:
-            quota.take(best)
-            found.append(Choice(best, "diverse", int(size[g])))
+        found += [Choice(i, "diverse", int(size[g])) for i in quota.take(near, min(1, n - len(found)))]
     return found
 
 
@@ -190,15 +189,10 @@ def choose_recordings(
     drawn = np.random.default_rng(seed).permutation(free)[: counts["random"]].tolist()
     quota.is_free[drawn] = False
     diverse = _diverse(pool, quota, counts["diverse"], seed)
-    uncertain: list[Choice] = []
-    for i in np.argsort(pool.distance, kind="stable").tolist():
-        if len(uncertain) == n - len(drawn) - len(diverse):  # they also replace diverse ones that are missing
-            break
-        if quota.allows(i):
-            quota.take(i)
-            uncertain.append(Choice(i, "uncertain"))
-    if not counts["uncertain"]:
-        uncertain = []
+    # they also replace diverse ones that are missing
+    n_uncertain = n - len(drawn) - len(diverse) if counts["uncertain"] else 0
+    near = np.argsort(pool.distance, kind="stable").tolist()
+    uncertain = [Choice(i, "uncertain") for i in quota.take(near, n_uncertain)]
     return [*uncertain, *diverse, *(Choice(i, "random") for i in sorted(drawn))]
 
 
@@ -334,50 +328,47 @@ class Suggestions:
 
     def text(self) -> str:
         "Return the table and the counts as text."
-        s = self.summary
-        kinds = ", ".join(f"{n} {kind}" for kind, n in s["by_kind"].items())
-        lines = [f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"]
+        counts = self.summary["by_kind"]
+        kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
         left = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.items() if n)
-        if left:
-            lines.append(f"  not suggested: {left}")
-        if len(self) < self.n:
-            why = f"with at most {self.per_sensor} per sensor"
-            if len(self) + sum(self.left_out.values()) >= self.n_scored + self.left_out["rejected"]:
-                why = "the others are left out"
-            lines.append(f"  fewer than {self.n}: no others may be chosen ({why})")
-        if not self.is_calibrated:
-            lines.append("  the model has no held-out scores: the scores are not calibrated")
-        if not self.provenance_known:
-            lines.append("  the model does not list its training recordings: some of these may be among them")
+        n_known = len(self) + sum(self.left_out.values()) - self.left_out["rejected"]
+        why = (
+            "the others are left out"
+            if n_known >= self.n_scored
+            else f"with at most {self.per_sensor} per sensor"
+        )
         width = max((len(x.row["path"]) for x in self.items), default=4)
-        for x in self.items:
-            lines.append(f"  {x.kind:<9}  {x.row['path']:<{width}}  {x.reason}")
-        if s["by_kind"]["random"]:
-            lines.append("Keep the random recordings as a test set (split testing): do not train on them.")
-        if self.out is not None:
-            lines.append(f"suggestions in {show_path(self.out)}")
-        return "\n".join(lines)
+        lines = [
+            (True, f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"),
+            (left, f"  not suggested: {left}"),
+            (len(self) < self.n, f"  fewer than {self.n}: no others may be chosen ({why})"),
+            (
+                not self.is_calibrated,
+                "  the model has no held-out scores: the scores are not calibrated",
+            ),
+            (
+                not self.provenance_known,
+                "  the model does not list its training recordings: some of these may be among them",
+            ),
+            *((True, f"  {x.kind:<9}  {x.row['path']:<{width}}  {x.reason}") for x in self.items),
+            (
+                counts["random"],
+                "Keep the random recordings as a test set (split testing): do not train on them.",
+            ),
+            (self.out, f"suggestions in {show_path(self.out or '')}"),
+        ]
+        return "\n".join(line for is_said, line in lines if is_said)
 
     def __repr__(self) -> str:
         return f"Suggestions({len(self)} of {self.n_scored:,} recordings of {show_path(self.folder)}; {self.mix})"
 
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000009
-def labelled_recordings(
-    labels: str | os.PathLike,  # labels.csv, or a table of paths and labels
-) -> set[str]:  # digests, or paths where the table has no digests
-    "Return the recordings that a person decided on."
-    current = read_labels(labels)
-    return {*current.labels, *current.disagreements, *current.unsure}
-
-
 def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
     "Return the digests that earlier tables of suggestions name."
-    found: set[str] = set()
-    for file in tables:
-        table = csv_table(Path(file), read_text(file))
-        found.update(row["digest"] for _, row in table.records("path", "digest", "kind", "reason"))
-    return found - {""}
+    read = [csv_table(Path(file), read_text(file)) for file in tables]
+    rows = [row for table in read for _, row in table.records("path", "digest", "kind", "reason")]
+    return {row["digest"] for row in rows} - {""}
 
 
 _LABELLED = ("labelled", "in the training of the model", "suggested earlier")
@@ -389,19 +380,15 @@ def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set
     reasons: list[str] = []
     for s in scored:
         digest = s.facts["digest"].decode()
-        why = ""
-        if digest in labelled or os.fsdecode(s.path) in labelled:
-            why = "labelled"
-        elif s.in_training:
-            why = "in the training of the model"
-        elif digest in earlier:
-            why = "suggested earlier"
-        elif bool(s.facts["silent"]):
-            why = "silent"
-        elif digest in seen:
-            why = "copies"
+        holds = {
+            "labelled": digest in labelled or os.fsdecode(s.path) in labelled,
+            "in the training of the model": s.in_training,
+            "suggested earlier": digest in earlier,
+            "silent": bool(s.facts["silent"]),
+            "copies": digest in seen,
+        }
+        reasons.append(next((why for why, does in holds.items() if does), ""))
         seen.update({digest} - {""})
-        reasons.append(why)
     return np.array(reasons, object)
 
 
@@ -411,13 +398,12 @@ MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 def _reason(choice: Choice, probability: float, threshold: float, is_calibrated: bool) -> str:
     "Say why a recording was chosen."
-    if choice.kind == "random":
-        return "drawn at random for the test set"
-    if choice.kind == "diverse":
-        n = choice.n_group
-        return f"represents {n:,} similar recordings" if n > 1 else "unlike the other recordings"
-    name = "probability" if is_calibrated else "score"
-    return f"{name} {probability:.2f}, threshold {threshold:.2f}"
+    n, name = choice.n_group, "probability" if is_calibrated else "score"
+    return {
+        "random": "drawn at random for the test set",
+        "diverse": f"represents {n:,} similar recordings" if n > 1 else "unlike the other recordings",
+        "uncertain": f"{name} {probability:.2f}, threshold {threshold:.2f}",
+    }[choice.kind]
 
 
 def _features(done: Predictions, counts: np.ndarray, seed: int, progress: str) -> np.ndarray:
@@ -450,7 +436,9 @@ def suggest(
             raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
-    labelled = set() if labels is None else labelled_recordings(labels)
+    people = None if labels is None else read_labels(labels)
+    # digests, or paths where the table has no digests
+    labelled = set() if people is None else {*people.labels, *people.disagreements, *people.unsure}
     known = _earlier_digests(earlier)
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     required_spec(detector)
