@@ -30,7 +30,7 @@ __all__ = [
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, signal, sys, warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
