@@ -8,7 +8,7 @@ __all__ = [
     "CLIPPED_SHARE",
     "UNUSABLE",
     "RecordingFeatures",
-    "recording_features",
+    "read_features",
     "Levels",
     "levels_of",
     "recording_levels",
@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...audio.tables import csv_table, dashed_date, read_text
-from ...audio.wav import Recording, read_wav
+from ...audio.wav import read_wav
 from ...core.comparison import text_key
 from ...core.errors import DataError, RecordingError
 from ...core.progress import Progress
@@ -37,7 +38,7 @@ from ...core.store import LocalCopies
 from ..data.segments import conform_recording, cut_into_rows
 from .evidence import BETS, Budget, Evidence, night_logit
 from .history import N_BANDS, HistoryEntry, History
-from ...mel.engines import open_engine
+from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
 
 
@@ -46,22 +47,30 @@ from ...mel.spec import MelSpec
 class RecordingFeatures:
     "Samples and log-mel spectrogram of one recording, as the model reads it."
 
-    digest: str  # xxh3-128 of the payload
     samples: np.ndarray  # [n] int16 or float32, at the rate of the spec
     mels: np.ndarray  # [L, S, M, T] float16 dB, of all long segments
 
 
-def recording_features(
-    recording: Recording,
+def read_features(
+    copies: LocalCopies,  # of the folder
+    engine: Engine,  # on the CPU
     spec: MelSpec,  # of the model
-    engine: Any,  # of `open_engine`
-) -> RecordingFeatures:  # raises RecordingError
-    "Compute the log-mel spectrogram of a recording of any length."
-    samples, _ = conform_recording(recording, spec)
+    path: bytes,  # relative to the folder
+    digest: str,  # of the payload that was scored
+) -> RecordingFeatures | None:  # None: the recording has changed since, or cannot be read any more
+    "Read a recording of any length again, and compute its log-mel spectrogram."
+    try:
+        with copies.of([path]) as local:
+            recording = read_wav(local[path])
+        samples, _ = conform_recording(recording, spec)
+    except (RecordingError, OSError):
+        return None
+    if recording.digest != digest:
+        return None
     rows, counts = cut_into_rows(samples, spec)
     mels = np.empty((len(rows), *spec.row_shape), np.float16)
     engine.run(rows, mels)
-    return RecordingFeatures(recording.digest, samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]])
+    return RecordingFeatures(samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]])
 
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #97f58960
@@ -107,24 +116,16 @@ def recording_levels(
         LocalCopies(folder) as copies,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(paths), label="levels", show=progress) as bar,
+        ThreadPoolExecutor(engine.workers) as threads,
     ):
 
         def of_one(path: bytes, digest: str) -> Levels | None:
-            try:
-                with copies.of([path]) as local:
-                    recording = read_wav(local[path])
-                return (
-                    levels_of(recording_features(recording, spec, engine).mels)
-                    if recording.digest == digest
-                    else None
-                )
-            except (RecordingError, OSError):
-                return None
+            features = read_features(copies, engine, spec, path, digest)
+            return None if features is None else levels_of(features.mels)
 
-        with ThreadPoolExecutor(engine.workers) as threads:
-            for levels in threads.map(of_one, paths, digests):
-                found.append(levels)
-                bar.update(len(found))
+        for levels in threads.map(of_one, paths, digests):
+            found.append(levels)
+            bar.update(len(found))
     return found
 
 
@@ -190,9 +191,8 @@ def record_run(
 ) -> list[HistoryEntry]:  # the recordings that are new
     "Add recordings and visits to the history, and compute the evidence of the sensors again from the first changed night on."
     new = history.add_recordings(entries)
-    since: dict[str, str] = {}  # sensor -> first changed night
-    for h in new:
-        since[h.sensor] = min(h.night, since.get(h.sensor, h.night))
+    # sensor -> first changed night
+    since = {h.sensor: h.night for h in sorted(new, key=lambda h: h.night, reverse=True)}
     visited = dict(history.query("SELECT sensor, night FROM visits"))
     changed = {s: night for s, night in (visits or {}).items() if night != visited.get(s)}
     history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
@@ -220,11 +220,8 @@ def record_run(
             "SELECT night, score, rms_db, floor_db, flags FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
         )
-        nights: dict[str, list[tuple]] = {}
-        for night, *row in rows:
-            nights.setdefault(night, []).append(tuple(row))
-        for night, own in nights.items():
-            by_date.setdefault(night, {})[k] = _together(own)
+        for night, own in groupby(rows, itemgetter(0)):
+            by_date.setdefault(night, {})[k] = _together([row[1:] for row in own])
     _write_nights(history, sensors, by_date, evidence, first_above, visited, budget)
     return new
 
