@@ -21,13 +21,11 @@ from leakmel.audio.synth import Sensor, draw_scene, make_sensor, render, stream,
 from leakmel.dataset.run.pipeline import build_all
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.nightly import run as nightly_run
-from leakmel.learn.nightly.evidence import Budget, Evidence, night_logit
 from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import flags_of, record_run
+from leakmel.learn.nightly.nights import Budget, Evidence, flags_of, night_logit, record_run
 from leakmel.learn.nightly.run import LISTED, VISITS_HTML
 from leakmel.learn.nightly.sensors import normal_medians, sensor_table
 from leakmel.learn.predict.readers import RecordingList
-from leakmel.learn.predict.scored import to_categories
 from leakmel.ops.bench import record_head
 
 FIRST_NIGHT = date(2025, 1, 1)
@@ -348,7 +346,7 @@ def _year_night(k: int, n_sensors: int, kept: int) -> RecordingList:
     listing = Listing(
         "", Path("/nowhere"), paths, np.full(n, 81_964), np.zeros(n, np.int64), np.full(n, -1, np.int16)
     )
-    return RecordingList(listing, to_categories([""] * n), names * len(nights))
+    return RecordingList(listing, np.full(n, "", object), names * len(nights))
 
 
 def _year_scores(k: int, n_sensors: int) -> dict[str, list[Any]]:

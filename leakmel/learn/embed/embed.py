@@ -58,7 +58,6 @@ from leakmel.learn.predict.readers import (
     RowBlock,
     find_recordings,
 )
-from ..predict.scored import to_categories
 from ..predict.scoring import ScoringThread, block_sizes, reader_engine
 from ...mel.engines import Engine, open_engine
 from ...mel.spec import MelSpec
@@ -397,7 +396,7 @@ def listed(
 ) -> RecordingList:
     "List given recordings; those that do not exist are rejected when they are read."
     listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
-    return RecordingList(listing, to_categories([""] * len(paths)), ParsedNames(list(paths)))
+    return RecordingList(listing, np.full(len(paths), "", object), ParsedNames(list(paths)))
 
 
 def band_statistics(

@@ -57,9 +57,9 @@ from leakmel.learn.nightly.drift import (
     reference_of_history,
     with_held_out_scores,
 )
-from .evidence import Budget
 from .history import HistoryEntry, History, night_of
 from leakmel.learn.nightly.nights import (
+    Budget,
     Levels,
     flags_of,
     read_visits,
@@ -79,7 +79,7 @@ from leakmel.learn.nightly.visits_page import (
 )
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
-from ..predict.scored import ScoredRecording, to_categories
+from ..predict.scored import ScoredRecording
 from ...mel.engines import open_engine
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _find(
     unlisted = [y.paths[k] for k in missing]
     names += [every.names[k] for k in missing]
     both = _listing(x.folder, [*x.paths, *unlisted], sizes, mtimes_ns, names)
-    return RecordingList(both, to_categories([""] * len(both)), names), unlisted
+    return RecordingList(both, np.full(len(both), "", object), names), unlisted
 
 
 def _listing(

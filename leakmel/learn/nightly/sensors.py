@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from .evidence import MIN_NIGHTS, Budget, night_logit, start_p_value
+from .nights import MIN_NIGHTS, Budget, night_logit, start_p_value
 from .history import History
 
 # %% ../../../nbs/learn/nightly/sensors.ipynb #30ed1e7f
