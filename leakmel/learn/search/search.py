@@ -627,36 +627,42 @@ class SearchResult(RowTable):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield titles and values of the summary."
-        s = self.summary
-        best = self.best
-        if s["stamp"]:
-            yield "BEWARE", s["stamp"]
+        s, best, base = self.summary, self.best, self.base
         ended = [f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"])]
         of_which = f", of which {', '.join(ended)}" if ended else ""
-        yield "trials", f"{len(self.trials):,} of {s['trials_wanted']:,}{of_which}"
-        yield "initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}"
-        if best.number:
-            yield "best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}"
-        if seeds := s["other_seeds"]:
-            old, new = (
-                "undefined" if None in seeds[k] else "{:.4f} to {:.4f}".format(*seeds[k])
-                for k in ("base", "best")
-            )
-            n = seeds["seeds"]
-            yield (
-                "seeds",
-                f"F1 with {n} other seed{'s' * (n != 1)}: {old} for the initial settings, {new} for the best ones",
-            )
-        if self.importances:
-            shares = ", ".join(f"{name} {share:.2f}" for name, share in self.importances.items())
-            yield "settings", f"importance (PED-ANOVA, approximate): {shares}"
-        yield "verdict", s["verdict"]
-        yield (
-            "note",
-            "the best F1 was selected on validation and is too optimistic: evaluate the model on test recordings (lm.evaluate)",
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in self.importances.items())
+        found = (  # the title, the text, and whether it is shown
+            ("BEWARE", s["stamp"], bool(s["stamp"])),
+            ("trials", f"{len(self.trials):,} of {s['trials_wanted']:,}{of_which}", True),
+            ("initial", f"F1 {base.f1:.4f}: {changes_text(base.changes)}", True),
+            (
+                "best",
+                f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
+                best.number > 0,
+            ),
+            ("seeds", _seeds_text(s["other_seeds"]), s["other_seeds"] is not None),
+            ("settings", f"importance (PED-ANOVA, approximate): {shares}", bool(shares)),
+            ("verdict", s["verdict"], True),
+            (
+                "note",
+                "the best F1 was selected on validation and is too optimistic: evaluate the model on test recordings (lm.evaluate)",
+                True,
+            ),
+            ("model", show_path(self.model_path), True),
+            ("time", f"{seconds_text(s['seconds'])} of training, {s['device']}", True),
         )
-        yield "model", show_path(self.model_path)
-        yield "time", f"{seconds_text(s['seconds'])} of training, {s['device']}"
+        yield from ((title, text) for title, text, is_shown in found if is_shown)
+
+
+def _seeds_text(seeds: Mapping[str, Any] | None) -> str:
+    "Say how the trainings with other seeds ended."
+    if seeds is None:
+        return ""
+    n = seeds["seeds"]
+    old, new = (
+        "undefined" if None in seeds[k] else "{:.4f} to {:.4f}".format(*seeds[k]) for k in ("base", "best")
+    )
+    return f"F1 with {n} other seed{'s' * (n != 1)}: {old} for the initial settings, {new} for the best ones"
 
 
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac2
