@@ -79,7 +79,7 @@ from leakmel.learn.nightly.visits_page import (
 )
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
-from ..predict.scored import ScoredRecording
+from ..predict.scoring import ScoredRecording
 from ...mel.engines import open_engine
 
 if TYPE_CHECKING:

@@ -38,7 +38,6 @@ from ...core.errors import DataError, EngineError, OutputError, UsageError, show
 from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import absolute_folder, output_path
-from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import PLAIN
 from ..data.segments import LENGTHS, covered_samples
@@ -51,9 +50,16 @@ from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
 from ...dataset.export.tables import require_package, write_table
-from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
-from .scored import ScoredRecordings, each_once, joined_columns
-from .scoring import ScoringThread, block_sizes, open_scorer
+from .readers import ParsedNames, RecordingList, find_recordings
+from leakmel.learn.predict.scoring import (
+    ScoredRecordings,
+    ScoringThread,
+    block_sizes,
+    each_once,
+    joined_columns,
+    open_scorer,
+    run_scorer,
+)
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -639,18 +645,9 @@ def _score(
     n, spec = len(found.listing), required_spec(detector)
     on = pick_device(device, registered=True)
     sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
-    label = f"scoring {show_path(found.listing.folder.name)}"
-    with (
-        open_scorer(detector, engine, on, sizes.n_files) as scorer,
-        Progress(n, label=label, show=progress) as bar,
-    ):
-        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, scorer.reader_engine)
-        with readers.copies:
-            scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
-            run_threads(
-                readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
-            )
-    rejections = tuple(sorted(readers.rejected, key=lambda r: r.path))
+    with open_scorer(detector, engine, on, sizes.n_files) as scorer:
+        scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
+    rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
     recordings = _collect(found, scoring, detector.provenance)
     return _Scored(recordings, rejections, scorer.identity, scorer.device)
 

@@ -41,7 +41,7 @@ from ..model.detector import Detector, load_detector, required_spec
 from ...core.files import write_whole
 from ..model.locate import model_file
 from ..predict.predict import Predictions, predict
-from ..predict.scored import ScoredRecording, each_once
+from ..predict.scoring import ScoredRecording, each_once
 
 if TYPE_CHECKING:
     import pandas as pd
