@@ -116,11 +116,11 @@ def _refused(path: Path, message: str, found: object = None) -> DataError:
 
 def _check_file(path: Path) -> bool:  # whether it exists
     "Refuse what is not a regular SQLite file of a history, and what lies in its way."
-    beside = [Path(f"{path}-{end}") for end in ("journal", "wal", "shm")]
-    for file in (path, *beside):
+    logs = [Path(f"{path}-{end}") for end in ("journal", "wal", "shm")]
+    for file in (path, *logs):
         if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
             raise _refused(file, "this is not a regular file")
-    for file in beside[1:]:  # a history has no write-ahead log
+    for file in logs[1:]:  # a history has no write-ahead log
         if os.path.lexists(file):
             raise _refused(file, "this file does not belong to a history")
     if not os.path.lexists(path):

@@ -634,7 +634,9 @@ def nightly(
 
 def _counts(files: _Files, n_added: int, n_missing: int) -> RunCounts:
     "Count the files of the folder."
-    n, n_read, n_rejected = len(files.found.listing), len(files.entries), len(files.rejected)
+    n = len(files.found.listing)
+    n_read = len(files.entries)
+    n_rejected = len(files.rejected)
     # the history has them under the same path; size or time of the file changed
     known = (
         files.stored.get(path, (None,) * 4)[2] == digest for path, _, _, digest, _ in files.rows if digest

@@ -600,7 +600,8 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
     if isinstance(found.names, ParsedNames):
         columns = columns_of_names(paths, ("sensor", "gain"))
-        sensor, gain = each_once(columns["sensor"].tolist(), os.fsdecode), columns["gain"]
+        sensor = each_once(columns["sensor"].tolist(), os.fsdecode)
+        gain = columns["gain"]
     else:
         sensor = each_once(found.names[k].sensor for k in good.tolist())
         gain = np.array([found.names[k].gain for k in good.tolist()])

@@ -342,7 +342,8 @@ class RoundItems:
         kept_digest: str,  # digest of the table of selected segments
     ) -> dict[str, Any]:
         "Return the training items and their recordings as plain values."
-        selection, kept, new = self.selection, self.replay.kept, parts["new recordings"]
+        selection, kept = self.selection, self.replay.kept
+        new = parts["new recordings"]
         sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
         names = [*map(show_path, task.model_names), ""]  # the last one: left out
         paths, content = recording_paths(new), content_digests(new)
@@ -425,7 +426,7 @@ class Round(RowTable):
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield pairs of a name and a text."
         r = self.record
-        figure, new, old = r["rules"]["metric"], r["new"], r["replay"]
+        figure = r["rules"]["metric"]
         kept = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
@@ -434,7 +435,7 @@ class Round(RowTable):
             "too_short": "too short, left out",
             "left_to_replay": "in the replay data and learned from there",
         }
-        left = [f"{new[n]:,} {text}" for n, text in words.items() if new[n]]
+        left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
         duels = (
             (
                 name,
@@ -446,7 +447,10 @@ class Round(RowTable):
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
             ("new", "; ".join([*kept, *left])),
-            ("replayed", f"{old['recordings']:,} old recordings, {old['segments']:,} segments"),
+            (
+                "replayed",
+                f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
+            ),
             *duels,
             ("record", show_path(self.folder / RECORD)),
         )
@@ -476,7 +480,7 @@ class _RoundInProgress:
         self, human: str | os.PathLike | None, earlier: Mapping[str, int], allow_leaky: bool
     ) -> RoundItems:
         "Choose the training items: predict, apply labels by people, select, draw."
-        rules, new, old = self.rules, self.parts["new recordings"], self.parts["replay"]
+        new, old = self.parts["new recordings"], self.parts["replay"]
         learned = {name: ds for name, ds in self.parts.items() if name != "testing"}
         shared = check_overlap(learned, self.parts["testing"], provenance=self.champion.provenance)
         stamps = [f"{LEAKY_SPLIT} testing: {text}" for text in shared]
@@ -488,7 +492,7 @@ class _RoundInProgress:
         known = {**earlier, **labels_by_content(new, labels)}
         scores = self.scores(class_scores, self.champion, new, "predicting")
         selection, n_left = self.select_new(scores, apply_human_labels(new, labels, known))
-        replay = draw_replay(old, rules.replay_share, rules.seed, self.number)
+        replay = draw_replay(old, self.rules.replay_share, self.rules.seed, self.number)
         classes = apply_human_labels(old, replay.classes, known)
         kept = replay.kept & (classes != LEFT_OUT)[:, None]
         return RoundItems(selection, replace(replay, classes=classes, kept=kept), n_left, stamps)

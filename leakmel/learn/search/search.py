@@ -627,14 +627,15 @@ class SearchResult(RowTable):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield titles and values of the summary."
-        s, best, base = self.summary, self.best, self.base
+        s = self.summary
+        best = self.best
         ended = [f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"])]
         of_which = f", of which {', '.join(ended)}" if ended else ""
         shares = ", ".join(f"{name} {share:.2f}" for name, share in self.importances.items())
         found = (  # the title, the text, and whether it is shown
             ("BEWARE", s["stamp"], bool(s["stamp"])),
             ("trials", f"{len(self.trials):,} of {s['trials_wanted']:,}{of_which}", True),
-            ("initial", f"F1 {base.f1:.4f}: {changes_text(base.changes)}", True),
+            ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
             (
                 "best",
                 f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
