@@ -41,7 +41,7 @@ from .evaluate.cross_validation import CrossValidation
 from .evaluate.plots import ScoredSpectrogram, spectrogram_figure
 from .evaluate.evaluation import Evaluation
 from .predict.predict import Predictions
-from .predict.scored import ScoredRecording
+from .predict.scoring import ScoredRecording
 from .train.history import learning_curves
 from .train.loop import TrainResult
 from ..mel.engines import log_mel

@@ -56,6 +56,7 @@ from leakmel.learn.retrain.selection import read_human_labels, recording_paths
 from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
 from leakmel.learn.retrain.selection import LabelledSegments, SegmentSubset, part_digest, whole_recordings
 from leakmel.learn.retrain.rounds import EarlierLabelsWarning, RoundRules, retrain
+from leakmel.learn.train import loop
 from leakmel.learn.train.loop import CheckpointSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -819,7 +820,7 @@ def test_interrupted_round_keeps_the_champion_and_is_resumed(
         def stop(*a: Any, **k: Any) -> None:
             raise Killed
 
-        m.setattr(rounds, where, stop)
+        m.setattr(rounds if hasattr(rounds, where) else loop, where, stop)
         with pytest.raises(Killed):
             retrain(**given_)
         if where == "class_scores":
@@ -894,16 +895,16 @@ def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(
 
 def test_other_round_does_not_resume_an_interrupted_one(networks, tmp_path, monkeypatch):
     given_ = round_arguments(networks, tmp_path)
-    real = rounds.train_epochs
+    real = loop.train_epochs
 
     def half(run: Any, *a: Any) -> None:
         run.save()
         raise Killed
 
-    monkeypatch.setattr(rounds, "train_epochs", half)
+    monkeypatch.setattr(loop, "train_epochs", half)
     with pytest.raises(Killed):
         retrain(**given_)
-    monkeypatch.setattr(rounds, "train_epochs", real)
+    monkeypatch.setattr(loop, "train_epochs", real)
     with pytest.raises(UsageError, match="another training, which was interrupted"):
         retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200)})
     done = retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200), "resume": "never"})
@@ -973,7 +974,7 @@ def test_damaged_record_is_reported(tmp_path, wrong):
 
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_path, monkeypatch):
     "As where a checkpoint comes from a machine with less memory."
-    closed, real = list[str](), rounds.begin_training
+    closed, real = list[str](), loop.begin_training
 
     def begin(run: Any, resume: str) -> str:
         output = real(run, resume)
@@ -990,8 +991,8 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_pa
     def stop(*a: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(rounds, "begin_training", begin)
-    monkeypatch.setattr(rounds, "train_epochs", stop)
+    monkeypatch.setattr(loop, "begin_training", begin)
+    monkeypatch.setattr(loop, "train_epochs", stop)
     with pytest.raises(Killed):
         retrain(**round_arguments(networks, tmp_path))
     assert closed == ["stream"]

@@ -34,16 +34,18 @@ from leakmel.core.locks import OutputLock
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-from leakmel.learn.search import search as module, trials as trials_module
-from leakmel.learn.search.search import SearchResult, search, verdict
-from leakmel.learn.search.trials import (
+from leakmel.learn.search import search as module
+from leakmel.learn.search.search import (
     DEFAULT_SPACE,
-    SeedTrial,
+    SearchResult,
     SearchState,
+    SeedTrial,
     Trial,
     read_space,
     read_state,
+    search,
     trial_settings,
+    verdict,
 )
 from leakmel.learn.train.loop import train
 
@@ -860,7 +862,7 @@ def test_search_interrupted_while_starting_over_can_start_over_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(trials_module, "rmtree", dying)
+        m.setattr(module, "rmtree", dying)
         with pytest.raises(KeyboardInterrupt):
             searched(sets, tmp_path / "run", **given, resume="never")
     with raises("another-run-in-folder", path=tmp_path / "run"):

@@ -13,9 +13,8 @@ import pytest
 from each import each
 
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.learn.nightly.evidence import Budget, Evidence
 from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, HistoryEntry, History
-from leakmel.learn.nightly.nights import read_visits, record_run
+from leakmel.learn.nightly.nights import Budget, Evidence, read_visits, record_run
 from leakmel.learn.nightly.sensors import sensor_table
 
 
@@ -101,9 +100,8 @@ _KILLED = """
 import os, signal, sys
 sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
 from test_nightly_history import scored_nights
-from leakmel.learn.nightly.evidence import Budget
 from leakmel.learn.nightly.history import History
-from leakmel.learn.nightly.nights import record_run
+from leakmel.learn.nightly.nights import Budget, record_run
 with History(sys.argv[1]) as history:
     history.db.execute("PRAGMA cache_size = 1")  # pages reach the file before the commit
     history.begin()
@@ -297,9 +295,8 @@ _KILLED_AFTER_COMMIT = """
 import os, signal, sys
 sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
 from test_nightly_history import scored_nights
-from leakmel.learn.nightly.evidence import Budget
 from leakmel.learn.nightly.history import History
-from leakmel.learn.nightly.nights import record_run
+from leakmel.learn.nightly.nights import Budget, record_run
 with History(sys.argv[1]) as history:
     history.begin()
     record_run(history, scored_nights(12), Budget(), {"P1": "2026-11-03"})

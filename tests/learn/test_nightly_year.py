@@ -10,9 +10,8 @@ import numpy as np
 
 from leakmel.learn.nightly import run as module
 from leakmel.learn.nightly.drift import drift_of, reference_of_history
-from leakmel.learn.nightly.evidence import Budget
 from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import record_run
+from leakmel.learn.nightly.nights import Budget, record_run
 from leakmel.learn.nightly.sensors import sensor_table
 
 N_SENSORS = 20

@@ -35,7 +35,7 @@ from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
 from leakmel.learn.model.locate import model_file
 from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE
 from leakmel.learn.nightly.run import nightly
-from leakmel.learn.search.trials import SearchState, Trial, read_state as read_search
+from leakmel.learn.search.search import SearchState, Trial, read_state as read_search
 from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,6 @@ __all__ = [
     "band_features",
     "Embedder",
     "open_embedder",
-    "EmbeddingScorer",
     "embed_recordings",
     "listed",
     "band_statistics",
@@ -38,29 +37,24 @@ from ...audio.listing import make_listing
 from ...audio.naming import Naming
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, missing_remedy, show_path
-from ...core.files import read_own, sealed
+from ...core.files import read_own, sealed, write_whole
 from ...core.progress import Progress
 from ...core.store import is_url, output_path
-from ...core.threads import run_threads
 from ...dataset.file.reader import read_rows
 from ...dataset.file.schema import Rejected
 from ...dataset.run.inputs import SpecLike, decide_spec
 from ..data.segments import DataSource, Segments, close_opened, open_sources, source_list
 from ..model.detector import Detector, load_detector, required_spec, spec_differences
-from ...core.files import write_whole
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.spectral import SpectralClassifier
 from leakmel.learn.predict.readers import (
     ParsedNames,
     RecordingList,
-    RecordingReaders,
     RowBlock,
     find_recordings,
 )
-from ..predict.scored import to_categories
-from ..predict.scoring import ScoringThread, block_sizes, reader_engine
-from ...mel.engines import Engine, open_engine
+from ..predict.scoring import HostScorer, block_sizes, run_scorer
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -326,30 +320,6 @@ def open_embedder(
 _FINISHED = 8192  # embeddings that are made at once
 
 
-class EmbeddingScorer:
-    "Sums of blocks of recordings; has the interface of a scorer of predictions."
-
-    depth = 1  # blocks that may be under way at once
-
-    def __init__(self, engine: Engine, readers: RecordingReaders):
-        self.engine = engine
-        self.readers = readers
-        self.host_array = engine.host_array
-        self.sums = np.zeros((len(readers.facts), 2 * readers.spec.n_mels))  # as of `band_sums`
-
-    def start(self, block: RowBlock) -> None:
-        "Compute a block."
-        n = block.n
-        if self.readers.engine is None:
-            block.moments[:n] = self.engine.run(block.input, block.mels[:n])
-        np.add.at(self.sums, block.files[:n], band_sums(block.mels[:n], block.counts[:n]))
-        self._block = block
-
-    def finish(self) -> RowBlock:
-        "Return the block that was computed."
-        return self._block
-
-
 def embed_recordings(
     found: RecordingList,
     embedder: Embedder,
@@ -363,18 +333,19 @@ def embed_recordings(
     "Compute the embeddings of listed recordings."
     began, n, spec = time.perf_counter(), len(found.listing), embedder.spec
     sizes = block_sizes(spec, "cpu", n, files_per_batch, read_workers)
-    label = f"embeddings of {show_path(found.listing.folder.name)}"
-    with open_engine(engine, spec, device="cpu") as opened, Progress(n, label=label, show=progress) as bar:
-        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, reader_engine(opened))
-        with readers.copies:
-            scorer = EmbeddingScorer(opened, readers)
-            thread = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)  # type: ignore[arg-type]
-            run_threads(
-                readers.lanes, thread.finished, lambda: bar.update(thread.n_done + len(readers.rejected))
-            )
+    sums = np.zeros((n, 2 * spec.n_mels))  # as of `band_sums`
+
+    def add(block: RowBlock) -> None:
+        np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
+
+    with HostScorer(engine, spec, add) as scorer:
+        label = "embeddings of"
+        readers = run_scorer(
+            found, spec, scorer, sizes, length=length, label=label, progress=progress
+        ).readers
     good = np.flatnonzero(readers.facts["good"])
     parts = (good[a : a + _FINISHED] for a in range(0, len(good), _FINISHED))
-    vectors = [embedder.finish(scorer.sums[k] / readers.n_long[k, None]) for k in parts]
+    vectors = [embedder.finish(sums[k] / readers.n_long[k, None]) for k in parts]
     return Embeddings(
         vectors=np.concatenate(vectors) if vectors else np.zeros((0, 0), np.float32),
         paths=tuple(found.listing.paths[k] for k in good.tolist()),
@@ -397,7 +368,7 @@ def listed(
 ) -> RecordingList:
     "List given recordings; those that do not exist are rejected when they are read."
     listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
-    return RecordingList(listing, to_categories([""] * len(paths)), ParsedNames(list(paths)))
+    return RecordingList(listing, np.full(len(paths), "", object), ParsedNames(list(paths)))
 
 
 def band_statistics(

@@ -139,16 +139,22 @@ class SimilarRecordings:
     def text(self) -> str:
         "Return the neighbours as text."
         s = self.summary
-        lines = [f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}"]
         width = max((len(n["label"]) for n in s["neighbours"]), default=0)
-        for n in s["neighbours"]:
-            mark = f"  duplicate: {n['duplicate']}" if n["duplicate"] else ""
-            lines.append(f"  {n['similarity']:.3f}  {n['label']:<{max(width, 1)}}  {n['path']}{mark}")
+        near = [
+            f"  {n['similarity']:.3f}  {n['label']:<{max(width, 1)}}  {n['path']}"
+            + (f"  duplicate: {n['duplicate']}" if n["duplicate"] else "")
+            for n in s["neighbours"]
+        ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lines.append(f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label")
-        if n_rejected := s["rejected"]:
-            lines.append(f"  {n_rejected:,} files could not be read and were not searched")
-        return "\n".join(lines)
+        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
+        return "\n".join(
+            [
+                f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
+                *near,
+                f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
+                *lost,
+            ]
+        )
 
     def figure(
         self,
@@ -248,15 +254,6 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
 Collection = DataSource | Sequence[DataSource] | Embeddings
 
 
-def _embeddings_of(among: Collection, model: Model, given: dict[str, Any]) -> Embeddings:
-    "Compute embeddings, or take stored ones."
-    if isinstance(among, Embeddings):
-        return among
-    if isinstance(among, (str, os.PathLike)) and Path(among).suffix.lower() == ".npz":
-        return load_embeddings(among)
-    return embed(model, among, **given)
-
-
 def _require_stored(found: Embeddings, spec: SpecLike, length: str | None) -> None:
     "Refuse features and a length other than those of embeddings; raises DataError."
     wrong = other_features(spec, found.spec)
@@ -297,7 +294,9 @@ def similar(
         )
     detector = opened_model(model)
     given: dict[str, Any] = {"length": length or "spec", "engine": engine, "progress": progress}
-    found = _embeddings_of(among, detector, given | {"spec": spec})
+    if isinstance(among, (str, os.PathLike)) and Path(among).suffix.lower() == ".npz":
+        among = load_embeddings(among)
+    found = among if isinstance(among, Embeddings) else embed(detector, among, spec=spec, **given)
     _require_stored(found, spec, length)
     given["length"] = length = length or found.length or "spec"
     embedder = open_embedder(detector, found.spec)

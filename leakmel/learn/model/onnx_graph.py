@@ -7,7 +7,6 @@ __all__ = [
     "OPSET",
     "INPUT",
     "MelFeatures",
-    "trial_recordings",
     "SamplesToProbability",
     "tree_attributes",
     "onnx_model",
@@ -86,16 +85,6 @@ class MelFeatures(nn.Module):
         if self.repeats:
             db = db[:, self.index]
         return db.reshape(-1, *s.grid.shape, s.n_mels).transpose(-1, -2)
-
-
-# %% ../../../nbs/learn/model/onnx_graph.ipynb #43b81b43
-def trial_recordings(spec: MelSpec) -> np.ndarray:
-    "[2, N] float32: noise, and noise with a tone of rising level."
-    rng = np.random.default_rng(0)
-    t = np.arange(spec.n_samples) / spec.sample_rate
-    noise = rng.normal(0, 0.01, (2, spec.n_samples))
-    noise[1] += 0.3 * t / t[-1] * np.sin(2 * np.pi * spec.sample_rate / 9 * t)
-    return noise.astype(np.float32)
 
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c000004
@@ -304,7 +293,7 @@ def onnx_model(
     originals = [m for m in detector.classifier.modules() if isinstance(m, SpectralClassifier)]
     for number, part in enumerate(spectral):
         vars(part)["tree_probabilities"] = partial(_placeholder, number, part.settings.n_classes)
-    samples = torch.from_numpy(trial_recordings(required_spec(detector)))
+    samples = torch.zeros(2, required_spec(detector).n_samples)
     with _quiet():
         exported = torch.onnx.export(
             program,

@@ -116,16 +116,15 @@ def _refused(path: Path, message: str, found: object = None) -> DataError:
 
 def _check_file(path: Path) -> bool:  # whether it exists
     "Refuse what is not a regular SQLite file of a history, and what lies in its way."
-    for name in (f"{path}-journal", f"{path}-wal", f"{path}-shm"):
-        if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
-            raise _refused(Path(name), "this is not a regular file")
-    for name in (f"{path}-wal", f"{path}-shm"):  # a history has no write-ahead log
-        if os.path.lexists(name):
-            raise _refused(Path(name), "this file does not belong to a history")
+    logs = [Path(f"{path}-{end}") for end in ("journal", "wal", "shm")]
+    for file in (path, *logs):
+        if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
+            raise _refused(file, "this is not a regular file")
+    for file in logs[1:]:  # a history has no write-ahead log
+        if os.path.lexists(file):
+            raise _refused(file, "this file does not belong to a history")
     if not os.path.lexists(path):
         return False
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise _refused(path, "this is not a regular file")
     with path.open("rb") as f:
         head = f.read(100)
     if not head:
@@ -216,18 +215,18 @@ class History:
     def _error(self, e: Exception) -> Exception:
         "Tell a full disk and a damaged file apart."
         name = getattr(e, "sqlite_errorname", "")
-        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return OutputError(
-                "another program uses the history",
-                code="output-locked",
-                path=self.path,
-                remedy="wait until it ends, and run the command again",
-            )
-        if name.startswith("SQLITE_FULL"):
-            return SpaceError("there is no room left for the history", code="no-space", path=self.path)
-        if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-            return OutputError(f"the history cannot be written ({name})", code="write-failed", path=self.path)
-        return _refused(self.path, f"the file is damaged ({e})")
+        busy = OutputError(
+            "another program uses the history",
+            code="output-locked",
+            path=self.path,
+            remedy="wait until it ends, and run the command again",
+        )
+        full = SpaceError("there is no room left for the history", code="no-space", path=self.path)
+        lost = OutputError(f"the history cannot be written ({name})", code="write-failed", path=self.path)
+        kinds = {"BUSY": busy, "LOCKED": busy, "FULL": full}
+        kinds |= dict.fromkeys(("IOERR", "READONLY", "CANTOPEN", "PERM"), lost)
+        found = next((error for kind, error in kinds.items() if name.startswith(f"SQLITE_{kind}")), None)
+        return found or _refused(self.path, f"the file is damaged ({e})")
 
     def _prepare(self, exists: bool) -> None:
         "Set up the connection, check a file that exists, and write the schema of a new one."
@@ -359,9 +358,8 @@ class History:
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."
-        if self.meta(name) == value:
-            return
-        self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
+        if self.meta(name) != value:
+            self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
 
     def add_recordings(
         self,
@@ -399,20 +397,15 @@ def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPacka
 def _typed_pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
     "Yield columns with the types of the schema."
     for page in history.pages(sql, _PAGE):
-        yield _typed(page)
-
-
-def _typed(page: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    for name in set(_DATES) & set(page):
-        page[name] = [None if text is None else date.fromisoformat(text) for text in page[name]]
-    if "time" in page:
-        parse_time.cache_clear()
-        parsed = [parse_time(text) for text in page["time"]]
-        page |= {"time": [t for t, _ in parsed], "utc_offset_s": [s for _, s in parsed]}
-        page["bands"] = [list(map(float, text.split())) for text in page["bands"]]
-    if "flags" in page:
-        page["flags"] = [text.split() for text in page["flags"]]
-    return page
+        for name in set(_DATES) & set(page):
+            page[name] = [None if text is None else date.fromisoformat(text) for text in page[name]]
+        if "time" in page:
+            parse_time.cache_clear()
+            page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))
+            page["bands"] = [list(map(float, text.split())) for text in page["bands"]]
+        if "flags" in page:
+            page["flags"] = [text.split() for text in page["flags"]]
+        yield page
 
 
 # %% ../../../nbs/learn/nightly/history.ipynb #f0310007

@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
-import csv, io, json, os, time
+import json, os, time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
@@ -39,9 +39,8 @@ from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.problems import twin_problems
 from ...audio.tables import has_columns
-from ...audio.wav import read_wav
 from ...core.comparison import text_key
-from ...core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.files import replacing
 from ...core.store import LocalCopies
 from ...dataset.file.schema import Rejected
@@ -58,13 +57,13 @@ from leakmel.learn.nightly.drift import (
     reference_of_history,
     with_held_out_scores,
 )
-from .evidence import Budget
 from .history import HistoryEntry, History, night_of
 from leakmel.learn.nightly.nights import (
+    Budget,
     Levels,
     flags_of,
     read_visits,
-    recording_features,
+    read_features,
     recording_levels,
     record_run,
 )
@@ -80,7 +79,7 @@ from leakmel.learn.nightly.visits_page import (
 )
 from ..predict.predict import Predictions, predict
 from ..predict.readers import RecordingList, find_recordings
-from ..predict.scored import ScoredRecording, to_categories
+from ..predict.scoring import ScoredRecording
 from ...mel.engines import open_engine
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _find(
     unlisted = [y.paths[k] for k in missing]
     names += [every.names[k] for k in missing]
     both = _listing(x.folder, [*x.paths, *unlisted], sizes, mtimes_ns, names)
-    return RecordingList(both, to_categories([""] * len(both)), names), unlisted
+    return RecordingList(both, np.full(len(both), "", object), names), unlisted
 
 
 def _listing(
@@ -158,15 +157,22 @@ def _listing(
     return Listing("", folder, paths, sizes, mtimes_ns, no_label, parts=tuple(names))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Files:
-    "Files of the folder: those to read, and what is known of the others."
+    "Files of the folder, and what a run learns of them."
 
     found: RecordingList
-    to_read: np.ndarray  # [n] int64, numbers of files with a sensor that are not known
-    rejected: list[Rejected]  # known to be unusable, or without a sensor
-    digests: dict[str, bytes]  # of known recordings -> path
-    touched: dict[bytes, str]  # paths that are known with another size or time -> digest
+    stored: dict[bytes, tuple]  # path -> size, mtime, digest and problem, of earlier runs
+    to_read: list[int] = field(default_factory=list)  # numbers of files with a sensor that are not known
+    rejected: list[Rejected] = field(default_factory=list)  # unusable, now or earlier, or without a sensor
+    paths: dict[str, bytes] = field(default_factory=dict)  # digest of a recording -> its path
+    entries: list[HistoryEntry] = field(default_factory=list)  # recordings that were read
+    rows: list[tuple] = field(default_factory=list)  # of the table `files`, of what was read
+    n_from_file: int = 0  # recordings that were read, whose time is that of the file
+
+    def add_row(self, path: bytes, k: int, digest: str, problem: str) -> None:
+        x = self.found.listing
+        self.rows.append((path, int(x.sizes[k]), int(x.mtimes_ns[k]), digest, problem))
 
 
 _MAX_SENSOR = 200  # characters
@@ -213,23 +219,20 @@ def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
 def _sort_files(history: History, found: RecordingList) -> _Files:
     "Find the files that are not known."
     x = found.listing
-    stored = stored_files(history, x.paths)
-    to_read: list[int] = []
+    files = _Files(found, stored_files(history, x.paths))
     n_unnamed = 0
-    rejected: list[Rejected] = []
-    digests: dict[str, bytes] = {}
     for k, path in enumerate(x.paths):
-        size, mtime_ns, digest, problem = stored.get(path, (None, None, "", ""))
-        if (size, mtime_ns) == (int(x.sizes[k]), int(x.mtimes_ns[k])):
-            if problem:
-                rejected.append(Rejected(path, problem, "it was read in an earlier run"))
+        size, mtime_ns, digest, problem = files.stored.get(path, (None, None, "", ""))
+        if (size, mtime_ns) != (int(x.sizes[k]), int(x.mtimes_ns[k])):
+            if _sensor_name(found.names[k].sensor):
+                files.to_read.append(k)
             else:
-                digests[digest] = path
-        elif _sensor_name(found.names[k].sensor):
-            to_read.append(k)
+                n_unnamed += 1
+                files.rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
+        elif problem:
+            files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
         else:
-            n_unnamed += 1
-            rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
+            files.paths[digest] = path
     if n_unnamed == len(x):
         raise DataError(
             "no recording of the folder has the name of its sensor",
@@ -239,16 +242,7 @@ def _sort_files(history: History, found: RecordingList) -> _Files:
             expected="names like SENSOR~RECORDING~20261124_230000~GAIN.wav",
             remedy="give a pattern of the paths (--pattern '{sensor}/{start_time}'), or a table with a column sensor (--table, --columns)",
         )
-    touched = {path: stored[path][2] for path in (x.paths[k] for k in to_read) if path in stored}
-    return _Files(found, np.array(to_read, int), rejected, digests, touched)
-
-
-def _manifest_of(found: RecordingList, chosen: np.ndarray) -> Manifest:
-    "Return the manifest of some of the recordings."
-    x = found.listing
-    paths, names = [x.paths[k] for k in chosen], [found.names[k] for k in chosen]
-    part = _listing(x.folder, paths, x.sizes[chosen], x.mtimes_ns[chosen], names)
-    return Manifest(x.folder, (), (part,))
+    return files
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fd79d613
@@ -272,35 +266,19 @@ def recording_time(
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0ffb97eb
-def _key(s: ScoredRecording, time: str, from_file: bool) -> str:
-    "Identity of a recording: the digest of its samples; silent ones have equal samples, so sensor and time, or path, belong to theirs."
-    digest = s.facts["digest"].decode()
-    if not s.facts["silent"]:
-        return digest
-    which = show_path(s.path) if from_file else time
-    return blake2b(f"{digest} {show_path(s.sensor)} {which}".encode(), digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True, eq=False)
-class _New:
-    "What a run read."
-
-    entries: list[HistoryEntry]
-    rows: list[tuple]  # of the table `files`
-    rejected: list[Rejected]
-    n_from_file: int  # recordings whose time is that of the file
-    n_touched: int  # recordings that the history has under the same path; size or time of the file changed
-    digests: dict[str, bytes]  # -> path
-
-
 def _entry(
     s: ScoredRecording, sensor: str, score: float, levels: Levels, time: str, from_file: bool
 ) -> HistoryEntry:
     "Return what the history stores of a recording."
     f = s.facts
+    digest = f["digest"].decode()
+    if f["silent"]:  # all of them have equal samples, so sensor and time, or path, belong to the identity
+        which = show_path(s.path) if from_file else time
+        text = f"{digest} {show_path(s.sensor)} {which}"
+        digest = blake2b(text.encode(), digest_size=16).hexdigest()
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
-        digest=_key(s, time, from_file),
+        digest=digest,
         sensor=sensor,
         path=show_path(s.path),
         time=time,
@@ -321,48 +299,46 @@ def read_new(
     last: str,  # last night of the history; empty: none
     device: str,
     progress: str,
-) -> _New:
+) -> None:
     "Score and measure the files that are not known."
-    found, x = files.found, files.found.listing
-    if not len(files.to_read):
-        return _New([], [], [], 0, 0, {})
-    place = {x.paths[k]: int(k) for k in files.to_read}
-    known = {text_key(sensor): sensor for sensor in sensors}
-    done: Predictions = predict(
-        x.folder, detector, manifest=_manifest_of(found, files.to_read), device=device, progress=progress
+    x, names = files.found.listing, files.found.names
+    if not files.to_read:
+        return
+    place = {x.paths[k]: k for k in files.to_read}
+    part = _listing(
+        x.folder,
+        list(place),
+        x.sizes[files.to_read],
+        x.mtimes_ns[files.to_read],
+        [names[k] for k in files.to_read],
     )
+    manifest = Manifest(x.folder, (), (part,))
+    done: Predictions = predict(x.folder, detector, manifest=manifest, device=device, progress=progress)
     payloads = [s.facts["digest"].decode() for s in done.scored]
     measured = recording_levels(x.folder, done.scored.paths, payloads, done.spec, progress=progress)
-    entries: list[HistoryEntry] = []
-    rows: list[tuple] = []
+    known = {text_key(sensor): sensor for sensor in sensors}
     rejected = list(done.rejections)
-    n_from_file = 0
-    times = {
-        s.path: recording_time(found.names[k].start_time, int(x.mtimes_ns[k]))
-        for s in done.scored
-        for k in (place[s.path],)
-    }
-    latest = max((time for time, from_file in times.values() if not from_file), default="")
-    for s, levels in zip(done.scored, measured):
-        k = place[s.path]
+    numbers = [place[path] for path in done.scored.paths]
+    times = [recording_time(names[k].start_time, int(x.mtimes_ns[k])) for k in numbers]
+    latest = max((when for when, from_file in times if not from_file), default="")
+    for s, k, levels, (when, from_file) in zip(done.scored, numbers, measured, times):
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
-        time, from_file = times[s.path]
         if from_file:  # a wrong clock must not move the last night of the network
-            wrong = latest or (f"{last}T23:59:59" if last and found.names[k].start_time else "")
-            time = min(time, wrong or time)
-        n_from_file += from_file
+            wrong = latest or (f"{last}T23:59:59" if last and names[k].start_time else "")
+            when = min(when, wrong or when)
+        files.n_from_file += from_file
         name = _sensor_name(s.sensor)
         score = done.rule.score(s.segment_scores)
-        entries.append(_entry(s, known.get(name, name), score, levels, time, from_file))
-        rows.append((s.path, int(x.sizes[k]), int(x.mtimes_ns[k]), entries[-1].digest, ""))
+        entry = _entry(s, known.get(name, name), score, levels, when, from_file)
+        files.entries.append(entry)
+        files.paths[entry.digest] = s.path
+        files.add_row(s.path, k, entry.digest, "")
     for r in rejected:
         if r.code not in _TRIED_AGAIN:
-            k = place[r.path]
-            rows.append((r.path, int(x.sizes[k]), int(x.mtimes_ns[k]), "", r.code))
-    n_touched = sum(row[3] != "" and files.touched.get(row[0]) == row[3] for row in rows)
-    return _New(entries, rows, rejected, n_from_file, n_touched, {row[3]: row[0] for row in rows if row[3]})
+            files.add_row(r.path, place[r.path], "", r.code)
+    files.rejected += rejected
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fb6faa79
@@ -473,42 +449,32 @@ class NightlyRun:
     def text(self) -> str:
         "Return the list of visits and the counts as text."
         c = self.counts
-        lines = [
-            f"{self.headline} after the night {self.last_night or '(none)'}",
-            f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
-            f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
-            f"  detector: {self.evaluation}",
-        ]
-        if c.times_from_file:
-            lines.append(
-                f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
-            )
-        for code, n in Counter(r.code for r in self.rejected).most_common():
-            first = next(r for r in self.rejected if r.code == code)
-            lines.append(f"  rejected: {n:,} x {code}, first {show_path(first.path)}")
-        lines += [f"  {text}" for text in self.warnings]
-        for r in self.sensors:
-            if r.visit:
-                lines.append(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}")
+        codes = Counter(r.code for r in self.rejected).most_common()
+        first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
+        untimed = f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
         ill = [r for r in self.sensors if r.health != "ok"]
-        lines += [f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]]
-        if len(ill) > MAX_NAMED:
-            lines.append(f"  and {len(ill) - MAX_NAMED:,} more loggers to check")
-        lines.append(f"tables in {show_path(self.state)}")
-        return "\n".join(lines)
+        more = f"  and {len(ill) - MAX_NAMED:,} more loggers to check"
+        return "\n".join(
+            [
+                f"{self.headline} after the night {self.last_night or '(none)'}",
+                f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
+                f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
+                f"  detector: {self.evaluation}",
+                *[untimed] * (c.times_from_file > 0),
+                *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
+                *(f"  {text}" for text in self.warnings),
+                *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
+                *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
+                *[more] * (len(ill) > MAX_NAMED),
+                f"tables in {show_path(self.state)}",
+            ]
+        )
 
     def __repr__(self) -> str:
         return f"NightlyRun({len(self.to_visit):,} of {len(self.sensors):,} sensors to visit; {self.counts.new:,} new recordings; {show_path(self.state)})"
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0fe27017
-def _cell(value: Any) -> str:
-    "A value as the CSV file has it."
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)
-
-
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
     "Refuse a state folder among the recordings, and other files in the place of the tables."
     target = Path(os.path.abspath(state))
@@ -531,12 +497,8 @@ def write_tables(
     page: str,  # HTML
 ) -> None:  # raises OutputError, SpaceError
     "Write sensors.csv, sensors.json and visits.html."
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(SENSOR_COLUMNS)
-    writer.writerows([_cell(value) for value in r.to_dict().values()] for r in done.sensors)
     body = json.dumps(done.body, ensure_ascii=True) + "\n"
-    texts = {SENSORS_CSV: table.getvalue(), SENSORS_JSON: body, VISITS_HTML: page}
+    texts = {SENSORS_CSV: done.table.to_csv(index=False), SENSORS_JSON: body, VISITS_HTML: page}
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -561,14 +523,9 @@ def _clips(
         return found
     with open_engine("auto", spec, device="cpu") as engine, LocalCopies(folder) as copies:
         for digest in chosen:
-            try:
-                with copies.of([paths[digest]]) as local:
-                    recording = read_wav(local[paths[digest]])
-                if recording.digest == digest:
-                    features = recording_features(recording, spec, engine)
-                    found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)
-            except (RecordingError, OSError):
-                continue  # the page says so
+            features = read_features(copies, engine, spec, paths[digest], digest)
+            if features is not None:  # else the page says so
+                found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)
     return found
 
 
@@ -593,13 +550,11 @@ def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, P
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
 def _keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
     "Store the reference of the drift: the data set that was given, or the first nights."
-    if given is not None:
-        reference = reference_of_data_set(given, detector)
-    elif history.meta("reference") is None and (own := reference_of_history(history)) is not None:
-        reference = own
-    else:
+    if given is None and history.meta("reference") is not None:
         return
-    history.set_meta("reference", with_held_out_scores(reference, detector).text)
+    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
+    if found is not None:
+        history.set_meta("reference", with_held_out_scores(found, detector).text)
 
 
 def nightly(
@@ -645,13 +600,13 @@ def nightly(
         files = _sort_files(history, found)
         notes = _notes(files, missing)
         ((last,),) = history.query("SELECT max(night) FROM nights")
-        new = read_new(files, detector, all_sensors(history), last or "", device, progress)
+        read_new(files, detector, all_sensors(history), last or "", device, progress)
         history.begin()
         history.set_meta("model", digest)
-        done_visits = _known_visits(history, new.entries, visits)
-        added = record_run(history, new.entries, rule, done_visits)
+        done_visits = _known_visits(history, files.entries, visits)
+        added = record_run(history, files.entries, rule, done_visits)
         notes += _ignored_visits(history, visits, done_visits)
-        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", new.rows)
+        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         _keep_reference(history, detector, reference)
         history.commit()
         held = detector.held_out
@@ -665,28 +620,35 @@ def nightly(
             evaluation=evaluation_text(detector.evaluations),
             evaluation_result=evaluation_result(detector.evaluations),
             budget=rule,
-            counts=_counts(files, new, len(added), len(missing)),
-            rejected=tuple(sorted([*files.rejected, *new.rejected], key=lambda r: r.path)),
+            counts=_counts(files, len(added), len(missing)),
+            rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             curves=_curves(history, rows),
             notes=notes,
         )
-        clips = _clips(rows, files.digests | new.digests, done.folder, detector)
+        clips = _clips(rows, files.paths, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
 
 
-def _counts(files: _Files, new: _New, n_added: int, n_missing: int) -> RunCounts:
+def _counts(files: _Files, n_added: int, n_missing: int) -> RunCounts:
     "Count the files of the folder."
-    n_known = len(files.found.listing) - len(files.to_read) - len(files.rejected)
+    n = len(files.found.listing)
+    n_read = len(files.entries)
+    n_rejected = len(files.rejected)
+    # the history has them under the same path; size or time of the file changed
+    known = (
+        files.stored.get(path, (None,) * 4)[2] == digest for path, _, _, digest, _ in files.rows if digest
+    )
+    n_touched = sum(known)
     return RunCounts(
-        found=len(files.found.listing),
-        known=n_known + new.n_touched,
+        found=n,
+        known=n - n_read - n_rejected + n_touched,
         new=n_added,
-        copies=len(new.entries) - n_added - new.n_touched,
-        rejected=len(files.rejected) + len(new.rejected),
-        times_from_file=new.n_from_file,
+        copies=n_read - n_added - n_touched,
+        rejected=n_rejected,
+        times_from_file=files.n_from_file,
         not_in_table=n_missing,
     )
 
@@ -702,6 +664,7 @@ def _notes(files: _Files, missing: Sequence[bytes]) -> tuple[str, ...]:
 
 
 _AHEAD_DAYS = 7  # recordings may arrive after a visit
+_FIRST_NIGHT = "1990-01-01"  # of an empty history
 
 
 def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping[str, str]) -> dict[str, str]:
@@ -710,9 +673,7 @@ def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping
         return {}
     stored = dict(history.query("SELECT sensor, max(night) FROM nights GROUP BY sensor"))
     known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *stored)}
-    last = max([*stored.values(), *(e.night for e in entries)], default="")
-    if not last:
-        return {}
+    last = max([*stored.values(), *(e.night for e in entries)], default=_FIRST_NIGHT)
     latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).date().isoformat()
     return {known[s]: night for s, night in visits.items() if s in known and night <= latest}
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from .evidence import MIN_NIGHTS, Budget, night_logit, start_p_value
+from .nights import MIN_NIGHTS, Budget, night_logit, start_p_value
 from .history import History
 
 # %% ../../../nbs/learn/nightly/sensors.ipynb #30ed1e7f
@@ -132,13 +132,8 @@ def _start_p_values(history: History, sensors: Sequence[str], normal: np.ndarray
         return {}
     visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
     sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
-    found: dict[str, float] = {}
-    for sensor in sensors:
-        if sensor not in visited:
-            first = [score for (score,) in history.query(sql, (sensor, MIN_NIGHTS))]
-            if len(first) == MIN_NIGHTS:
-                found[sensor] = start_p_value(median(first), normal)
-    return found
+    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in sensors if s not in visited}
+    return {s: start_p_value(median(own), normal) for s, own in first.items() if len(own) == MIN_NIGHTS}
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:

@@ -369,20 +369,18 @@ def evidence_plot(
 ) -> "go.Figure":
     "Draw the evidence of the first sensors of the list over the last nights."
     chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:MAX_CURVES]
-    traces: list[Trace] = []
-    for k, r in enumerate(chosen):
-        values = done.curves[r.sensor]
-        traces.append(
-            dict(
-                type="scatter",
-                x=np.arange(1 - len(values), 1),
-                y=f32(np.maximum(values, 0.1)),
-                name=f"{r.sensor} ({r.visit})",
-                mode="lines+markers",
-                line=dict(color=label_colour(k), width=1.6),
-                marker=dict(size=4),
-            )
+    traces: list[Trace] = [
+        dict(
+            type="scatter",
+            x=np.arange(1 - len(done.curves[r.sensor]), 1),
+            y=f32(np.maximum(done.curves[r.sensor], 0.1)),
+            name=f"{r.sensor} ({r.visit})",
+            mode="lines+markers",
+            line=dict(color=label_colour(k), width=1.6),
+            marker=dict(size=4),
         )
+        for k, r in enumerate(chosen)
+    ]
     last = done.last_night or "none"
     found = styled_figure(
         traces,

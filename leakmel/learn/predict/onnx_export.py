@@ -145,8 +145,8 @@ def check_recordings(
         )
     truth = _truth(detector, [label_in(done.scored.paths[i]) for i in rows])
     segments = np.stack([done.scored.segment_scores[i] for i in rows])
-    marks = done.scored.in_training
-    in_training = None if None in marks.values else marks.array().astype(bool)[rows]
+    marks = done.scored.in_training[rows].tolist()
+    in_training = None if None in marks else np.array(marks, bool)
     n_left_out = len(chosen) - len(rows)
     return CheckRecordings(source, samples, segments, done.score[rows], truth, n_left_out, in_training)
 
@@ -245,18 +245,20 @@ class OnnxCheck:
     @property
     def text(self) -> str:
         "The differences in a sentence."
-        what = "score" if self.probability is None else "probability"
-        value = self.score if self.probability is None else self.probability
-        text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}"
-        if self.source == "recordings":
-            text += _training_text(self.recordings, self.in_training)
-        text += f"; {self.decisions:,} decisions differ"
-        if self.auc is not None:
-            text += f"; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f})"
-            text += f", balanced accuracy {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f})"
-            if self.rated < self.recordings:
-                text += f" on the {self.rated:,} that are not part of the training"
-        return text
+        what, value = ("score", self.score) if self.probability is None else ("probability", self.probability)
+        part = _training_text(self.recordings, self.in_training) if self.source == "recordings" else ""
+        text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
+        if self.auc is None:
+            return text
+        on = (
+            f" on the {self.rated:,} that are not part of the training"
+            if self.rated < self.recordings
+            else ""
+        )
+        return (
+            f"{text}; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f}), "
+            f"balanced accuracy {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f}){on}"
+        )
 
 
 def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dict[str, Any]:
@@ -395,30 +397,30 @@ class OnnxExport:
     @property
     def summary(self) -> dict[str, Any]:
         "Path, size and differences as plain values."
-        own = {name: getattr(self, name) for name in ("kind", "n_bytes")}
-        checks = {"check": asdict(self.check), "int8": self.int8 and asdict(self.int8)}
-        return {"path": show_path(self.path)} | own | checks
+        return asdict(self) | {"path": show_path(self.path)}
 
     @property
     def text(self) -> str:
         "The summary as text."
-        lines = [f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"]
-        lines.append(f"  {'float32: ' if self.int8 else ''}{self.check.text}")
-        if self.int8 is not None:
-            lines.append(f"  int8: {self.int8.text}; ranges from {self.int8.ranges:,} others")
-        if self.check.probability is None:
-            lines.append(
-                "  no output probability: the detector has no held-out scores, from which it would be calibrated"
-            )
-        if self.check.source != "recordings":
-            lines.append(
-                "  no recordings were given: compare the file on your own ones (--recordings FOLDER)"
-            )
-        if self.check.left_out:
-            lines.append(
-                f"  not compared: {self.check.left_out:,} recordings that are rejected or shorter than the model's length"
-            )
-        return "\n".join(lines)
+        check, int8 = self.check, self.int8
+        notes = (  # whether it applies, and a sentence
+            (True, f"{'float32: ' if int8 else ''}{check.text}"),
+            (int8 is not None, int8 and f"int8: {int8.text}; ranges from {int8.ranges:,} others"),
+            (
+                check.probability is None,
+                "no output probability: the detector has no held-out scores, from which it would be calibrated",
+            ),
+            (
+                check.source != "recordings",
+                "no recordings were given: compare the file on your own ones (--recordings FOLDER)",
+            ),
+            (
+                check.left_out > 0,
+                f"not compared: {check.left_out:,} recordings that are rejected or shorter than the model's length",
+            ),
+        )
+        head = f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"
+        return "\n".join([head, *(f"  {text}" for applies, text in notes if applies)])
 
     def __repr__(self) -> str:
         return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"

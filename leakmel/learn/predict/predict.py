@@ -38,7 +38,6 @@ from ...core.errors import DataError, EngineError, OutputError, UsageError, show
 from ...core.files import replacing
 from ...core.progress import Progress
 from ...core.store import absolute_folder, output_path
-from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import PLAIN
 from ..data.segments import LENGTHS, covered_samples
@@ -51,9 +50,16 @@ from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
 from ...dataset.export.tables import require_package, write_table
-from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
-from .scored import Categories, ScoredRecordings, joined_columns, to_categories
-from .scoring import ScoringThread, block_sizes, open_scorer
+from .readers import ParsedNames, RecordingList, find_recordings
+from leakmel.learn.predict.scoring import (
+    ScoredRecordings,
+    ScoringThread,
+    block_sizes,
+    each_once,
+    joined_columns,
+    open_scorer,
+    run_scorer,
+)
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -313,6 +319,10 @@ def _short(text: str, most: int) -> str:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #64d96ce6
+def _has_opposite_phase(status: np.ndarray) -> np.ndarray:
+    return np.array(["opposite_phase" in text for text in status.tolist()], bool)
+
+
 MAX_SHOWN = 10
 _MIN_PATH_WIDTH = 12  # characters of a path that are shown at the least
 
@@ -367,15 +377,13 @@ class Predictions:
         "Return the columns of the table for some recordings."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
         n, lengths, threshold = len(score), self._n_segments[part], float(self.rule.threshold)
-        status = s.form.array(part, lambda form: form[1])
+        status = s.status[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
-        in_training = s.in_training.array(part)
-        known = not any(value is None for value in s.in_training.values)
-        paths = s.paths[part]
-        shown, in_base64 = _shown_paths(paths)
+        in_training = s.in_training[part]
+        shown, in_base64 = _shown_paths(s.paths[part])
         return {
             "path": shown,
-            "label": s.label.array(part, show_path),
+            "label": each_once(s.label[part], show_path),
             "leak": self._is_leak[part],
             "score": score,
             "probability": probability,
@@ -387,15 +395,15 @@ class Predictions:
             "duration_s": facts["n_samples"] / facts["sample_rate"],
             "sample_rate": facts["sample_rate"].astype(np.int64),
             "channels": facts["channels"].astype(np.int64),
-            "encoding": s.form.array(part, lambda form: form[0]),
+            "encoding": s.encoding[part],
             "status": status,
             "rms_db": facts["rms_db"].astype(np.float64),
             "clipped_share": facts["clipped_share"].astype(np.float64),
             "silent": facts["silent"].astype(bool),
-            "opposite_phase": s.form.array(part, lambda form: "opposite_phase" in form[1]).astype(bool),
+            "opposite_phase": _has_opposite_phase(status),
             "dry": s.gain[part] == 1,
-            "in_training": in_training.astype(bool) if known else in_training,
-            "sensor": s.sensor.array(part, show_path),
+            "in_training": in_training if None in in_training.tolist() else in_training.astype(bool),
+            "sensor": each_once(s.sensor[part], show_path),
             "gain": s.gain[part],
             "segment_scores": s.segment_scores.each_array(part),
             "evaluation": [evaluation_result(self.evaluations)] * n,
@@ -422,11 +430,11 @@ class Predictions:
             yield self._columns(slice(start, last))
             start = last
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(
+        self,
+        part: slice = slice(None),  # of the recordings
+    ) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
-        return self._rows()
-
-    def _rows(self, part: slice = slice(None)) -> Iterator[dict[str, Any]]:
         for page in self._pages(part):
             columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
             for row in zip(*columns):
@@ -478,16 +486,15 @@ class Predictions:
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         most = [
-            next(self._rows(slice(k, k + 1)))
+            next(self.rows(slice(k, k + 1)))
             for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist()
         ]
         shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
-        facts = self.scored.facts
-        form, gain, known = self.scored.form, self.scored.gain, self.scored.in_training
+        facts, known = self.scored.facts, self.scored.in_training.tolist()
         flags = {
             "silent": facts["silent"],
-            "opposite_phase": form.array(convert=lambda x: "opposite_phase" in x[1]).astype(bool),
-            "dry": gain == 1,
+            "opposite_phase": _has_opposite_phase(self.scored.status),
+            "dry": self.scored.gain == 1,
             "clipped": facts["clipped_share"] > 0,
         }
         for r in most:
@@ -515,7 +522,7 @@ class Predictions:
             "device": self.device,
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
-            "in_training": None if None in known.values else int(known.array().sum()),
+            "in_training": None if None in known else sum(known),
             "scored_s": float((covered_samples(self._n_segments, self.spec) / self.spec.sample_rate).sum()),
             "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
             "most_suspicious": [{name: r[name] for name in shown} for r in most],
@@ -526,44 +533,46 @@ class Predictions:
     def text(self, width: int = 100) -> str:
         "Return the summary as text."
         s = self.summary
-        lines = [f"Detector: {s['evaluation']}"]
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
-        lines.append(f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}")
-        lines.append(f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found")
-        lines.append(f"  {self.rule}")
-        lines.append(
-            f"  {self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; features by {self.engine}, model on {self.device}"
+        n_learned = s["in_training"] or 0
+        notes = (  # whether it applies, and a sentence
+            (
+                self.learned_by not in ("", self.engine),
+                f"the model was trained on features computed by {self.learned_by}: scores may differ in the last digits",
+            ),
+            (
+                s["in_training"] is None,
+                "the model does not store its training recordings: some of these recordings may be among them",
+            ),
+            (
+                n_learned > 0,
+                f"{n_learned:,} of the recordings {'was' if n_learned == 1 else 'were'} used to train the detector: "
+                "such scores do not show how it works on other recordings",
+            ),
+            (len(self) > 0, "most suspicious:"),
         )
-        if self.learned_by not in ("", self.engine):
-            lines.append(
-                f"  the model was trained on features computed by {self.learned_by}: scores may differ in the last digits"
-            )
-        if s["in_training"] is None:
-            lines.append(
-                "  the model does not store its training recordings: some of these recordings may be among them"
-            )
-        if n := s["in_training"]:
-            lines.append(
-                f"  {n:,} of the recordings {'was' if n == 1 else 'were'} used to train the detector: such scores do not show how it works on other recordings"
-            )
-        if s["most_suspicious"]:
-            lines.append("  most suspicious:")
         room = max(_MIN_PATH_WIDTH, width - 45)
-        for r in s["most_suspicious"]:
-            segments = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
-            lines.append(
-                f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  {segments}"
-            )
-        flagged = [f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n]
-        if flagged:
-            lines.append(f"  to check: {', '.join(flagged)}")
-        for code, n in s["rejected_by_code"].items():
-            lines.append(f"  rejected: {n:,} x {code}")
-        if self.out is not None:
-            lines.append(f"scores in {show_path(self.out)}")
-            if s["rejected"]:
-                lines.append(f"rejected in {show_path(rejected_path(self.out))}")
-        return "\n".join(lines)
+        most = [
+            f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  "
+            f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
+            for r in s["most_suspicious"]
+        ]
+        flagged = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n)
+        written = {"scores": s["out"], "rejected": s["rejected_out"] if s["rejected"] else None}
+        return "\n".join(
+            [
+                f"Detector: {s['evaluation']}",
+                f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}",
+                f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found",
+                f"  {self.rule}",
+                f"  {self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; features by {self.engine}, model on {self.device}",
+                *(f"  {text}" for applies, text in notes if applies),
+                *most,
+                *([f"  to check: {flagged}"] if flagged else []),
+                *(f"  rejected: {n:,} x {code}" for code, n in s["rejected_by_code"].items()),
+                *(f"{what} in {path}" for what, path in written.items() if path),
+            ]
+        )
 
     def __repr__(self) -> str:
         return (
@@ -591,24 +600,24 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
     if isinstance(found.names, ParsedNames):
         columns = columns_of_names(paths, ("sensor", "gain"))
-        names = to_categories(columns["sensor"].tolist())
-        sensor = replace(names, values=[os.fsdecode(name) for name in names.values])
+        sensor = each_once(columns["sensor"].tolist(), os.fsdecode)
         gain = columns["gain"]
     else:
-        sensor = to_categories(found.names[k].sensor for k in good.tolist())
+        sensor = each_once(found.names[k].sensor for k in good.tolist())
         gain = np.array([found.names[k].gain for k in good.tolist()])
-    unusual = to_categories(readers.unusual.values())
-    forms = Categories([PLAIN, *unusual.values], np.zeros(len(readers.facts), np.int32))
-    forms.codes[list(readers.unusual)] = 1 + unusual.codes
+    encoding, status = (np.full(len(readers.facts), text, object) for text in PLAIN)
+    for k, form in readers.unusual.items():
+        encoding[k], status[k] = form
     return ScoredRecordings(
         paths,
         scores,
         facts,
-        forms.take(good),
-        found.labels.take(good),
+        encoding[good],
+        status[good],
+        found.labels[good],
         sensor,
         gain,
-        to_categories(known if provenance.is_complete else (x or None for x in known)),
+        np.array(known if provenance.is_complete else [x or None for x in known], object),
     )
 
 
@@ -637,18 +646,9 @@ def _score(
     n, spec = len(found.listing), required_spec(detector)
     on = pick_device(device, registered=True)
     sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
-    label = f"scoring {show_path(found.listing.folder.name)}"
-    with (
-        open_scorer(detector, engine, on, sizes.n_files) as scorer,
-        Progress(n, label=label, show=progress) as bar,
-    ):
-        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, scorer.reader_engine)
-        with readers.copies:
-            scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
-            run_threads(
-                readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
-            )
-    rejections = tuple(sorted(readers.rejected, key=lambda r: r.path))
+    with open_scorer(detector, engine, on, sizes.n_files) as scorer:
+        scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
+    rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
     recordings = _collect(found, scoring, detector.provenance)
     return _Scored(recordings, rejections, scorer.identity, scorer.device)
 

@@ -48,7 +48,6 @@ from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot, may_be_pla
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 from ..data.segments import cut_into_rows, conform_recording
-from .scored import Categories, to_categories
 
 log = logging.getLogger("leakmel")
 
@@ -81,7 +80,7 @@ class RecordingList:
     "Recordings to score."
 
     listing: Listing  # paths relative to the folder
-    labels: Categories  # of texts from folders or a table, for display; empty where there is none
+    labels: np.ndarray  # [n] object: texts from folders or a table, for display; empty where there is none
     names: Sequence[NameParts]  # [n] parts of the names
 
     def part(
@@ -93,7 +92,7 @@ class RecordingList:
         own = slice(*part_range(len(self.listing), number, n_parts))
         listing = self.listing.part(number, n_parts)
         names = ParsedNames(listing.paths) if isinstance(self.names, ParsedNames) else self.names[own]
-        return RecordingList(listing, self.labels.take(own), names)
+        return RecordingList(listing, self.labels[own], names)
 
 
 class ParsedNames(Sequence[NameParts]):
@@ -121,7 +120,7 @@ def find_recordings(
     if manifest is None:
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
-        labels = to_categories(map(label_in, finds.paths))
+        labels = np.array(list(map(label_in, finds.paths)), object)
         names: Sequence[NameParts] = ParsedNames(finds.paths)
         notes = passed_over_note([finds])
     else:
@@ -136,30 +135,27 @@ def find_recordings(
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
 def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> FoundFiles:
     "List all recordings below a folder, or below the folder of its split."
-    top = root
-    prefix = b""
-    if split is not None:
-        folders = split_folders(root)
-        wanted = split_name(split)
-        if wanted not in folders:
-            raise DataError(
-                f"the folder has no subfolder for the split {split}",
-                code="no-such-split",
-                path=root,
-                found=", ".join(folders) or "no split folder at all",
-                remedy="leave split out to score all recordings below the folder",
-            )
-        top = folders[wanted]
-        prefix = os.fsencode(top.name) + b"/"
+    if split is None:
+        return found_below(root, root, count.add)[0]
+    folders = split_folders(root)
+    top = folders.get(split_name(split) or "")
+    if top is None:
+        raise DataError(
+            f"the folder has no subfolder for the split {split}",
+            code="no-such-split",
+            path=root,
+            found=", ".join(folders) or "no split folder at all",
+            remedy="leave split out to score all recordings below the folder",
+        )
     finds = found_below(root, top, count.add)[0]
-    if prefix:
-        finds.paths = [prefix + path for path in finds.paths]
+    prefix = os.fsencode(top.name) + b"/"
+    finds.paths = [prefix + path for path in finds.paths]
     return finds
 
 
 def _manifest_recordings(
     root: Path, split: str | None, manifest: Manifest
-) -> tuple[FoundFiles, Categories, Sequence[NameParts]]:
+) -> tuple[FoundFiles, np.ndarray, Sequence[NameParts]]:
     "List the recordings of a manifest, all splits together, with labels and names."
     check_manifest(manifest)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
@@ -187,13 +183,12 @@ def _manifest_recordings(
         found.mtimes_ns.frombytes(x.mtimes_ns.tobytes())
         label_ids.append(np.where(x.label_ids < 0, len(manifest.label_names), x.label_ids))
         names += [] if by_folders else x.names
-    labels = Categories([*manifest.label_names, ""], np.concatenate(label_ids).astype(np.int32))
+    labels = np.array([*manifest.label_names, ""], object)[np.concatenate(label_ids)]
     if len(listings) == 1:  # in order
         return found, labels, ParsedNames(found.paths) if by_folders else names
     order = sorted(range(len(found)), key=found.paths.__getitem__)
     found.sort()
-    labels = labels.take(np.array(order, np.int64))
-    return found, labels, ParsedNames(found.paths) if by_folders else [names[k] for k in order]
+    return found, labels[order], ParsedNames(found.paths) if by_folders else [names[k] for k in order]
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #2e91da50
@@ -392,7 +387,7 @@ class RecordingReaders:
         )
         if (recording.encoding, status) != PLAIN:
             with self.lanes.lock:
-                self.unusual[k] = (recording.encoding, status)
+                self.unusual[k] = (recording.encoding, sys.intern(status))
         rows, counts = cut_into_rows(row, self.spec)
         self.n_long[k] = counts.sum()
         yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist())

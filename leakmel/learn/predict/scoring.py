@@ -5,82 +5,203 @@
 # %% auto #0
 __all__ = [
     "MOST_RECORDINGS",
-    "reader_engine",
+    "each_once",
+    "SegmentScores",
+    "ScoredRecording",
+    "ScoredRecordings",
+    "joined_columns",
     "HostScorer",
     "DeviceScorer",
     "open_scorer",
     "ScoringThread",
     "BlockSizes",
     "block_sizes",
+    "run_scorer",
 ]
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65b2e370
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ...audio.conform import quality
-from ...core.errors import EngineError, LeakmelError, MachineError, UsageError
+from ...core.errors import EngineError, LeakmelError, MachineError, UsageError, show_path
 from ...core.monitor import free_memory, size_text, usable_cores
+from ...core.progress import Progress
+from ...core.threads import run_threads
 from ...dataset.run.config import batch_files, slot_bytes
 from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
-from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, Engine, open_engine
+from ...mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, open_engine
 from ...mel.spec import MelSpec
 from ..model.detector import Detector, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
-from .readers import RowBlock, RecordingReaders
-from .scored import SegmentScores
+from .readers import RecordingList, RecordingReaders, RowBlock
+
+
+# %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed004
+def each_once(
+    values: Iterable[Any],  # one for each recording
+    convert: Callable[[Any], Any] = lambda value: value,  # called once for each value that occurs
+) -> np.ndarray:  # [n] object; equal values are one object
+    "Return converted values, of which each is stored once."
+    values = list(values)
+    known = {value: convert(value) for value in dict.fromkeys(values)}
+    return np.array([known[value] for value in values], object)
+
+
+# %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed007
+_MOST_TOGETHER = 1 << 20  # segments
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentScores:
+    "Scores of the segments of each recording."
+
+    values: np.ndarray  # [segments] float32, 0 to 1, of one recording after the other
+    ends: np.ndarray  # [n] int64, behind the last segment of each recording
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
+        return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    def each_array(
+        self,
+        part: slice = slice(None),  # of the recordings
+    ) -> list[np.ndarray]:  # [L] of each
+        "Return the scores of some recordings one by one."
+        numbers = np.arange(*part.indices(len(self)))
+        starts = np.where(numbers > 0, self.ends[numbers - 1], 0).tolist()
+        return [self.values[a:b] for a, b in zip(starts, self.ends[numbers].tolist())]
+
+    @property
+    def n_segments(self) -> np.ndarray:  # [n] int64
+        "Return the number of segments of each recording."
+        return np.diff(self.ends, prepend=0)
+
+    def take(
+        self,
+        numbers: np.ndarray,  # [k] int, of recordings
+    ) -> "SegmentScores":
+        "Return the scores of some recordings."
+        n = self.n_segments
+        is_taken = np.zeros(len(n), bool)
+        is_taken[numbers] = True
+        return SegmentScores(self.values[np.repeat(is_taken, n)], np.cumsum(n[is_taken]))
+
+    def each(
+        self,
+        work: Callable[[np.ndarray], np.ndarray],  # from [k, L] to [k]
+    ) -> np.ndarray:  # [n] float64
+        "Compute a value of each recording from its segments."
+        n = self.n_segments
+        starts = self.ends - n
+        out = np.zeros(len(n))
+        for length in np.unique(n[n > 0]).tolist():
+            same = np.flatnonzero(n == length)
+            step = max(1, _MOST_TOGETHER // length)
+            for first in range(0, len(same), step):
+                mine = same[first : first + step]
+                out[mine] = work(self.values[starts[mine, None] + np.arange(length)])
+        return out
+
+
+# %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed009
+@dataclass(frozen=True, eq=False)
+class ScoredRecording:
+    "One recording that was scored."
+
+    path: bytes  # relative to the folder
+    segment_scores: np.ndarray  # [L] float32, 0 to 1
+    facts: Any  # of FACTS
+    encoding: str
+    status: str  # "ok", or what was done to it
+    label: str = ""  # from folders or a table
+    sensor: str = ""
+    gain: float = float("nan")  # number in the name
+    # whether the detector learned from it, or was chosen by it; None: not known
+    in_training: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRecordings(Sequence[ScoredRecording]):
+    "Scored recordings as columns; an item is a `ScoredRecording`, made when it is requested."
+
+    paths: list[bytes]  # relative to the folder
+    segment_scores: SegmentScores
+    facts: np.ndarray  # [n] FACTS
+    encoding: np.ndarray  # [n] object, as the columns of text below
+    status: np.ndarray
+    label: np.ndarray
+    sensor: np.ndarray
+    gain: np.ndarray  # [n] float64
+    in_training: np.ndarray  # [n] object: True, False or None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return tuple(self[k] for k in range(*i.indices(len(self))))
+        i = range(len(self))[i]
+        return ScoredRecording(*(column[i] for column in vars(self).values()))
+
+
+def joined_columns(
+    parts: Sequence[ScoredRecordings],  # at least one, of consecutive recordings
+) -> ScoredRecordings:
+    "Join the columns of parts of a prediction."
+    n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
+    values = np.concatenate([p.segment_scores.values for p in parts])
+    names = [f.name for f in fields(ScoredRecordings)[2:]]
+    return ScoredRecordings(
+        paths=list(chain.from_iterable(p.paths for p in parts)),
+        segment_scores=SegmentScores(values, np.cumsum(n_segments)),
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names},
+    )
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
-def reader_engine(
-    engine: Engine,
-) -> Engine | None:
-    "Return the engine if the threads that read may compute the features: those of torch set the number of threads of the classifier too."
-    return engine if engine.name == "cpu" else None
-
-
 class HostScorer:
-    "An engine on the CPU, and the model wherever it is; a context manager."
+    "An engine on the CPU, and what is computed from its features; a context manager."
 
     depth = 1  # blocks that may be under way at once
 
-    def __init__(self, detector: Detector, engine: str, on: torch.device, n_files: int):
-        self.detector = detector
-        self.on = on
-        self.device = str(on)  # of the model
-        self.portions = AdaptiveBatches(n_files)
-        self.engine = open_engine(engine, required_spec(detector), device="cpu")
-        self.reader_engine = reader_engine(self.engine)
+    def __init__(
+        self,
+        engine: str,  # "auto", or one of ENGINES
+        spec: MelSpec,
+        work: Callable[[RowBlock], object],  # called with each block, once it has its features
+        device: str = "cpu",  # where the work is done
+    ):
+        self.work = work
+        self.device = device
+        self.engine = open_engine(engine, spec, device="cpu")
+        # threads that read may compute features, but those of torch set the number of threads of the classifier, too
+        self.reader_engine = self.engine if self.engine.name == "cpu" else None
         self.identity = self.engine.identity
         self.host_array = self.engine.host_array
-        self._done = deque[RowBlock]()
 
     def start(self, block: RowBlock) -> None:
         "Compute a block."
-        n = block.n
-        mels = torch.from_numpy(block.mels)
         if self.reader_engine is None:
-            block.moments[:n] = self.engine.run(block.input, block.mels[:n])
-
-        def scored(part: slice) -> np.ndarray:
-            return self.detector.segment_scores(mels[part].to(self.on), block.counts[part]).cpu().numpy()
-
-        with torch.inference_mode():
-            block.scores[:n] = np.concatenate(self.portions.each(n, scored))
-        self._done.append(block)
+            block.moments[: block.n] = self.engine.run(block.input, block.mels[: block.n])
+        self.work(block)
+        self._block = block
 
     def finish(self) -> RowBlock:
-        "Return the block that was computed first."
-        return self._done.popleft()
+        "Return the block that was computed."
+        return self._block
 
     def __enter__(self) -> Self:
         return self
@@ -279,12 +400,22 @@ def open_scorer(
         if opened is not None:
             opened.close()
         raise
-    if opened is None:
-        return HostScorer(detector, engine, on, n_files)
-    if engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
+    if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
         return DeviceScorer(detector, engine, opened, n_files)
-    opened.close()
-    return HostScorer(detector, engine, on, n_files)
+    if opened is not None:
+        opened.close()
+    portions = AdaptiveBatches(n_files)
+
+    def classify(block: RowBlock) -> None:
+        mels = torch.from_numpy(block.mels)
+
+        def scored(part: slice) -> np.ndarray:
+            return detector.segment_scores(mels[part].to(on), block.counts[part]).cpu().numpy()
+
+        with torch.inference_mode():
+            block.scores[: block.n] = np.concatenate(portions.each(block.n, scored))
+
+    return HostScorer(engine, required_spec(detector), classify, str(on))
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #41ed20f6
@@ -387,3 +518,25 @@ def block_sizes(
     most = _MAX_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
     usual = max(1, min(batch_files(device, spec), most, _MAX_BYTES // needed))
     return BlockSizes(max(1, min(files_per_batch or usual, n_files)), readers, n_blocks)
+
+
+def run_scorer(
+    found: RecordingList,
+    spec: MelSpec,
+    scorer: HostScorer | DeviceScorer,
+    sizes: BlockSizes,
+    *,
+    length: str,  # one of LENGTHS
+    label: str,  # of the progress display, before the name of the folder
+    progress: str = "auto",
+) -> ScoringThread:  # with the scores, and with the readers
+    "Read recordings, and score them."
+    label = f"{label} {show_path(found.listing.folder.name)}"
+    with Progress(len(found.listing), label=label, show=progress) as bar:
+        readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, scorer.reader_engine)
+        with readers.copies:
+            scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
+            run_threads(
+                readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
+            )
+    return scoring

@@ -8,7 +8,6 @@ __all__ = [
     "Part",
     "RoundRules",
     "round_settings",
-    "Parts",
     "open_parts",
     "fine_tune",
     "RoundItems",
@@ -21,7 +20,7 @@ __all__ = [
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e65a399a
 import json, math, os, warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -32,7 +31,7 @@ import numpy as np
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
-from ...core.files import sealed_json
+from ...core.files import sealed_json, write_whole
 from ...core.parameters import check_types, field_kinds
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable
@@ -48,7 +47,6 @@ from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, check_features, class_scores, load_detector, score_rows
 from ..model.devices import pick_device
-from ...core.files import write_whole
 from leakmel.learn.model.locate import (
     MODEL,
     RECORD,
@@ -95,16 +93,7 @@ from leakmel.learn.retrain.selection import (
     source_digest,
 )
 from ..train.inputs import TooShortWarning, TrainingData, too_short
-from leakmel.learn.train.loop import (
-    TrainingRun,
-    DeferredSignals,
-    TrainingDisplay,
-    begin_training,
-    finish_training,
-    resume_hint,
-    train_epochs,
-    folder_lock,
-)
+from ..train.loop import TrainingRun, folder_lock, train_network
 from ..train.state import TrainingState
 
 if TYPE_CHECKING:
@@ -187,22 +176,6 @@ def round_settings(
 Part = DataSource | Segments | Sequence[DataSource]  # chosen rows of data sets are given as Segments
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    "The recordings of a round."
-
-    new: Segments
-    old: Segments
-    testing: Segments
-    validation: Segments | None
-
-    @property
-    def learned(self) -> dict[str, Segments]:
-        "All parts used for training or validation."
-        found = {"new recordings": self.new, "replay": self.old}
-        return found if self.validation is None else found | {"validation": self.validation}
-
-
 @contextmanager
 def open_parts(
     champion: Detector,
@@ -210,7 +183,7 @@ def open_parts(
     old: Part,
     testing: Part,
     validation: Part | None,
-) -> Iterator[Parts]:  # raises UsageError, DataError
+) -> Iterator[dict[str, Segments]]:  # by name; raises UsageError, DataError
     "Open the recordings of a round as the champion sees them; those that were open stay open."
     with ExitStack() as stack:
 
@@ -240,14 +213,13 @@ def open_parts(
             return found
 
         task = champion.task
-        parts = Parts(
-            testing=opened(testing, task),
-            new=opened(new, None),
-            old=opened(old, task),
-            validation=None if validation is None else opened(validation, task),
-        )
-        recording_paths(parts.new)  # the record names them: what has no names is refused before the training
-        for name, ds in (parts.learned | {"testing": parts.testing}).items():
+        parts = {"new recordings": opened(new, None), "replay": opened(old, task)}
+        if validation is not None:
+            parts["validation"] = opened(validation, task)
+        parts["testing"] = opened(testing, task)
+        # the record names them: what has no names is refused before the training
+        recording_paths(parts["new recordings"])
+        for name, ds in parts.items():
             if note := too_short(ds):
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
@@ -280,14 +252,7 @@ def _fine_tune_net(
         checkpoints or CheckpointSettings(),
     )
     run.state.stepper.net.load_state_dict(champion.classifier.state_dict())
-    with closing(run.state):
-        start_text = begin_training(run, resume)
-        with (
-            DeferredSignals(lambda: resume_hint(run, resume)) as stop,
-            TrainingDisplay(run.state, show) as watch,
-        ):
-            train_epochs(run, watch, stop)
-        return finish_training(run, start_text).detector
+    return train_network(run, resume, show=show).detector
 
 
 def _refit_spectral(champion: Detector, items: SegmentSubset, seed: int) -> SpectralClassifier:
@@ -372,15 +337,16 @@ class RoundItems:
 
     def record(
         self,
-        parts: Parts,
+        parts: Mapping[str, Segments],  # of `open_parts`
         task: Task,
         kept_digest: str,  # digest of the table of selected segments
     ) -> dict[str, Any]:
         "Return the training items and their recordings as plain values."
         selection, kept = self.selection, self.replay.kept
-        sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in parts.new.sources]
+        new = parts["new recordings"]
+        sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
         names = [*map(show_path, task.model_names), ""]  # the last one: left out
-        paths, content = recording_paths(parts.new), content_digests(parts.new)
+        paths, content = recording_paths(new), content_digests(new)
         people = [
             {
                 "path": show_path(paths[k]),
@@ -391,10 +357,10 @@ class RoundItems:
             for k in np.flatnonzero(selection.by_human).tolist()
         ]
         return {
-            "new": _part_record(parts.new) | {"sources": sources, "left_to_replay": self.n_left},
-            "old": _part_record(parts.old),
-            "validation": None if parts.validation is None else _part_record(parts.validation),
-            "testing": {"testing": _part_record(parts.testing)},
+            "new": _part_record(new) | {"sources": sources, "left_to_replay": self.n_left},
+            "old": _part_record(parts["replay"]),
+            "validation": _part_record(parts["validation"]) if "validation" in parts else None,
+            "testing": {"testing": _part_record(parts["testing"])},
             "kept": selection.counts(task),
             "kept_digest": kept_digest,
             "overruled": selection.n_overruled,
@@ -461,8 +427,6 @@ class Round(RowTable):
         "Yield pairs of a name and a text."
         r = self.record
         figure = r["rules"]["metric"]
-        yield from (("BEWARE", stamp) for stamp in r["stamps"])
-        yield "decision", self.reason
         kept = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
@@ -472,15 +436,24 @@ class Round(RowTable):
             "left_to_replay": "in the replay data and learned from there",
         }
         left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
-        yield "new", "; ".join([*kept, *left])
-        yield (
-            "replayed",
-            f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
+        duels = (
+            (
+                name,
+                f"{figure} {c.champion.figures[figure]:.3f} -> {c.challenger.figures[figure]:.3f}, difference {c.differences[figure]}",
+            )
+            for name, c in self.duels.items()
         )
-        for name, c in self.duels.items():
-            both = f"{c.champion.figures[figure]:.3f} -> {c.challenger.figures[figure]:.3f}"
-            yield name, f"{figure} {both}, difference {c.differences[figure]}"
-        yield "record", show_path(self.folder / RECORD)
+        yield from (
+            *(("BEWARE", stamp) for stamp in r["stamps"]),
+            ("decision", self.reason),
+            ("new", "; ".join([*kept, *left])),
+            (
+                "replayed",
+                f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
+            ),
+            *duels,
+            ("record", show_path(self.folder / RECORD)),
+        )
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #3d1b41a7
@@ -491,7 +464,7 @@ class _RoundInProgress:
     folder: Path  # of all rounds
     number: int
     champion: Detector
-    parts: Parts
+    parts: dict[str, Segments]  # of `open_parts`
     rules: RoundRules
     settings: TrainSettings
     groups: Groups  # of the test set
@@ -507,28 +480,29 @@ class _RoundInProgress:
         self, human: str | os.PathLike | None, earlier: Mapping[str, int], allow_leaky: bool
     ) -> RoundItems:
         "Choose the training items: predict, apply labels by people, select, draw."
-        parts, rules = self.parts, self.rules
-        shared = check_overlap(parts.learned, parts.testing, provenance=self.champion.provenance)
+        new, old = self.parts["new recordings"], self.parts["replay"]
+        learned = {name: ds for name, ds in self.parts.items() if name != "testing"}
+        shared = check_overlap(learned, self.parts["testing"], provenance=self.champion.provenance)
         stamps = [f"{LEAKY_SPLIT} testing: {text}" for text in shared]
         if stamps and not allow_leaky:
             warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
-        labels = np.full(len(parts.new.rows), UNLABELLED)
+        labels = np.full(len(new.rows), UNLABELLED)
         if human is not None:
-            labels = read_human_labels(human, parts.new, self.champion.task)
-        known = {**earlier, **labels_by_content(parts.new, labels)}
-        scores = self.scores(class_scores, self.champion, parts.new, "predicting")
-        selection, n_left = self.select_new(scores, apply_human_labels(parts.new, labels, known))
-        replay = draw_replay(parts.old, rules.replay_share, rules.seed, self.number)
-        classes = apply_human_labels(parts.old, replay.classes, known)
+            labels = read_human_labels(human, new, self.champion.task)
+        known = {**earlier, **labels_by_content(new, labels)}
+        scores = self.scores(class_scores, self.champion, new, "predicting")
+        selection, n_left = self.select_new(scores, apply_human_labels(new, labels, known))
+        replay = draw_replay(old, self.rules.replay_share, self.rules.seed, self.number)
+        classes = apply_human_labels(old, replay.classes, known)
         kept = replay.kept & (classes != LEFT_OUT)[:, None]
         return RoundItems(selection, replace(replay, classes=classes, kept=kept), n_left, stamps)
 
     def select_new(self, scores: np.ndarray, labels: np.ndarray) -> tuple[Selection, int]:
         "Select segments of the new recordings; also return how many are left to the replay data."
-        new = self.parts.new
+        new = self.parts["new recordings"]
         shares = {"keep_share": self.rules.keep_share, "keep_share_human": self.rules.keep_share_human}
         found = select_segments(self.champion, new, scores, labels, **shares)
-        held = set(content_digests(self.parts.old)) - {""}
+        held = set(content_digests(self.parts["replay"])) - {""}
         left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
         classes = np.where(left, LEFT_OUT, found.choice.classes)
         kept = found.choice.kept & ~left[:, None]
@@ -546,7 +520,7 @@ class _RoundInProgress:
 
     def conclude(self, lineage: Lineage, challenger: Detector, chosen: RoundItems) -> Round:
         "Compare, write the record, and replace the champion if the challenger wins."
-        here, testing = round_folder(self.folder, self.number), self.parts.testing
+        here, testing = round_folder(self.folder, self.number), self.parts["testing"]
         task = self.champion.task
         kept = selection_csv(chosen.selection, task).encode("utf-8", "backslashreplace")
         learned = chosen.record(self.parts, task, digest_of(kept))
@@ -645,12 +619,13 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
     return load_champion(folder)
 
 
-def _check_test_set(folder: Path, lineage: Lineage | None, champion: Detector, parts: Parts) -> str:
+def _check_test_set(
+    folder: Path, lineage: Lineage | None, champion: Detector, parts: Mapping[str, Segments]
+) -> str:
     "Check the test recordings and return their digest."
-    for name, ds in (("testing", parts.testing), ("validation", parts.validation)):
-        if ds is not None:
-            require_both_classes(name, ds.labels == champion.task.leak_in_model)
-    digest = digest_of(part_digest(parts.testing).encode())
+    for name in [name for name in ("testing", "validation") if name in parts]:
+        require_both_classes(name, parts[name].labels == champion.task.leak_in_model)
+    digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
             "the champion was evaluated on other test recordings",
@@ -713,7 +688,7 @@ def retrain(
                 parts=parts,
                 rules=rules,
                 settings=round_settings(holder, settings),
-                groups=recording_groups(recordings_of(parts.testing), group),
+                groups=recording_groups(recordings_of(parts["testing"]), group),
                 device=device,
                 show=show,
             )
@@ -729,7 +704,7 @@ def retrain(
             challenger = fine_tune(
                 holder,
                 items,
-                parts.validation,
+                parts.get("validation"),
                 r.settings,
                 round_folder(folder, r.number),
                 resume=resume,

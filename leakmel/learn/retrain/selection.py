@@ -263,16 +263,17 @@ class Selection:
 
     def counts(self, task: Task) -> dict[str, dict[str, int]]:
         "For each class: recordings and long segments, and those of recordings whose class a person gave."
-        found = {}
-        for k, name in enumerate(task.model_names):
-            mine = self.choice.classes == k
-            found[name] = {
+        kept = self.choice.kept
+        of_class = {name: self.choice.classes == k for k, name in enumerate(task.model_names)}
+        return {
+            name: {
                 "recordings": int(mine.sum()),
                 "by_human": int((mine & self.by_human).sum()),
-                "segments": int(self.choice.kept[mine].sum()),
-                "segments_by_human": int(self.choice.kept[mine & self.by_human].sum()),
+                "segments": int(kept[mine].sum()),
+                "segments_by_human": int(kept[mine & self.by_human].sum()),
             }
-        return found
+            for name, mine in of_class.items()
+        }
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #94f0b1c1

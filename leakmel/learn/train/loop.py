@@ -15,6 +15,7 @@ __all__ = [
     "steps_after",
     "finish_training",
     "step_seconds",
+    "train_network",
     "train",
 ]
 
@@ -651,13 +652,13 @@ def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> 
 SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a thousandth of it
 
 
-def _train_network(
+def train_network(
     run: TrainingRun,
-    resume: str,
-    choice: Choice | None,
-    trainer: FoldTrainer | None,
-    show: str,
-    after_epoch: Callable[[EpochFigures], object] | None,
+    resume: str,  # as for `train`
+    choice: Choice | None = None,  # of the kind; None: a network was asked for
+    trainer: FoldTrainer | None = None,  # of the training recordings
+    show: str = "auto",  # as for Progress
+    after_epoch: Callable[[EpochFigures], object] | None = None,  # as for `train`
 ) -> TrainResult:
     "Train a network, and write its files."
     data = run.state.data
@@ -741,4 +742,4 @@ def train(
                 part.preload(settings.preload_to_ram, show)
         state = TrainingState(data, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
-        return _train_network(run, resume, choice, trainer, show, after_epoch)
+        return train_network(run, resume, choice, trainer, show, after_epoch)
