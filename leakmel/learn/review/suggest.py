@@ -40,7 +40,7 @@ from ..model.detector import Detector, load_detector, required_spec
 from ...core.files import write_whole
 from ..model.locate import model_file
 from ..predict.predict import Predictions, predict
-from ..predict.scored import ScoredRecording
+from ..predict.scoring import ScoredRecording, each_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -459,7 +459,7 @@ def suggest(
     probability = score if calibration is None else calibration.probability(score)
     at = done.rule.threshold
     threshold = at if calibration is None else float(calibration.probability(at))
-    sensor = done.scored.sensor.array(convert=text_key)
+    sensor = each_once(done.scored.sensor, text_key)
     features = _features(done, is_open | is_labelled, seed, progress)
     pool = SamplePool(np.abs(probability - threshold), features, sensor, is_open, is_labelled)
     items = []
