@@ -49,7 +49,7 @@ from typing import Any
 import leakmel as lm
 from .core.errors import DataError, UsageError, missing_remedy, show_path
 from .core.parameters import add_field_options, given_fields
-from .core.processes import start_process
+from .core.threads import start_process
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
 from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
