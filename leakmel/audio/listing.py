@@ -425,15 +425,15 @@ class _Batches(AbstractContextManager):
 
     def settle(self) -> None:
         "Wait for the oldest batch, add its regular recordings, and examine its other entries."
-        batch, found, n = self.waiting[0], self.found, len(self.found)
+        batch, n = self.waiting[0], len(self.found)
         try:
             status, regular = batch.status.result(), np.array(batch.is_plain, bool)
             regular[regular] = is_regular = status[:, 0] == stat.S_IFREG
             inside = os.path.join(batch.folder[self.cut :], b"")
-            found.paths += [inside + e.name for e in compress(batch.entries, regular)]
-            found.sizes.frombytes(status[is_regular, 1].tobytes())
-            found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
-            self.on_found(len(found) - n)
+            self.found.paths += [inside + e.name for e in compress(batch.entries, regular)]
+            self.found.sizes.frombytes(status[is_regular, 1].tobytes())
+            self.found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
+            self.on_found(len(self.found) - n)
             others = list(compress(batch.entries, ~regular))
             for entry in others:
                 self.take(entry)

@@ -268,7 +268,8 @@ def label_mismatches(
     "Yield rows whose label or split differs from their path."
     if naming.source == "table":
         return
-    array, mislabelled, of_other_split = np.asarray(paths), list[bytes](), list[bytes]()
+    array = np.asarray(paths)
+    mislabelled, of_other_split = list[bytes](), list[bytes]()
     free = np.zeros(len(array), bool) if by_people is None else by_people
     left = np.ones(len(array), bool) if naming.base == "root" else ~free
     # nearly all agree, and are passed over at once
@@ -548,7 +549,8 @@ def rejected_problems(
     copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
     with copies.of([paths[k] for k in picked]) as files:
         for k in picked:
-            path, code, whole = paths[k], codes[k].decode("ascii", "replace"), files[paths[k]]
+            path, code = paths[k], codes[k].decode("ascii", "replace")
+            whole = files[path]
             if not (copies.is_remote or is_inside(whole, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
             if os.path.lexists(whole):
