@@ -30,6 +30,7 @@ __all__ = [
     "conform",
     "native",
     "digests_of",
+    "digests_in_file",
     "int16_moments",
     "piece_count",
     "SegmentGrid",
@@ -41,12 +42,13 @@ import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from .wav import Recording, digest_of, shortest_stall
-from ..core.errors import MachineError, RecordingError, SpecError
+from ..core.errors import MachineError, RecordingError, SpecError, VerifyError
+from ..core.files import read_at
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
 MOMENTS = ("minimum", "maximum", "total", "squares", "n_clipped")
@@ -388,6 +390,32 @@ def digests_of(
     return np.array([digest_of(row) for row in rows], "S32")
 
 
+_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
+
+
+def digests_in_file(
+    fd: int,  # of an open file
+    offset: int,  # of the first row in it
+    n: int,  # rows
+    n_bytes: int,  # of a row of float16
+) -> tuple[np.ndarray, np.ndarray]:  # [n] S32; [n] bool; raises OSError; VerifyError if the file is too short
+    "Compute the digests of rows in a file, and whether they have finite values only."
+    module = native()
+    if module is None or not module.can_digest(n_bytes):
+        rows = np.empty((n, n_bytes // 2), np.float16)
+        read_at(fd, rows, offset)
+        return digests_of(rows), np.asarray(np.isfinite(rows).all(axis=1))
+    try:
+        digests, largest = module.digest_file_rows(fd, offset, n, n_bytes)
+    except EOFError as e:
+        raise VerifyError(
+            "the file is shorter than its header says",
+            code="file-ends-early",
+            remedy="copy the file again, or build the data set again",
+        ) from e
+    return digests, largest < _INFINITY
+
+
 def int16_moments(
     rows: np.ndarray,  # [n, N] int16
 ) -> np.ndarray:  # [n, 5] float64
@@ -430,23 +458,19 @@ def piece_count(
 # %% ../../nbs/audio/conform.ipynb #2dd03d9d
 @dataclass(frozen=True)
 class SegmentGrid:
-    "Starts of all segments and frames of a recording of `n_samples`."
+    "Starts of all segments and frames of a recording."
 
-    n_samples: int
-    long_window: int
-    long_hop: int
-    short_window: int
-    short_hop: int
-    n_fft: int
-    hop_length: int
+    # n_samples, long_window, long_hop, short_window, short_hop, n_fft and hop_length, as a `MelSpec` has them
+    lengths: Any
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
         "L, S, T; raises SpecError if a window is longer than its parent."
+        x = self.lengths
         return (
-            piece_count(self.n_samples, self.long_window, self.long_hop, "long segment"),
-            piece_count(self.long_window, self.short_window, self.short_hop, "short segment"),
-            piece_count(self.short_window, self.n_fft, self.hop_length, "frame"),
+            piece_count(x.n_samples, x.long_window, x.long_hop, "long segment"),
+            piece_count(x.long_window, x.short_window, x.short_hop, "short segment"),
+            piece_count(x.short_window, x.n_fft, x.hop_length, "frame"),
         )
 
     @cached_property
@@ -454,9 +478,9 @@ class SegmentGrid:
         "First sample of each frame, [L, S, T] int64."
         n_long, n_short, n_frames = self.shape
         return (
-            np.arange(n_long)[:, None, None] * self.long_hop
-            + np.arange(n_short)[:, None] * self.short_hop
-            + np.arange(n_frames) * self.hop_length
+            np.arange(n_long)[:, None, None] * self.lengths.long_hop
+            + np.arange(n_short)[:, None] * self.lengths.short_hop
+            + np.arange(n_frames) * self.lengths.hop_length
         )
 
     @cached_property

@@ -30,9 +30,8 @@ __all__ = [
 import math, os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -386,36 +385,28 @@ def read_content(
     facts = np.zeros(len(files), FACTS)
     refused: dict[int, RecordingError] = {}
     guard = ReadFailureGuard()
-    copies = {id(x): LocalCopies(x.folder) for x in listings}
 
-    def read_block(start: int) -> int:
-        block = files[start : start + FILES_PER_TASK]
-        with ExitStack() as stack:
-            local = {}
-            for listing in {id(x): x for x, _ in block}.values():
-                paths = [x.paths[k] for x, k in block if x is listing and x.sizes[k] >= 0]
-                local[id(listing)] = stack.enter_context(copies[id(listing)].of(paths))
-            for i, (listing, k) in enumerate(block, start):
+    def read_block(x: Listing, copies: LocalCopies, start: int, first: int) -> int:
+        numbers = range(first, min(first + FILES_PER_TASK, len(x)))
+        with copies.of([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
+            for k in numbers:
                 try:
-                    if listing.sizes[k] < 0:
+                    if x.sizes[k] < 0:
                         raise RecordingError("unreadable", "no such file in the data folder")
-                    facts[i] = read_facts(local[id(listing)][listing.paths[k]])
+                    facts[start + k] = read_facts(local[x.paths[k]])
                     guard.given()
                 except RecordingError as e:
-                    guard.refused(e, listing.full_path(k))
-                    refused[i] = e
-        return len(block)
+                    guard.refused(e, x.full_path(k))
+                    refused[start + k] = e
+        return len(numbers)
 
-    with (
-        ExitStack() as stack,
-        Progress(len(files), label="reading", show=progress) as bar,
-        ThreadPoolExecutor(usable_cores()) as pool,
-    ):
-        for copy in copies.values():
-            stack.callback(copy.close)
-        # an error cancels the blocks that have not begun
-        for n in pool.map(read_block, range(0, len(files), FILES_PER_TASK)):
-            bar.add(n)
+    with Progress(len(files), label="reading", show=progress) as bar:
+        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist()):
+            with LocalCopies(x.folder) as copies, ThreadPoolExecutor(usable_cores()) as pool:
+                read = partial(read_block, x, copies, end - len(x))
+                # an error cancels the blocks that have not begun
+                for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
+                    bar.add(n)
     numbers = sorted(refused)
     code = np.full(len(files), "", object)
     code[numbers] = [refused[i].reject_code for i in numbers]

@@ -40,11 +40,12 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import compress, islice
 from pathlib import Path
-from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
-from .naming import NameParts, Naming, SPLITS, columns_of_names, parse_name, split_name
+from . import conform
+from .naming import SPLITS, NameParts, Naming, columns_of_names, parse_name, split_name
 from .problems import Problem, how_many, show_place
 from .wav import MACHINE_FAULTS, close_read
 from leakmel.core.errors import (
@@ -221,20 +222,16 @@ def holds_recording(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
             for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
         )
-    waiting = [os.fsencode(folder)]
-    while waiting:
-        path = waiting.pop()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if is_recording_name(entry.name) and entry.is_file(follow_symlinks=False):
-                        return True
-                    if entry.is_dir(follow_symlinks=False) and not is_system_folder(os.fsdecode(entry.name)):
-                        waiting.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # a label that this split does not have
-        except OSError as e:
-            raise list_error(e, path) from e
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # a label that this split lacks
+            raise list_error(error, error.filename) from error
+
+    for at, folders, names in os.walk(os.fsencode(folder), onerror=fail):
+        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
+        found = (os.path.join(at, name) for name in names if is_recording_name(name))
+        if any(os.path.isfile(path) and not os.path.islink(path) for path in found):
+            return True
     return False
 
 
@@ -318,37 +315,15 @@ _LISTED_LINK = "the link was not followed: its folder is already listed under an
 _LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
 
 
-class _Batch:
+class _Batch(NamedTuple):
     "Entries of a folder, of which the plain files are examined by compiled code in another thread."
 
-    def __init__(self, folder: bytes, entries: list[os.DirEntry]):
-        self.folder = folder
-        self.entries = entries
-        self.is_plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
-        self.names = [e.name for e in compress(entries, self.is_plain)]
-        # a name is found faster than a whole path; closed when no thread uses it any more
-        self.descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-        self.status: Future[np.ndarray] = Future()
-
-    def start(self, pool: ThreadPoolExecutor, code: ModuleType) -> None:
-        "Examine the files in another thread; raises OSError if none can be started."
-        try:
-            self.status = pool.submit(code.stat_files, self.names, self.descriptor)
-        except RuntimeError as e:
-            raise OSError(errno.ENOMEM, str(e)) from e
-
-    def settle(self, cut: int, found: FoundFiles) -> list[os.DirEntry]:
-        "Wait, and add the regular recordings to `found`; return the other entries."
-        status = self.status.result()
-        is_regular = status[:, 0] == stat.S_IFREG
-        regular = np.array(self.is_plain, bool)
-        regular[regular] = is_regular
-        status = status[is_regular]
-        inside = os.path.join(self.folder[cut:], b"")
-        found.paths += [inside + name for name in compress(self.names, is_regular.tolist())]
-        found.sizes.frombytes(status[:, 1].tobytes())
-        found.mtimes_ns.frombytes(status[:, 2].tobytes())
-        return list(compress(self.entries, ~regular))
+    folder: bytes
+    # a name is found faster than a whole path; closed when no thread uses it any more
+    descriptor: int
+    entries: list[os.DirEntry]
+    is_plain: list[bool]
+    status: Future[np.ndarray]  # of the plain files
 
 
 def _require_same(here: os.stat_result, there: os.stat_result) -> None:
@@ -426,23 +401,40 @@ class _Batches(AbstractContextManager):
 
     def add(self, folder: bytes, here: os.stat_result, entries: list[os.DirEntry]) -> None:
         "Examine few entries; begin a batch of many, and settle the oldest one if there are too many."
-        if (code := _code_for(len(entries), len(self.found))) is None:
+        code = None
+        # where it pays to examine entries together
+        is_loaded = sys.modules.get("leakmel.audio.native") is not None
+        if len(entries) >= _MIN_BATCH and (is_loaded or len(self.found) >= _MANY):
+            code = conform.native()
+        if code is None:
             for entry in entries:
                 self.take(entry)
             return
-        batch = _Batch(folder, entries)
+        plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
+        batch = _Batch(folder, os.open(folder, os.O_PATH | os.O_DIRECTORY), entries, plain, Future())
         self.waiting.append(batch)
         _require_same(here, os.fstat(batch.descriptor))
-        batch.start(self.pool, code)
+        names = [e.name for e in compress(entries, plain)]
+        try:
+            status = self.pool.submit(code.stat_files, names, batch.descriptor)
+        except RuntimeError as e:  # no thread can be started
+            raise OSError(errno.ENOMEM, str(e)) from e
+        self.waiting[-1] = batch._replace(status=status)
         if len(self.waiting) > _AT_ONCE:
             self.settle()
 
     def settle(self) -> None:
-        "Settle the oldest batch."
+        "Wait for the oldest batch, add its regular recordings, and examine its other entries."
         batch, n = self.waiting[0], len(self.found)
         try:
-            others = batch.settle(self.cut, self.found)
+            status, regular = batch.status.result(), np.array(batch.is_plain, bool)
+            regular[regular] = is_regular = status[:, 0] == stat.S_IFREG
+            inside = os.path.join(batch.folder[self.cut :], b"")
+            self.found.paths += [inside + e.name for e in compress(batch.entries, regular)]
+            self.found.sizes.frombytes(status[is_regular, 1].tobytes())
+            self.found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
             self.on_found(len(self.found) - n)
+            others = list(compress(batch.entries, ~regular))
             for entry in others:
                 self.take(entry)
             if others:  # `take` used their paths
@@ -455,16 +447,6 @@ class _Batches(AbstractContextManager):
         self.pool.shutdown(cancel_futures=True)
         for batch in self.waiting:  # after an error
             close_read(batch.descriptor)
-
-
-def _code_for(n_entries: int, n_found: int) -> ModuleType | None:
-    "Compiled code, where it pays to examine entries together."
-    is_loaded = sys.modules.get("leakmel.audio.native") is not None
-    if n_entries < _MIN_BATCH or not (is_loaded or n_found >= _MANY):
-        return None
-    from leakmel.audio.conform import native
-
-    return native()
 
 
 def _found_objects(

@@ -26,22 +26,12 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from shlex import join
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import numpy as np
 
 from .content import content_columns, content_problems, read_content
-from leakmel.audio.naming import (
-    NameParts,
-    Naming,
-    PatternPreview,
-    SPLITS,
-    pattern_naming,
-    preview_names,
-    split_name,
-    unread_fields,
-)
 from leakmel.audio.listing import (
     DRY,
     FileEntry,
@@ -57,6 +47,16 @@ from leakmel.audio.listing import (
     make_listing,
     passed_over_note,
     split_folders,
+)
+from leakmel.audio.naming import (
+    SPLITS,
+    NameParts,
+    Naming,
+    PatternPreview,
+    pattern_naming,
+    preview_names,
+    split_name,
+    unread_fields,
 )
 from leakmel.audio.problems import (
     Problem,

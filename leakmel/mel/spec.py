@@ -179,15 +179,7 @@ class MelSpec:
     @cached_property
     def grid(self) -> SegmentGrid:
         "Start positions of segments and frames."
-        return SegmentGrid(
-            self.n_samples,
-            self.long_window,
-            self.long_hop,
-            self.short_window,
-            self.short_hop,
-            self.n_fft,
-            self.hop_length,
-        )
+        return SegmentGrid(self)
 
     @property
     def row_shape(self) -> tuple[int, int, int, int]:

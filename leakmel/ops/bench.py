@@ -55,7 +55,7 @@ from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
 from ..core.monitor import free_memory, machine_facts, usable_cores
 from ..core.parameters import answer_unknown
-from ..core.processes import start_process
+from ..core.threads import start_process
 from ..core.timeline import covered_s, read_timeline
 from ..insight.diagnose import aligned
 

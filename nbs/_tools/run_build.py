@@ -11,7 +11,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from leakmel.core.processes import start_process
+from leakmel.core.threads import start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("table", "cache_dir")  # parameters that name files: relative to where make is called

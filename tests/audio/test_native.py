@@ -36,7 +36,7 @@ from leakmel.audio.native import USE_FALLBACK, READ, read_and_compute, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header, read_wav
 from leakmel.core.errors import MachineError, RecordingError, VerifyError
-from leakmel.dataset.source import sample_cache as held
+from leakmel.dataset.run import modes as held
 from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.dataset.check import verify
@@ -551,7 +551,7 @@ def test_damage_is_detected_with_and_without_compiled_code(
         return []
 
     found = problems()
-    monkeypatch.setattr(verify, "native", lambda: None)
+    monkeypatch.setattr(conform, "native", lambda: None)
     assert problems() == found
     wrong = "1 rows do not match their digest, first row 5"
     assert (

@@ -25,7 +25,7 @@ from leakmel.cli import main
 from leakmel.audio import page_cache
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
-from leakmel.dataset.source import sample_cache as held
+from leakmel.dataset.run import modes as held
 from leakmel.dataset.source import read_ahead
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
@@ -430,7 +430,7 @@ def test_bytes_read_again_are_counted_once(
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.SampleRows, "read", fail)
+        patch.setattr(held.SampleCache, "read", fail)
         drop(waves(data))
         again = built(data, tmp_path / "y.h5", mode="memmap")
     assert again.path.read_bytes() == right.path.read_bytes()
@@ -446,7 +446,7 @@ def test_bytes_read_again_are_counted_once(
         )
     assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
     with monkeypatch.context() as patch:
-        patch.setattr(held.SampleRows, "read", fail)
+        patch.setattr(held.SampleCache, "read", fail)
         for path in (tmp_path / "cache").iterdir():
             path.unlink()
         new = built(data, tmp_path / "y.h5", mode="memmap").summary

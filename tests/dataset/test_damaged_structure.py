@@ -23,7 +23,7 @@ import pytest
 from each import each
 
 import leakmel as lm
-from leakmel.core import processes
+from leakmel.core import threads
 from leakmel.core.errors import LeakmelError, MachineError, VerifyError
 from leakmel.dataset.export.columns import open_sources as sources_of_export
 from leakmel.dataset.file import schema
@@ -393,7 +393,7 @@ def test_a_crash_of_the_child_is_an_error(copy: Callable) -> None:
     path = copy()
     with (
         # no other thread: a fork, because a new process would not crash
-        mock.patch.object(processes.threading, "enumerate", return_value=[]),
+        mock.patch.object(threads.threading, "enumerate", return_value=[]),
         mock.patch.object(schema, "_read_all", crash),
         pytest.raises(VerifyError) as caught,
     ):
@@ -445,7 +445,7 @@ def test_a_build_does_not_examine_what_it_wrote(place: Path, tmp_path: Path) -> 
 def test_where_a_process_cannot_be_forked_one_is_started(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")
     zero_the_heap(bad)
-    with mock.patch.object(processes, "_IS_FORK_SAFE", False):
+    with mock.patch.object(threads, "_IS_FORK_SAFE", False):
         open_dataset(good).close()
         with pytest.raises(VerifyError) as caught:
             open_dataset(bad)

@@ -20,7 +20,7 @@ from leakmel.dataset.run.config import (
     write_tuned,
 )
 from leakmel.dataset.run.engine_choice import EXPECTED, break_even, choose_engine, engine_costs
-from leakmel.dataset.run.journal import engine_of_journal, journal_path
+from leakmel.dataset.run.existing import engine_of_journal, journal_path
 from leakmel.core.errors import DataError
 from leakmel.mel.spec import MelSpec
 

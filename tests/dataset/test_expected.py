@@ -13,7 +13,7 @@ from leakmel.audio.conform import ConformRules, conform
 from leakmel.audio.wav import Recording
 from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset.source import loader
-from leakmel.dataset.check.expected import expected_row
+from leakmel.dataset.check.consistency import expected_row
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 QUIET = dict(spec=SPEC, check=None, progress="none", pipeline=lm.PipelineConfig(monitor_interval_s=0.0))

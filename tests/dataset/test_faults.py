@@ -36,9 +36,9 @@ from leakmel.dataset.file import writer
 from leakmel.dataset.file.writer import RowFile
 from leakmel.dataset.run import inputs, publish
 from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.open_jobs import may_resume
+from leakmel.dataset.run.job import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.ring import Ring
+from leakmel.dataset.run.targets import Ring
 from leakmel.dataset.source import loader
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
@@ -419,7 +419,7 @@ def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatc
 def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kind, status):
     real, calls = RowFile.write, []
 
-    def write(self, first, rows):
+    def write(self, first, rows, part=0):
         calls.append(first)
         if len(calls) == 4:
             raise OSError(code, os.strerror(code))
@@ -481,12 +481,12 @@ def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
 
 
 def test_slots_that_cannot_be_allocated(tmp_path, data, old, monkeypatch):
-    from leakmel.dataset.run import ring
+    from leakmel.dataset.run import targets
 
     def broken(*a):
         raise MemoryError
 
-    monkeypatch.setattr(ring, "Slot", broken)
+    monkeypatch.setattr(targets, "Slot", broken)
     fails(data, tmp_path, MachineError, "out of memory")
 
 

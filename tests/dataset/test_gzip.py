@@ -146,7 +146,7 @@ def test_compressed_data_sets_do_not_depend_on_threads(tmp_path, monkeypatch):
 def test_chunks_do_not_stay_in_memory(tmp_path, monkeypatch):
     "The HDF5 library places them in a file in memory, from where each is moved to the disk."
     (file, meta), held, real = whole(tmp_path, 1000), list[int](), writer._copy_around
-    file.write_waveform(0, noise(1000, "<f4", WAVE))
+    file.write(0, noise(1000, "<f4", WAVE), 1)
 
     def noted(memory: Path, *given: Any) -> None:
         held.append(memory.stat().st_blocks * 512)

@@ -25,13 +25,11 @@ from leakmel.core.timeline import Timeline
 from leakmel.dataset.run import modes
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.modes import MODES, choose_mode
-from leakmel.dataset.source import sample_cache
 from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.source.sample_cache import (
+from leakmel.dataset.run.modes import (
     SUFFIX,
     CachedReader,
     SampleCache,
-    SampleRows,
     cache_folder,
     cache_key,
     cache_path,
@@ -312,7 +310,7 @@ def test_cache_file_truncated_during_a_build_raises_no_sigbus(tmp_path, mixed, o
 def test_killed_cache_writer_leaves_no_cache_file(tmp_path, mixed, own_cache):
     "Killed while the cache file is being written: no file under its name, the next build makes it."
     code = (
-        "import os, sys, leakmel as lm\nfrom leakmel.dataset.source.sample_cache import SampleCache\n"
+        "import os, sys, leakmel as lm\nfrom leakmel.dataset.run.modes import SampleCache\n"
         "SampleCache.save = lambda *a: os.kill(os.getpid(), 9)\n"
         f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')"
     )
@@ -386,14 +384,14 @@ def test_preload_larger_than_memory_falls_back_to_a_cache_file(tmp_path, mixed, 
 
 
 def test_out_of_memory_during_preload_falls_back_to_a_cache_file(tmp_path, mixed, monkeypatch):
-    real = SampleRows.write
+    real = SampleCache.take
 
-    def none(self, *rows):
+    def none(self, slot):
         if self.in_memory:
             raise MemoryError
-        real(self, *rows)
+        real(self, slot)
 
-    monkeypatch.setattr(SampleRows, "write", none)
+    monkeypatch.setattr(SampleCache, "take", none)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
     assert any("mode preload failed" in line for line in result.summary["mode_lines"])
@@ -419,10 +417,10 @@ def test_unusable_cache_folder_falls_back_to_streaming(tmp_path, mixed, own_cach
 
     if trouble == "no room":
         monkeypatch.setattr(
-            sample_cache, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room"))
+            modes, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room"))
         )
     if trouble == "disk full on the way":
-        monkeypatch.setattr(SampleRows, "write", full)
+        monkeypatch.setattr(SampleCache, "take", full)
     if trouble == "a file for a folder":
         own_cache.write_text("mine")
     result = build(mixed, tmp_path / "x.h5", "memmap")
@@ -660,8 +658,7 @@ def test_threads_of_a_loader_end_with_the_first_error(mixed):
     with pytest.raises(LeakmelError, match="enough"):
         load(
             Broken(listing, SPEC),
-            SampleRows(len(listing), SPEC.n_samples),
-            "k",
+            SampleCache("k", len(listing), SPEC.n_samples),
             n_threads=4,
             timeline=Timeline(),
             watch=lambda n: None,
@@ -716,8 +713,8 @@ def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_cleared(
 def test_out_of_memory_anywhere_while_loading(tmp_path, mixed, monkeypatch, part):
     "Once, at any place of a loading thread: the next mode is taken, and what was held so far is given back."
     plain, once, kept = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes(), [True], []
-    owner = {"Slot": sample_cache, "fill": BatchReader, "take": SampleCache}[part]
-    real, real_rows = getattr(owner, part), SampleRows.__init__
+    owner = {"Slot": modes, "fill": BatchReader, "take": SampleCache}[part]
+    real, real_rows = getattr(owner, part), SampleCache.__init__
 
     def broken(*a, **k):
         if once.pop() if once else False:
@@ -729,7 +726,7 @@ def test_out_of_memory_anywhere_while_loading(tmp_path, mixed, monkeypatch, part
         real_rows(self, *a, **k)
 
     monkeypatch.setattr(owner, part, broken)
-    monkeypatch.setattr(SampleRows, "__init__", init)
+    monkeypatch.setattr(SampleCache, "__init__", init)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
     assert result.path.read_bytes() == plain
@@ -831,5 +828,5 @@ def test_clear_keeps_a_recently_used_cache_file(mixed, own_cache, monkeypatch):
     path.write_bytes(b"")
     listed = list_cache()
     os.utime(path, (time.time() + 60,) * 2)
-    monkeypatch.setattr(sample_cache, "list_cache", lambda folder: listed)
+    monkeypatch.setattr(modes, "list_cache", lambda folder: listed)
     assert (clear_cache(), path.exists()) == ([], True)

@@ -49,9 +49,8 @@ from leakmel.dataset.check import verify as verify_module
 from leakmel.dataset.run import (
     existing as existing_module,
     job as job_module,
-    open_jobs as open_jobs_module,
     parts as parts_module,
-    ring as ring_module,
+    targets as targets_module,
 )
 from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
 from leakmel.dataset.source.loader import BadFilesError
@@ -710,7 +709,7 @@ def suffixes(target: Path, n: int) -> list[str]:
     "error", [KeyboardInterrupt, MemoryError, pytest.param(EngineError, marks=pytest.mark.long)]
 )
 def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_path, monkeypatch, error):
-    target, copied = tmp_path / "x.h5", open_jobs_module._copy_rows
+    target, copied = tmp_path / "x.h5", job_module._copy_rows
     build_parts(demo, target, 4)
 
     calls = list[int]()
@@ -725,7 +724,7 @@ def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_
         raise error("stopped", code="engine-missing") if error is EngineError else error
 
     with monkeypatch.context() as patch:
-        patch.setattr(open_jobs_module, "_copy_rows", interrupt)
+        patch.setattr(job_module, "_copy_rows", interrupt)
         with pytest.raises(error):
             join(target, progress="none")
     assert not target.exists()
@@ -860,7 +859,7 @@ def test_a_cluster_does_not_look_at_the_recordings_of_new_parts_again(demo, whol
 
     build_part(demo, part=(2, 4), split="training", out=tmp_path / "x.h5", **QUIET)
     monkeypatch.setattr(existing_module, "stamps_of", counted)
-    monkeypatch.setattr(open_jobs_module, "stamps_of", counted)
+    monkeypatch.setattr(job_module, "stamps_of", counted)
     with ThreadPoolExecutor(1) as pool:
         made = lm.build(demo, split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
     assert made.path.read_bytes() == whole
@@ -966,7 +965,7 @@ def test_wrong_rows_of_a_part_are_found_and_all_parts_can_be_built_again(demo, w
                     inner.setattr(job_module, "digests_of", lambda rows: digests_of(rows + np.float16(1)))
                 return original(request, own, *args)
 
-        def write_more(self: Any, first: int, rows: np.ndarray) -> int:
+        def write_more(self: Any, first: int, rows: np.ndarray, part: int = 0) -> int:
             return right_write(self, first, rows + np.float16(1))
 
         right_write = job_module.RowFile.write
@@ -984,7 +983,7 @@ def test_a_part_that_ends_early_while_it_is_copied_costs_no_other_part(demo, who
         raise VerifyError("the file is shorter than its header says", code="file-ends-early")
 
     with monkeypatch.context() as patch, raises("file-ends-early", VerifyError):
-        patch.setattr(open_jobs_module, "read_at", cut)
+        patch.setattr(job_module, "read_at", cut)
         join(tmp_path / "x.h5", progress="none")
     assert len(finished_parts(parts_folder(tmp_path / "x.h5"), 3)) == 3
     assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == whole
@@ -1006,7 +1005,7 @@ def test_a_part_that_fails_leaves_no_file(demo, tmp_path, monkeypatch):
     def fail(*args: Any, **more: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(ring_module, "publish", fail)
+    monkeypatch.setattr(targets_module, "publish", fail)
     with raises("machine", MachineError):
         build_part(demo, part=(1, 2), split="training", out=tmp_path / "x.h5", **QUIET)
     assert sorted(p.name for p in parts_folder(tmp_path / "x.h5").iterdir()) == ["listing.npz", "plan.json"]

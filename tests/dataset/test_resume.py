@@ -24,14 +24,13 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
 from leakmel.dataset.file import writer
-from leakmel.dataset.run import existing, open_jobs
-from leakmel.dataset.run.open_jobs import may_resume
-from leakmel.dataset.run import journal
+from leakmel.dataset.run import existing, job as job_module
+from leakmel.dataset.run.job import may_resume
 from leakmel.dataset.source import loader
 from leakmel.dataset.run.existing import read_state, state_path, write_state
 from leakmel.dataset.source.loader import BadFilesError
 from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.journal import journal_path
+from leakmel.dataset.run.existing import journal_path
 from leakmel.dataset.run.pipeline import PipelineConfig
 from independent import check, leftovers
 
@@ -576,7 +575,7 @@ def test_interrupt_before_rows_are_checked_keeps_them(
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_jobs, "_keep_rows", stop)
+    monkeypatch.setattr(job_module, "_keep_rows", stop)
     with pytest.raises(KeyboardInterrupt):
         build(data, interrupted)
     monkeypatch.undo()
@@ -607,7 +606,7 @@ def test_space_for_all_splits_is_checked_before_the_first_file(
         asked.append(n_bytes)
         raise SpaceError("not enough room", code="no-space", path=folder)
 
-    monkeypatch.setattr(open_jobs, "require_space", no_space)
+    monkeypatch.setattr(job_module, "require_space", no_space)
     with raises("no-space", SpaceError, path=tmp_path / "out"):
         lm.build_all(demo, out_dir=tmp_path / "out", spec=SPEC, progress="none")
     n_files = sum(len(x) for x in lm.scan(demo).listings)
@@ -683,10 +682,11 @@ def journal_pipe(target: Path) -> None:
     os.mkfifo(journal_path(target))
 
 
-def claimed(*numbers: int) -> str:
+def claimed(*numbers: int, encoding: int = 0) -> str:
     "What is known of some candidates, as an entry of the journal has it."
-    known = np.zeros(len(numbers), journal.KNOWN)
+    known = np.zeros(len(numbers), existing.KNOWN)
     known["number"] = numbers
+    known["facts"]["encoding"] = encoding
     return base64.b64encode(known.tobytes()).decode()
 
 
@@ -698,12 +698,12 @@ def journal_forged(target: Path) -> None:
         {"known": claimed(0, 1 << 60)},
         {"known": "A"},
         {"known": 7},
-        {"unusual": []},
+        {"known": claimed(1, encoding=255)},
     ]
     for changes in forgeries:
         body = json.loads(lines[1][33:]) | changes
-        journal_path(target).write_bytes(lines[0] + journal._line(json.dumps(body).encode()))
-        assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, (
+        journal_path(target).write_bytes(lines[0] + existing._line(json.dumps(body).encode()))
+        assert len(existing.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, (
             changes
         )
 
@@ -714,7 +714,7 @@ def test_a_flipped_byte_anywhere_ends_the_journal_before_its_line(data: Path, in
 
     def n_entries(entry: bytes) -> int:
         journal_path(interrupted).write_bytes(lines[0] + entry)
-        return len(journal.read_journal(journal_path(interrupted), identity).entries)
+        return len(existing.read_journal(journal_path(interrupted), identity).entries)
 
     accepted = []
     for at in range(len(lines[1])):
@@ -897,7 +897,7 @@ def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         stamps["ctime_ns"] = 10**18 + 1
         return stamps
 
-    for module in (open_jobs, existing):
+    for module in (job_module, existing):
         monkeypatch.setattr(module, "stamps_of", same_times)
     return root
 
@@ -930,18 +930,22 @@ def test_folders_swapped_before_a_resume_are_detected(
     assert target.read_bytes() == fresh_bytes(alike, tmp_path)
 
 
-@pytest.mark.parametrize("module", [journal, existing])
+@pytest.mark.parametrize("is_interrupted", [True, False])
 def test_other_decoders_start_a_fresh_build(
-    data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    data: Path,
+    tmp_path: Path,
+    is_interrupted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     target = tmp_path / "out" / "x.h5"
-    if module is journal:
+    if is_interrupted:
         killed(data, target, 6)
     else:
         build(data, target)
-    monkeypatch.setattr(module, "decoders", lambda: {"soxr": "another"})
+    monkeypatch.setattr(existing, "decoders", lambda: {"soxr": "another"})
     assert build(data, target).summary["kept_rows"] == 0
-    assert module is existing or "have other versions" in caplog.text
+    assert not is_interrupted or "have other versions" in caplog.text
 
 
 def test_recordings_modified_just_before_an_interrupted_build_are_read_again(
@@ -1116,10 +1120,9 @@ FORGERIES: list[dict[str, Any]] = [
     {"known": claimed(2, 3, 0, 1)},
     {"known": claimed(5 * 10**18, -5 * 10**18)},
     {"known": claimed(0, 1, 2)[:-4]},
-    {"unusual": {"100": ["a", "b"]}},
-    {"unusual": {"-1": ["a", "b"]}},
+    {"known": claimed(0, 1, encoding=255)},
+    {"known": claimed(0, encoding=36)},
     {"known": claimed(*[0, 1, 2, 3] * 5_000)},
-    {"unusual": {"0": "abc"}},
 ]
 
 
@@ -1128,7 +1131,7 @@ def test_forged_journal_entries_are_ignored(data: Path, interrupted: Path, forge
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
     lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
     journal_path(interrupted).write_bytes(
-        lines[0] + journal._line(json.dumps(json.loads(lines[1][33:]) | FORGERIES[forgery]).encode())
+        lines[0] + existing._line(json.dumps(json.loads(lines[1][33:]) | FORGERIES[forgery]).encode())
     )
     result = build(data, interrupted)
     assert (result.rows, result.summary["resumed_rows"]) == (30, 0)

@@ -14,10 +14,10 @@ import pytest
 from each import each
 
 import leakmel as lm
+from leakmel.audio import conform
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import VerifyError
 from leakmel.dataset.check import verify
-from leakmel.dataset.file import writer
 from leakmel.dataset.run import job as waveforms
 from leakmel.dataset.run import publish
 from leakmel.dataset.run.job import Job
@@ -332,7 +332,7 @@ def test_writer_faults_prevent_publication(data, tmp_path, monkeypatch, wrong, r
     if not rejected:
         (data / "LEAK" / "broken.wav").unlink()
     real = RowFile.write
-    monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
+    monkeypatch.setattr(RowFile, "write", lambda self, first, rows, part=0: wrong(self, first, rows, real))
     with pytest.raises(VerifyError, match="do not match their digest|shorter than its header"):
         lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     assert leftovers(tmp_path / "out") == []
@@ -342,7 +342,7 @@ def test_writer_faults_prevent_publication(data, tmp_path, monkeypatch, wrong, r
 def test_each_row_is_read_back_once(data, tmp_path, monkeypatch, compiled):
     "Rows are read back when they are written; when the file is complete, only rows that were moved since, and compressed ones."
     if not compiled:
-        monkeypatch.setattr(writer, "native", lambda: None)
+        monkeypatch.setattr(conform, "native", lambda: None)
     rows = []
     real = verify._row_problems
 
@@ -405,7 +405,7 @@ def test_writer_faults_of_an_update_prevent_publication(data, tmp_path, monkeypa
     before = (tmp_path / "out" / "y.h5").read_bytes()
     (data / "LEAK" / "s1~001~20240229_120000~5.wav").unlink()
     real = RowFile.write
-    monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
+    monkeypatch.setattr(RowFile, "write", lambda self, first, rows, part=0: wrong(self, first, rows, real))
     with pytest.raises(VerifyError, match="do not match their digest"):
         lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     assert (tmp_path / "out" / "y.h5").read_bytes() == before
@@ -491,7 +491,7 @@ def test_verify_imports_no_code_of_the_builder():
         n
         for n in names
         if n.split("/")[-1]
-        in ("loader", "ring", "pipeline", "writer", "waveforms", "engines", "torch_engine", "stock")
+        in ("loader", "targets", "pipeline", "writer", "waveforms", "engines", "torch_engine", "stock")
     }
 
 
@@ -656,18 +656,18 @@ def test_wrongly_cut_waveforms_prevent_publication(built, tmp_path, monkeypatch,
 
 
 def test_lost_or_changed_waveform_prevents_publication(built, tmp_path, monkeypatch):
-    real = RowFile.write_waveform
+    real = RowFile.write
 
-    def lost(self, k, wave):
-        return real(self, k, wave) if k != 9 else wave.nbytes
+    def lost(self, k, items, part=0):
+        return items.nbytes if part and k == 9 else real(self, k, items, part)
 
-    def flipped(self, k, wave):
-        wave = wave.copy()
-        wave.view(np.uint32)[0, 0, 0] ^= 1
-        return real(self, k, wave)
+    def flipped(self, k, items, part=0):
+        items = items.copy()
+        items.view(np.uint8).reshape(-1)[0] ^= part
+        return real(self, k, items, part)
 
     for wrong in (lost, flipped):
-        monkeypatch.setattr(RowFile, "write_waveform", wrong)
+        monkeypatch.setattr(RowFile, "write", wrong)
         with pytest.raises(VerifyError, match="waveforms of .* do not match their digest"):
             lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=0, **QUIET)
     assert leftovers(tmp_path) == []

@@ -216,7 +216,7 @@ def build_both(target: Path, good: np.ndarray, order: int = 1) -> RowFile:
     for k in range(len(good))[::order]:
         file.write(k, rows_of([k]) if good[k] else np.full((1, *SMALL.row_shape), -7777, np.float16))
         if good[k] or k % 2:
-            file.write_waveform(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32))
+            file.write(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32), 1)
     file.compact_rows(good)
     return file
 
@@ -234,7 +234,7 @@ def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
     clean = RowFile(tmp_path / "c.h5", SMALL.row_shape, len(numbers), WAVE)
     clean.write(0, rows_of(numbers))
     for k, wave in enumerate(waves_of(numbers)):
-        clean.write_waveform(k, wave)
+        clean.write(k, wave, 1)
     clean.finish(meta)
     clean.publish(sync=False)
     with h5py.File(tmp_path / "a.h5") as f:

@@ -29,7 +29,7 @@ from leakmel.core.errors import DataError, LeakmelError
 from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.run.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
 from leakmel.dataset.run.existing import read_state, state_path
-from leakmel.dataset.source.sample_cache import list_cache
+from leakmel.dataset.run.modes import list_cache
 from leakmel.insight.dashboard import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
 from leakmel.learn.model.locate import model_file

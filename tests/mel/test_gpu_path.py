@@ -22,7 +22,7 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
 from leakmel.dataset.run import config as run_config
-from leakmel.dataset.run import ring
+from leakmel.dataset.run import targets
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
@@ -258,7 +258,7 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     "Batches handed to the engine together, and slots filled until then, from now on."
     seen: list[tuple[int, int]] = []
     filled = [0]
-    real_submit, real_read = DeviceLane.submit, ring._read
+    real_submit, real_read = DeviceLane.submit, targets._read
 
     def submit(self, batches, **named):
         if threading.current_thread().name.startswith("leakmel-engine"):
@@ -270,7 +270,7 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         filled[0] += 1
 
     monkeypatch.setattr(DeviceLane, "submit", submit)
-    monkeypatch.setattr(ring, "_read", read)
+    monkeypatch.setattr(targets, "_read", read)
     return seen
 
 
@@ -291,7 +291,7 @@ def test_device_starts_when_a_group_of_batches_is_read(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int
 ) -> None:
     seen = submissions(monkeypatch)
-    real, n_read, until = ring._read, [0], time.monotonic() + 30
+    real, n_read, until = targets._read, [0], time.monotonic() + 30
 
     def slowly(*a):
         if n_read[0] < warmup:
@@ -303,7 +303,7 @@ def test_device_starts_when_a_group_of_batches_is_read(
         real(*a)
         n_read[0] += 1
 
-    monkeypatch.setattr(ring, "_read", slowly)
+    monkeypatch.setattr(targets, "_read", slowly)
     build(demo, tmp_path, warmup_slots=warmup, files_per_batch=4, read_workers=1, slots=8)
     assert seen[0][1] == warmup
 

@@ -19,11 +19,11 @@ from lab import clean_env
 from tiny_training import tiny_words
 
 from leakmel.audio.synth import write_demo
-from leakmel.core.processes import safe_module_path, start_process
+from leakmel.core.threads import safe_module_path, start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).with_name("leakmel"))
-ONE_FUNCTION = "leakmel/core/processes.py"
+ONE_FUNCTION = "leakmel/core/threads.py"
 # Modules that start processes; what others take of subprocess starts none.
 STARTING = {"subprocess", "multiprocessing", "pty", "webbrowser", "papermill", "nbclient", "jupyter_client"}
 NAMES = {"ProcessPoolExecutor", "DataLoader", "Parallel"}

@@ -12,40 +12,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import h5py
 import numpy as np
 
-from ...audio.conform import digests_of, native
+from ...audio.conform import digests_in_file, digests_of
 from ...audio.listing import existing_folder, split_folders
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, read_table
-from leakmel.core.errors import (
-    REJECT_CODES,
-    DataError,
-    LeakmelError,
-    MachineError,
-    UsageError,
-    VerifyError,
-    show_path,
-)
+from ...core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
 from ...core.monitor import usable_cores
 from ...core.store import StorePath, absolute_folder
 from . import consistency
-from .expected import Source, Sources, expected_bounds
+from .consistency import Source, Sources, expected_bounds
 from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     FILE_COLUMNS,
-    file_columns,
     HDF5_TURN,
     LABELS,
     PARTS,
     ROWS,
     WAVEFORMS,
+    consecutive_runs,
+    file_columns,
     machine_fault,
     metadata_digest,
     name_columns,
@@ -119,7 +112,6 @@ _FEW_RUNS = 32  # of consecutive rows to read
 _FEW_UNKNOWN = 4  # rows whose correct values are to be computed
 _ROWS_PER_TASK = 16  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
-_FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def _structure(
@@ -158,32 +150,16 @@ def _structure(
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
 def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
-    "Return a function (first row, n) -> digests of the rows, and which of them contain values that are not finite."
-    module = native()
+    "Return a function (first row, n) -> digests of the rows, and which of them contain finite values only."
     # asked once: threads that call HDF5 for every block wait for its lock
-    begin, path = rows.id.get_offset(), rows.file.filename
+    begin, fd = rows.id.get_offset(), rows.file.id.get_vfd_handle()
     n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
-    is_plain = begin is not None and rows.dtype == np.dtype("<f2")
-    if is_plain and module is not None and module.can_digest(n_bytes):
-        fd = rows.file.id.get_vfd_handle()
-
-        def read_plain(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-            try:
-                digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
-            except EOFError as e:
-                raise VerifyError(
-                    "the file is shorter than its header says",
-                    code="file-ends-early",
-                    path=path,
-                    remedy="copy the file again, or build the data set again",
-                ) from e
-            return digests, largest >= _FLOAT16_INFINITY
-
-        return read_plain
+    if begin is not None and rows.dtype == np.dtype("<f2"):
+        return lambda start, n: digests_in_file(fd, begin + start * n_bytes, n, n_bytes)
 
     def read(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         block = read_rows(rows, np.arange(start, start + n))
-        return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
+        return digests_of(block), np.isfinite(block.reshape(n, -1)).all(axis=1)
 
     return read
 
@@ -205,23 +181,17 @@ def _row_problems(
 
     def check(some: slice) -> list[str]:
         problems, start = [], some.start
-        found, not_finite = read(start, some.stop - start)
-        if not_finite.any():
-            problems.append(f"values of {what}row {start + not_finite.argmax()} are not finite")
+        found, finite = read(start, some.stop - start)
+        if not finite.all():
+            problems.append(f"values of {what}row {start + finite.argmin()} are not finite")
         wrong = start + np.flatnonzero(found != right[start : start + len(found)])
         if len(wrong):
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
         return problems
 
-    if unread is None:
-        return pool.map(check, [slice(k, min(k + step, n_rows)) for k in range(0, n_rows, step)])
-    edges = np.flatnonzero(np.diff(unread, prepend=False, append=False)).tolist()
-    runs = [
-        slice(k, min(k + step, end))
-        for start, end in zip(edges[::2], edges[1::2])
-        for k in range(start, end, step)
-    ]
-    return (pool.map if len(runs) > _FEW_RUNS else map)(check, runs)
+    left = np.arange(n_rows) if unread is None else np.flatnonzero(unread)
+    runs = [slice(left[r.start], left[r.stop - 1] + 1) for r in consecutive_runs(left, most=step)]
+    return (pool.map if unread is None or len(runs) > _FEW_RUNS else map)(check, runs)
 
 
 def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -385,12 +355,9 @@ def _compare_rows(
                         some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            known = [c for c in some if c.source.group is not None]
-            unknown = [c for c in some if c.source.group is None]
-            tasks = [list(own) for _, own in groupby(known, lambda c: id(c.source.group))]
-            is_few = len(unknown) <= _FEW_UNKNOWN
-            n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(unknown) // usable_cores()))
-            tasks += [unknown[i : i + n] for i in range(0, len(unknown), n)]
+            is_few = sum(c.source.bounds is None for c in some) <= _FEW_UNKNOWN
+            n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(some) // usable_cores()))
+            tasks = [some[i : i + n] for i in range(0, len(some), n)]
             run = map if is_few else pool.map
             for largest, problems in run(partial(_check_rows, f[ROWS], spec), tasks):
                 report.max_abs_db = max(report.max_abs_db, largest)

@@ -6,13 +6,14 @@
 __all__ = ["read_rows", "MelDataset", "open_dataset"]
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e0078bc0
-import h5py, json, os
+import json, os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
+import h5py
 import numpy as np
 
 from ...audio.labels import CurrentLabels, Relabelled, relabel
@@ -25,25 +26,16 @@ from leakmel.dataset.file.schema import (
     ROWS,
     SCHEMA_VERSION,
     WAVEFORMS,
+    consecutive_runs,
     file_columns,
-    open_file,
     machine_fault,
+    open_file,
     stored_spec,
 )
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-# %% ../../../nbs/dataset/file/reader.ipynb #d08d5d0a
-def _consecutive_rows(
-    rows: np.ndarray,  # [n] int64, rising, each once
-) -> Iterator[tuple[int, int, int]]:  # first row, number of rows, place of the first in `rows`
-    "Yield runs of consecutive rows."
-    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    for at, end in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)]):
-        yield int(rows[at]), end - at, at
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e8a30007
@@ -85,14 +77,14 @@ def read_rows(
         out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
         step = out.itemsize * int(np.prod(out.shape[1:]))
         fd = data.file.id.get_vfd_handle()
-        for first, n, at in _consecutive_rows(wanted):
-            read_at(fd, out[at : at + n], offset + first * step)
+        for run in consecutive_runs(wanted):
+            read_at(fd, out[run], offset + int(wanted[run.start]) * step)
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
         with _as_verify_error(Path(data.file.filename)):
-            for first, n, at in _consecutive_rows(rows):
-                data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
+            for run in consecutive_runs(rows):
+                data.read_direct(whole, np.s_[int(rows[run.start]) : int(rows[run.stop - 1]) + 1], run)
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
 

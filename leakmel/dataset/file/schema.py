@@ -28,6 +28,7 @@ __all__ = [
     "extra_columns",
     "file_columns",
     "mapped_zeros",
+    "consecutive_runs",
     "read_column",
     "stored_spec",
     "root_attributes",
@@ -61,7 +62,7 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.naming import NameParts, Naming, TIME_BYTES, columns_of_names
+from ...audio.naming import TIME_BYTES, NameParts, Naming, columns_of_names
 from ...audio.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
 from leakmel.core.errors import (
     DataError,
@@ -73,7 +74,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from ...core.locks import NO_FLOCK
-from ...core.processes import child_process
+from ...core.threads import child_process
 from ...mel.spec import MelSpec, spec_from_dict
 
 # %% ../../../nbs/dataset/file/schema.ipynb #59f87d6a
@@ -196,6 +197,20 @@ def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
     return np.ndarray(
         (n,), kind, mmap.mmap(-1, max(1, n * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     )
+
+
+def consecutive_runs(
+    *numbers: np.ndarray,  # [k] int64 each
+    most: int | None = None,  # longest run
+) -> Iterator[slice]:  # of positions
+    "Yield slices in which all arrays rise by one at each step."
+    n = len(numbers[0])
+    breaks = np.any([np.diff(x) != 1 for x in numbers], axis=0).nonzero()[0] + 1
+    edges = [0, *breaks.tolist(), n]
+    step = most or max(1, n)
+    for start, end in zip(edges, edges[1:]):
+        for at in range(start, end, step):
+            yield slice(at, min(end, at + step))
 
 
 def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:

@@ -24,7 +24,6 @@ from typing import Any
 
 import h5py
 
-
 from leakmel.core.errors import (
     DataError,
     OutputError,

@@ -29,7 +29,7 @@ from typing import TypeVar
 import h5py
 import numpy as np
 
-from ...audio.conform import digests_of, native
+from ...audio.conform import digests_in_file
 from ...core.errors import OutputError, VerifyError, write_error
 from ...core.files import read_at, require_space, sync_folder, write_at, write_errors
 from ...core.monitor import usable_cores
@@ -39,6 +39,7 @@ from leakmel.dataset.file.schema import (
     MEMORY_DRIVER,
     PARTS,
     Metadata,
+    consecutive_runs,
     create_compressed,
     create_parts,
     machine_fault,
@@ -208,7 +209,6 @@ def _copy_around(
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
 _MOST_IN_MEMORY = 256 << 20  # bytes of compressed chunks, before they are written to the disk
 _PUNCH_HOLE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 class _ChunkMover:
@@ -271,7 +271,7 @@ class RowFile:
         "Reserve space and open the partial file, a new one or that of an interrupted build; never through a link."
         need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
         require_space(self.target.parent, need - allocated_bytes(self.partial))
-        try:
+        with write_errors(self.partial):
             shapes = (self.row_shape, self.waveform_shape)
             self.offset, self.waveform_offset = part_offsets(self.n_candidates, *shapes)
             for ending in ("partial.gz", "scratch"):  # of a killed build; the second of an earlier version
@@ -285,8 +285,6 @@ class RowFile:
             if self.fd < 0:
                 self.partial.unlink(missing_ok=True)
                 self.fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as e:
-            raise write_error(e, e.filename or self.partial) from e
         try:
             reserve(self.fd, self.waveform_offset + self.n_candidates * self.waveform_bytes, self.partial)
         except BaseException:
@@ -299,55 +297,55 @@ class RowFile:
         if fd >= 0:
             os.close(fd)
 
-    def write(self, first: int, rows: np.ndarray) -> int:
-        "Write rows [k, L, S, M, T] float16 of candidates first, first + 1 ...; return the bytes written."
-        write_at(self.fd, rows.data.cast("B"), self.offset + first * self.row_bytes)
-        return rows.nbytes
+    @property
+    def parts(
+        self,
+    ) -> list[tuple[str, int, int]]:  # name of its digests in an entry, byte offset, bytes of an item
+        "Rows, and their waveforms where there are any, in the order of PARTS."
+        both = [
+            ("digest", self.offset, self.row_bytes),
+            ("waveform_digest", self.waveform_offset, self.waveform_bytes),
+        ]
+        return both if self.waveform_bytes else both[:1]
 
-    def write_waveform(self, first: int, waveforms: np.ndarray) -> int:
-        "Write segments ([L, S, short_window] float32, or some of these) of candidates first, first + 1 ...; return the bytes written."
-        write_at(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
-        return waveforms.nbytes
+    def write(self, first: int, items: np.ndarray, part: int = 0) -> int:
+        "Write items of a part of candidates first, first + 1 ...: rows [k, L, S, M, T] float16, or waveforms; return the bytes written."
+        _, begin, n_bytes = self.parts[part]
+        write_at(self.fd, items.data.cast("B"), begin + first * n_bytes)
+        return items.nbytes
 
-    def match_digests(self, first: int, digests: np.ndarray) -> np.ndarray:  # [k] bool; raises OSError
-        "Read rows of candidates first, first + 1 ... back; return which have these digests and only finite values."
-        n, at = len(digests), self.offset + first * self.row_bytes
-        try:
-            if (module := native()) is not None and module.can_digest(self.row_bytes):
-                found, largest = module.digest_file_rows(self.fd, at, n, self.row_bytes)
-                return (found == digests) & (largest < _FLOAT16_INFINITY)
-            rows = np.empty((n, self.row_bytes // 2), np.float16)
-            read_at(self.fd, rows, at)
-            return (digests_of(rows) == digests) & np.isfinite(rows).all(axis=1)
-        except (EOFError, VerifyError):  # the file was cut: the check of the complete file reports it
-            return np.zeros(n, bool)
+    def match_digests(
+        self, first: int, digests: np.ndarray, part: int = 0
+    ) -> np.ndarray:  # [k] bool; raises OSError
+        "Read items of candidates first, first + 1 ... back; return which have these digests, and rows only finite values."
+        _, begin, n_bytes = self.parts[part]
+        with suppress(VerifyError):  # the file was cut: the check of the complete file reports it
+            found, finite = digests_in_file(self.fd, begin + first * n_bytes, len(digests), n_bytes)
+            return (found == digests) & (finite | (part > 0))
+        return np.zeros(len(digests), bool)
 
     def compact_rows(self, good: np.ndarray) -> None:
         "Move good rows and their waveforms together, so that no gaps remain; `good` is [n_candidates] bool. Call `finish` next."
         if good.all():
             return
         keep = np.flatnonzero(good)
-        begin = self.waveform_offset
-        self._move(keep, self.row_bytes, self.offset, self.offset)
-        shapes = (self.row_shape, self.waveform_shape)
-        _, self.waveform_offset = part_offsets(len(keep), *shapes)
-        self._move(keep, self.waveform_bytes, begin, self.waveform_offset)
+        before = self.parts
+        _, self.waveform_offset = part_offsets(len(keep), self.row_shape, self.waveform_shape)
+        for (_, begin, n_bytes), (_, goal, _) in zip(before, self.parts):
+            self._move(keep, n_bytes, begin, goal)
 
     def _move(self, keep: np.ndarray, n_bytes: int, begin: int, goal: int) -> None:
         "Move items of n_bytes each from offset `begin` to offset `goal`, which is not larger."
-        for run in np.split(keep, np.flatnonzero(np.diff(keep) != 1) + 1):
-            source = begin + int(run[0]) * n_bytes
-            for at in range(0, len(run) * n_bytes if source != goal else 0, _COPY_BYTES):
-                piece = np.empty(min(_COPY_BYTES, len(run) * n_bytes - at), np.uint8)
-                read_at(self.fd, piece, source + at)
-                write_at(self.fd, piece.data, goal + at)
-            goal += len(run) * n_bytes
+        for run in consecutive_runs(keep, most=max(1, _COPY_BYTES // n_bytes)):
+            source, target = begin + int(keep[run.start]) * n_bytes, goal + run.start * n_bytes
+            if source != target:
+                piece = np.empty((run.stop - run.start) * n_bytes, np.uint8)
+                read_at(self.fd, piece, source)
+                write_at(self.fd, piece.data, target)
 
     def finish(self, meta: Metadata) -> str:
         "Write the metadata around the rows, which completes the HDF5 file; return the metadata digest."
         n_rows = len(meta.labels)
-        rows_end = self.offset + n_rows * self.row_bytes
-        waveforms_end = self.waveform_offset + n_rows * self.waveform_bytes
         with memory_file() as memory:
             with HDF5_TURN:
                 offsets = create_parts(memory, n_rows, self.row_shape, self.waveform_shape)
@@ -362,7 +360,7 @@ class RowFile:
                     expected=(self.offset, self.waveform_offset),
                     remedy="install another version of h5py, and report this error",
                 )
-            written = ((self.offset, rows_end), (self.waveform_offset, waveforms_end))
+            written = [(begin, begin + n_rows * n_bytes) for _, begin, n_bytes in self.parts]
             _copy_around(memory, self.fd, self.partial, written)
         return digest
 

@@ -27,8 +27,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/config.ipynb #7e79328f
-import json, os
-import logging
+import json, logging, os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, OutputError, UsageError, show_path, write_error
-from ...core.files import read_own_json, replacing, sealed_json
+from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.files import read_own_json, replacing, sealed_json, write_errors
 from ...core.monitor import machine_facts, usable_cores, wsl_version
 from ...core.parameters import check_types, field_choices, field_kinds
 from ...mel.engines import Engine
@@ -319,10 +318,8 @@ def write_tuned(
             path=path,
             remedy="set XDG_CONFIG_HOME to a writable folder",
         )
-    try:
+    with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise write_error(e, path.parent) from e
     with replacing(path) as new:
         new.write_bytes(sealed_json(body))
     return path

@@ -28,7 +28,7 @@ from ...core.machine_code import cache_folders
 from ...core.monitor import usable_cores
 from ..file.schema import open_file
 from .config import find_tuned
-from .journal import engine_of_journal, journal_path
+from .existing import engine_of_journal, journal_path
 from ...mel.engines import ENGINES, DeviceOptions, Engine, engine_candidates, open_engine
 from ...mel.spec import MelSpec
 

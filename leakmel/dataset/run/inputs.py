@@ -11,6 +11,7 @@ __all__ = [
     "count_changes",
     "propose_specs",
     "list_recordings",
+    "listing_of_split",
     "decide_spec",
     "check_target",
     "check_listing",
@@ -34,6 +35,7 @@ from ...audio.conform import resampled_length
 from ...audio.content import tied_values
 from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
+from ...audio.naming import split_name
 from ...audio.tables import require_same_table
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error
 from ...core.comparison import text_column, text_key
@@ -318,6 +320,40 @@ def list_recordings(
             remedy="give the folder that was scanned",
         )
     return manifest
+
+
+def listing_of_split(
+    manifest: Manifest,
+    split: str | None,
+    root: str | os.PathLike,
+    *,
+    in_parts: bool = False,  # parts of all splits cannot be built together
+) -> Listing:  # raises UsageError
+    "Return the listing of a split."
+    found = {x.split: x for x in manifest.listings}
+    if split is None and "" not in found:
+        one = next(iter(found)).lower()
+        more = (
+            "; the parts of each split are built apart"
+            if in_parts
+            else " or build all of them (build_all, --split all)"
+        )
+        raise UsageError(
+            "the folder contains splits, but no split was given",
+            code="split-not-named",
+            path=root,
+            found=", ".join(found),
+            remedy=f"give one (split='{one}', --split {one}){more}",
+        )
+    wanted = "" if split is None else split_name(split)
+    if wanted not in found:
+        raise UsageError(
+            "the manifest does not contain this split",
+            code="split-not-found",
+            found=", ".join(found),
+            expected=split,
+        )
+    return found[wanted]
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #d09a8a41

@@ -5,7 +5,21 @@
 # %% auto #0
 __all__ = [
     "log",
+    "CACHE_VERSION",
+    "LOAD_FILES",
+    "SUFFIX",
     "MODES",
+    "cache_key",
+    "SampleCache",
+    "CachedReader",
+    "NoMemory",
+    "load",
+    "cache_folder",
+    "cache_path",
+    "open_cache",
+    "CacheFile",
+    "list_cache",
+    "clear_cache",
     "ModeChoice",
     "choose_mode",
     "Preloaded",
@@ -16,35 +30,503 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import logging, os
+import errno, io, json, logging, math, mmap, os, re, stat, struct, tempfile, threading, time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, Self
 
-from ...audio.manifest import Listing, Manifest, split_name
-from ...audio.page_cache import CacheUse
-from ...core.errors import LeakmelError, OutputError, UsageError
+import numpy as np
+
+from ...audio.conform import digests_of
+from ...audio.listing import Listing
+from ...audio.manifest import Manifest
+from ...audio.page_cache import CacheUse, is_in_cache
+from ...audio.wav import OutOfMemory, digest_of, pread_all
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    OutputError,
+    UsageError,
+    VerifyError,
+    show_path,
+    write_error,
+)
+from ...core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
+from ...core.locks import OutputLock
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.store import StorePath
+from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
-from ..source.sample_cache import SUFFIX, cache_folder, cache_path, open_cache
+from ..file.writer import reserve
 from .config import PipelineConfig
-from .inputs import SpecLike, decide_spec, list_recordings
-from leakmel.dataset.source.sample_cache import (
-    CachedReader,
-    SampleRows,
-    NoMemory,
-    SampleCache,
-    cache_key,
-    load,
-)
-from ..source.loader import BatchReader, RecordingSource
-from ..source.read_ahead import plan_read_ahead
+from .inputs import SpecLike, decide_spec, list_recordings, listing_of_split
+from ..source.loader import FACTS, BatchReader, RecordingSource, Slot, decoders
+from ..source.read_ahead import ReadAhead, plan_read_ahead
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
+
+# %% ../../../nbs/dataset/run/modes.ipynb #b0560c18
+CACHE_VERSION = 4  # goes up with every change to what is cached, or to its layout
+
+
+def cache_key(
+    listing: Listing,
+    spec: MelSpec,
+) -> str:  # 32 hexadecimal digits
+    "Return the key of the cached samples of a listing."
+    import xxhash
+    from leakmel import __version__
+
+    folder = os.path.realpath(listing.folder)
+    parts = [CACHE_VERSION, __version__, asdict(spec.rules), decoders(), folder]
+    total = xxhash.xxh3_128(json.dumps(parts).encode())
+    for part in (b"\0".join(listing.paths), listing.sizes.tobytes(), listing.mtimes_ns.tobytes()):
+        total.update(part)
+    return total.hexdigest()
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #f84904b3
+def _memory_file() -> int:
+    "Open an unnamed file in memory, or in the temporary folder if the system has no memory files."
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("leakmel-samples")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+_FOOTER = struct.Struct("<Q16s")  # where the facts begin
+_MAGIC = b"leakmel held 2\n\0"
+
+
+class SampleCache:
+    """Decoded samples of one listing at the rate and length of the spec, and facts about each recording.
+
+    16-bit rows lie by candidate number, float32 rows behind them in the order they came.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        n_files: int,
+        n_samples: int,  # N, of a row
+        *,
+        fd: int | None = None,  # an open file, closed by `close`; None: memory
+        most_bytes: float = math.inf,  # limit; rows of more than 16 bits come on top of what was planned
+    ):
+        self.key = key
+        self.in_memory = fd is None
+        self.fd = _memory_file() if fd is None else fd
+        self.row_bytes = 2 * n_samples
+        self.end = n_files * self.row_bytes  # where the next float32 row goes
+        self.most_bytes = most_bytes
+        self.places: dict[int, int] = {}  # candidate -> byte offset of its float32 row
+        self.facts = np.zeros(n_files, FACTS)  # "good": cached
+        self.row_digests = np.zeros(n_files, "S32")  # of cached rows
+        self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
+        self.path: Path | None = None  # of a cache file
+        self._memory: np.ndarray | None = None  # int16 view of all memory, from the first reading on
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self.facts["good"].sum())
+
+    @property
+    def n_bytes(self) -> int:
+        "Bytes of the file, or of memory."
+        return os.fstat(self.fd).st_size
+
+    def take(self, slot: Slot) -> None:
+        "Store the good recordings of a filled slot; raises MemoryError above the limit."
+        mine, rows = slice(slot.first, slot.first + slot.n), slot.samples[: slot.n]
+        write_at(self.fd, rows.data.cast("B"), slot.first * self.row_bytes)
+        self.facts[mine] = slot.facts
+        self.row_digests[mine] = digests_of(rows)
+        for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]).tolist():
+            row = slot.input[i]
+            with self._lock:
+                place = self.places[slot.first + i] = self.end
+                self.end += row.nbytes
+            if place + row.nbytes > self.most_bytes:
+                raise MemoryError
+            write_at(self.fd, row.data.cast("B"), place)
+            self.row_digests[slot.first + i] = digest_of(row)
+
+    def read(self, first: int, out: np.ndarray) -> None:
+        "Read 16-bit rows into `out` [n, N]; raises OSError, VerifyError."
+        if not self.in_memory:
+            read_at(self.fd, out, first * self.row_bytes)
+            return
+        with self._lock:
+            if self.fd < 0:
+                raise OSError(errno.EBADF, "the preloaded recordings have been closed")
+            if self._memory is None:
+                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
+                self._memory = np.frombuffer(whole, np.int16)
+            begin = first * out.shape[1]
+            rows = self._memory[begin : begin + out.size]
+        np.copyto(out, rows.reshape(out.shape))
+
+    def read_wide(self, k: int) -> np.ndarray:
+        "Read the float32 row of candidate k; raises OSError, VerifyError."
+        row = np.empty(self.row_bytes // 2, np.float32)
+        read_at(self.fd, row, self.places[k])
+        return row
+
+    def save(self, about: dict[str, Any]) -> None:
+        "Complete a cache file with facts and footer."
+        text = {"key": self.key, "about": about, "places": {str(k): v for k, v in self.places.items()}}
+        encoded = np.frombuffer(json.dumps(text).encode(), np.uint8)
+        np.savez(tail := io.BytesIO(), facts=self.facts, row_digests=self.row_digests, text=encoded)
+        end = sealed(tail.getvalue()) + _FOOTER.pack(self.end, _MAGIC)
+        os.ftruncate(self.fd, self.end + len(end))  # more may be reserved than was needed
+        write_at(self.fd, end, self.end)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        n_samples: int = 0,  # of a row; 0: rows are not read
+        key: str | None = None,  # of the recordings wanted; None: any
+    ) -> Self:  # its file is open
+        "Open a cache file that no other user can have written; raises DataError if it cannot be used, OSError if it cannot be read."
+        try:
+            fd = open_private(path)
+            try:
+                cache = cls._of(fd, n_samples, key)
+            except BaseException:
+                os.close(fd)
+                raise
+            cache.path = path
+            return cache
+        except ValueError as e:
+            raise DataError(
+                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
+            ) from e
+
+    @classmethod
+    def _of(cls, fd: int, n_samples: int, key: str | None) -> Self:  # raises OSError, ValueError
+        "Return the cache in an open file. What has its digest and its key was written by this version."
+        n = os.fstat(fd).st_size - _FOOTER.size
+        start, magic = _FOOTER.unpack(pread_all(fd, _FOOTER.size, max(0, n)).ljust(_FOOTER.size))
+        if magic != _MAGIC or start > n:
+            raise ValueError("not a complete cache file")
+        tail = unsealed(pread_all(fd, n - start, start), strict=True)
+        with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
+            text = json.loads(arrays["text"].tobytes())
+            if key not in (None, text["key"]):
+                raise ValueError("the cache file holds other recordings")
+            cache = cls(text["key"], 0, n_samples, fd=fd)
+            cache.facts = arrays["facts"]
+            cache.row_digests = arrays["row_digests"]
+        cache.about = text["about"]
+        cache.places = {int(k): place for k, place in text["places"].items()}
+        return cache
+
+    def close(self) -> None:
+        "Close the file or release the memory; later reads raise an error."
+        with self._lock:
+            fd = self.fd
+            self.fd = -1
+            self._memory = None
+        if fd >= 0:
+            os.close(fd)
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #443a7df1
+class CachedReader:
+    "Reader that fills slots from a cache; shared by all threads."
+
+    stage = "stage"
+
+    def __init__(self, cache: SampleCache, plain: BatchReader):
+        self.cache = cache
+        self.plain = plain
+        self.listing = plain.listing
+        self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
+        self._warned = False
+        if not cache.in_memory:
+            with suppress(OSError):
+                self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
+
+    def fill(self, slot: Slot) -> int:
+        "Fill the slot's rows; return the bytes of their files."
+        samples = slot.samples[: slot.n]
+        try:
+            with self.cache_use.delivering():
+                self.cache.read(slot.first, samples)
+        except (OSError, VerifyError) as e:
+            self._warn(f"the cache file cannot be read ({e})")
+            return self.plain.fill(slot)
+        self.cache_use.ask(0 if self.cache.in_memory else samples.nbytes)
+        sizes = self.listing.sizes[slot.first : slot.first + slot.n].clip(0)
+        for i, digest in enumerate(digests_of(samples)):
+            if self._take_cached(slot, i, digest):
+                self.plain.read_failures.given()
+                continue
+            with self.plain.cache_use.delivering():
+                self.plain.fill_row(slot, i)
+            if self.listing.label_ids[slot.first + i] >= 0:
+                self.plain.cache_use.ask(int(sizes[i]))
+        slot.scale_whole_rows()
+        return int(sizes.sum())
+
+    def _take_cached(self, slot: Slot, i: int, digest: bytes) -> bool:
+        "Complete one row from the cache; return False if its file must be read. `digest` is that of its 16-bit samples."
+        k = slot.first + i
+        facts = self.cache.facts[k]
+        if self.listing.label_ids[k] < 0 or not facts["good"]:
+            return False
+        try:
+            st = os.stat(self.plain.base + self.listing.paths[k])
+        except OSError:
+            return False
+        # a time of modification can be set back, that of any change cannot
+        now = (st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        if now != (self.listing.sizes[k], self.listing.mtimes_ns[k], facts["ctime_ns"]):
+            self._warn("recordings were changed after they were cached")
+            return False
+        wide = None
+        if not facts["whole"]:
+            with suppress(OSError, VerifyError):
+                wide = self.cache.read_wide(k)
+                digest = digest_of(wide).encode()
+        if digest != self.cache.row_digests[k]:
+            self._warn("cached samples do not match their digest")
+            return False
+        slot.facts[i] = facts
+        if wide is not None:
+            slot.widen(i, wide)
+        return True
+
+    def _warn(self, what: str) -> None:
+        "Log once that recordings are read from their files."
+        if not self._warned:
+            path = self.cache.path
+            until = (
+                path
+                and f", until leakmel cache clear --cache-dir {quote(show_path(path.parent))} removes {show_path(path.name)}"
+            )
+            log.warning("%s: the recordings are read from their files instead%s", what, until or "")
+        self._warned = True
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #0c3987cf
+LOAD_FILES = 32  # recordings in a batch
+
+
+class NoMemory(MachineError):
+    "The recordings need more memory than allowed."
+
+
+def load(
+    reader: BatchReader,
+    cache: SampleCache,
+    *,
+    n_threads: int,
+    timeline: Timeline,
+    watch: Callable[[int], None],  # called with the number of recordings read
+    ahead: ReadAhead | None = None,  # prefetches recordings
+) -> None:  # raises the first error of a thread
+    "Read all recordings of a listing into a cache."
+    n_files = len(reader.listing)
+    split = reader.listing.split or reader.listing.folder.name
+    firsts = iter(range(0, n_files, LOAD_FILES))
+    finished = threading.Event()
+    n_read = 0
+
+    def leave(n: int = 0) -> None:
+        finished.set()
+        if ahead is not None:
+            ahead.stop()
+
+    lanes = ThreadGroup(leave)
+
+    def work(lane: str) -> None:
+        nonlocal n_read
+        try:
+            slot = Slot(LOAD_FILES, reader.spec)
+            while not lanes.stopping.is_set():
+                with lanes.lock:
+                    first = next(firsts, None)
+                if first is None:
+                    break
+                slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
+                if ahead is not None:
+                    ahead.take(slot.n)
+                with timeline.span("read", lane, split=split, batch=slot.batch) as moved:
+                    moved.n_bytes = reader.fill(slot)
+                    moved.n_files = slot.n
+                    moved.parts = slot.parts
+                try:
+                    cache.take(slot)
+                except OSError as e:
+                    raise write_error(e, "the cache file") from e
+                with lanes.lock:
+                    n_read += slot.n
+        except (MemoryError, OutOfMemory) as e:
+            raise NoMemory(
+                "the recordings need more memory than ram_fraction allows",
+                code="no-memory",
+                remedy="use mode='stream'",
+            ) from e
+        if n_read == n_files:
+            finished.set()
+
+    for i in range(n_threads):
+        lanes.add(f"loader-{i}", work)
+    if ahead is not None:
+        lanes.add("read-ahead", ahead.run)
+    run_threads(lanes, finished, lambda: watch(n_read))
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #3fd35dab
+SUFFIX = ".samples"
+_CACHE_NAME = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
+
+
+def cache_folder(
+    cache_dir: str | os.PathLike | None = None,  # the user's choice
+) -> Path:
+    "Return the folder of cache files: cache_dir, LEAKMEL_CACHE_DIR, or the folder leakmel in the user's cache folder."
+    named = os.environ.get("LEAKMEL_CACHE_DIR") or None if cache_dir is None else cache_dir
+    if named is not None:
+        return Path(os.path.abspath(os.path.expanduser(named)))
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.abspath(os.path.expanduser("~/.cache"))
+    return Path(base, "leakmel")
+
+
+def cache_path(
+    folder: Path,
+    split: str,  # "TRAINING", ...; "" for a folder of label folders
+    key: str,
+) -> Path:
+    "Return the path of the cache file of a listing."
+    return folder / f"{(split or 'ALL').lower()}-{key}{SUFFIX}"
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #2025781a
+def open_cache(
+    path: Path,
+    reader: BatchReader,
+    key: str,
+    fill: Callable[[SampleCache], object],  # reads all recordings
+    say: Callable[[str], None] = lambda line: None,  # called before waiting for another process
+) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
+    "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `fill`."
+
+    def wait(holder: str) -> None:
+        say(f"memmap: waiting for {holder}, which is writing the cache file")
+
+    listing = reader.listing
+    n_bytes = len(listing) * (2 * reader.spec.n_samples + 200)
+    partial = path.with_name(f".{path.name}.partial")
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (cache := _open_complete(path, reader, key)) is not None:
+            return cache, False
+        with OutputLock(path, wait=wait):
+            if (cache := _open_complete(path, reader, key)) is not None:
+                return cache, False
+            require_space(path.parent, n_bytes)
+            partial.unlink(missing_ok=True)  # left by a process that was killed
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                reserve(fd, n_bytes, partial)
+                fill(made := SampleCache(key, len(listing), reader.spec.n_samples, fd=fd))
+                folder = show_path(listing.folder)
+                made.save({"folder": folder, "split": listing.split, "recordings": len(listing)})
+                os.replace(partial, path)
+            finally:
+                os.close(fd)
+                partial.unlink(missing_ok=True)
+        return SampleCache.open(path, reader.spec.n_samples, key), True
+
+
+def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
+    "Open an existing cache file. It got its name when it was complete, so no lock is needed. Raises OSError if it cannot be read."
+    try:
+        cache = SampleCache.open(path, reader.spec.n_samples, key)
+    except (DataError, FileNotFoundError):
+        return None
+    except OSError as e:
+        if e.errno == errno.ELOOP:  # a link, which is replaced
+            return None
+        raise
+    with suppress(OSError):
+        os.utime(path)  # when it was last used
+    return cache
+
+
+# %% ../../../nbs/dataset/run/modes.ipynb #403bc574
+@dataclass(frozen=True)
+class CacheFile:
+    "A file of the cache folder."
+
+    path: Path
+    n_bytes: int
+    used_utc: str  # when it was last made or opened, ISO 8601
+    folder: str = ""  # that was read
+    split: str = ""
+    recordings: int = 0
+    problem: str = ""  # why it cannot be used; such a file is made again when it is wanted
+
+
+def list_cache(
+    cache_dir: str | os.PathLike | None = None,
+) -> list[CacheFile]:  # the one used last comes first
+    "List the files of the cache folder."
+    found = []
+    for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process cleared it just now
+            st = path.lstat()
+            if not _CACHE_NAME.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
+                continue
+            used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
+            try:
+                cache = SampleCache.open(path)
+                cache.close()
+                facts = {name: cache.about[name] for name in ("folder", "split", "recordings")}
+            except (DataError, KeyError, OSError) as e:
+                facts = {"problem": str(getattr(e, "found", e))}
+            found.append(CacheFile(path, st.st_size, used, **facts))
+    return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
+
+
+def clear_cache(
+    cache_dir: str | os.PathLike | None = None,
+    *,
+    unused_days: float = 0,  # only files that were not used for so long
+) -> list[CacheFile]:  # that were removed; raises OutputError
+    "Remove cache files, also incomplete ones; a build that uses a removed file continues with the recordings."
+    if not unused_days >= 0:
+        raise UsageError("unused_days must be 0 or more", code="usage", found=unused_days)
+    folder = cache_folder(cache_dir)
+    before = time.time() - unused_days * 86_400
+    removed = []
+    with write_errors(folder):
+        for each in list_cache(folder):
+            with suppress(FileNotFoundError):
+                if each.path.lstat().st_mtime <= before:
+                    each.path.unlink()
+                    removed.append(each)
+        for partial in folder.glob(f".*{SUFFIX}.partial"):
+            made = partial.with_name(partial.name[1:].removesuffix(".partial"))
+            if _CACHE_NAME.fullmatch(made.name):
+                with suppress(OutputError), OutputLock(made):  # else it is being made
+                    partial.unlink(missing_ok=True)
+    return removed
+
 
 # %% ../../../nbs/dataset/run/modes.ipynb #9a2ae5c9
 MODES = ("auto", "stream", "preload", "memmap")
@@ -128,7 +610,7 @@ class Preloaded:
     @property
     def n_bytes(self) -> int:
         "Size of the cached samples in bytes."
-        return sum(h.rows.n_bytes for h in self.held.values())
+        return sum(h.n_bytes for h in self.held.values())
 
     def reader(self, plain: BatchReader) -> RecordingSource:
         "Return the reader for the recordings of a listing; raises UsageError if other recordings are cached."
@@ -161,7 +643,7 @@ class Preloaded:
         "Release memory and files."
         self.closed = True
         for cache in self.held.values():
-            cache.rows.close()
+            cache.close()
         self.held = {}
 
     def __enter__(self) -> "Preloaded":
@@ -188,15 +670,14 @@ def _load_listing(
     reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
     key = cache_key(listing, ready.spec)
 
-    def fill(rows: SampleRows) -> SampleCache:
-        "Read all recordings into rows, with a progress bar."
+    def fill(made: SampleCache) -> None:
+        "Read all recordings, with a progress bar."
         ready.inflows[listing.split] = reader.cache_use
-        what = "preload" if rows.in_memory else "cache file"
+        what = "preload" if made.in_memory else "cache file"
         with Progress(n, label=f"{listing.split or listing.folder.name}: {what}", show=progress) as bar:
-            return load(
+            load(
                 reader,
-                rows,
-                key,
+                made,
                 n_threads=config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8)),
                 timeline=timeline,
                 watch=bar.update,
@@ -205,11 +686,11 @@ def _load_listing(
 
     what = "preload: read into memory"
     if ready.choice.used == "preload":
-        rows = SampleRows(n, ready.spec.n_samples, most_bytes=config.ram_fraction * free_memory())
+        cache = SampleCache(key, n, ready.spec.n_samples, most_bytes=config.ram_fraction * free_memory())
         try:
-            cache = fill(rows)
+            fill(cache)
         except BaseException:
-            rows.close()  # the error's traceback would keep the memory
+            cache.close()  # the error's traceback would keep the memory
             raise
     else:
         path = cache_path(cache_folder(config.cache_dir), listing.split, key)
@@ -218,7 +699,7 @@ def _load_listing(
     ready.held[listing.split] = cache
     seconds = timeline.now_s() - began_s
     return (
-        f"{what}, {len(cache):,} of {n:,} recordings, {size_text(cache.rows.n_bytes)} "
+        f"{what}, {len(cache):,} of {n:,} recordings, {size_text(cache.n_bytes)} "
         f"in {seconds:.2f} s, {n / seconds:,.0f} files/s"
     )
 
@@ -337,12 +818,7 @@ def preload(
         )
     found = list_recordings(root, split, manifest)
     if split is not None:
-        chosen = tuple(x for x in found.listings if x.split == split_name(split))
-        found = replace(found, listings=chosen, content=None)
-    if not found.listings:
-        raise UsageError(
-            "the manifest does not contain this split", code="split-not-found", found=repr(split)
-        )
+        found = replace(found, listings=(listing_of_split(found, split, root),), content=None)
     listings = list(found.listings)
     config = pipeline or PipelineConfig()
     return prepare(found, listings, decide_spec(spec, listings).spec, mode, config, Timeline(), progress)

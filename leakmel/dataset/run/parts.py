@@ -26,9 +26,9 @@ __all__ = [
 import json, logging, os, re, shutil, stat, sys, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -37,10 +37,10 @@ import h5py
 import numpy as np
 
 from ...audio.conform import to_rate
-from ...audio.naming import split_name
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
 from ...audio.manifest import Manifest, scan
+from ...audio.naming import split_name
 from ...audio.tables import require_same_table
 from ...audio.wav import digest_of
 from ...core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
@@ -60,13 +60,12 @@ from ...core.store import StorePath, output_path
 from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
-from .existing import read_state
-from .inputs import SpecLike, checked_inputs
+from .existing import read_state, recordings_digest
+from .inputs import SpecLike, checked_inputs, listing_of_split
 from .job import BuildRequest, PartFile, Parts
-from .journal import recordings_digest
-from .open_jobs import JOINED
+from .job import JOINED
 from .publish import BuildResult, earlier_result
-from .targets import build_targets, list_for_build, listing_of_split
+from .targets import build_targets, list_for_build
 from ..source.loader import BadFilesError, decoders
 from ...mel.engines import Engine, check_recording, open_engine
 from ...mel.spec import MelSpec

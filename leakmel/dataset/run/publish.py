@@ -8,9 +8,7 @@ __all__ = [
     "reused_rows_sentence",
     "rate_text",
     "BuildResult",
-    "note_columns",
     "split_problems",
-    "report_paths",
     "publish",
     "read_ahead_for_check",
     "result_of",
@@ -27,14 +25,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import compress, takewhile
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.content import Columns, content_problems
+from ...audio.content import content_problems
 from ...audio.listing import part_range
 from ...audio.manifest import Manifest, unlabelled_hint
 from leakmel.audio.problems import (
@@ -51,14 +49,13 @@ from ...core.files import read_own_json, replacing, sync_folder, write_errors, w
 from ...core.monitor import mean, peak
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
-from ..file.schema import Metadata, Rejected, open_file
+from ..file.schema import Rejected, open_file
 from .existing import stamps_at_build, stamps_of, write_state
-from .job import BuildContext, Job, job_metadata
+from .job import BuildContext, Job, job_metadata, note_columns, report_paths
 from ..source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
     import pandas as pd
-
 log = logging.getLogger("leakmel")
 
 
@@ -147,36 +144,6 @@ class BuildResult:
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #701bcd5a
-_PROBLEM_COLUMNS = (
-    "sensor",
-    "status",
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "encoding",
-    "digest",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-)
-
-
-def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
-    "Store in the job the columns that the rules of `audio.problems` need."
-    paths = list(compress(job.listing.paths, job.good.tolist())) if meta.rejected else job.listing.paths
-    job.columns = Columns(
-        (job.listing.place,),
-        label_names,
-        np.zeros(len(meta.labels), np.int64),
-        meta.labels.astype(np.int64),
-        paths,
-        silent=np.asarray(meta.columns["silent"], bool),
-        **{name: np.asarray(meta.columns[name]) for name in _PROBLEM_COLUMNS},
-    )
-    job.gains = np.asarray(meta.columns["gain"])
-
-
 def split_problems(
     manifest: Manifest,
     job: Job,  # published
@@ -201,13 +168,6 @@ def split_problems(
 
 # %% ../../../nbs/dataset/run/publish.ipynb #7c822286
 _MANY_FILES = 50_000  # below, there is not much memory to give back
-
-
-def report_paths(
-    target: Path,
-) -> tuple[Path, Path]:
-    "Return the paths of the timeline and the report of a data set."
-    return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
 
 
 def publish(
@@ -382,6 +342,11 @@ def read_ahead_for_check(
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
+def _counts(words: Iterable[str]) -> dict[str, int]:
+    "Count words, the most frequent first."
+    return dict(Counter(sorted(words)).most_common())
+
+
 def _split_summary(
     run: BuildContext,
     job: Job,  # published
@@ -395,6 +360,7 @@ def _split_summary(
     from leakmel import __version__
 
     n, engine = len(job.listing), run.engine
+    statuses = [] if job.columns is None else job.columns.status.tolist()
     kept = job.kept & (not job.n_parts)  # parts are work of the same build
     measured = {f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")}
     for key in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent"):
@@ -414,7 +380,7 @@ def _split_summary(
         "rows": int(job.good.sum()),
         "rejected": len(job.rejected),
         "rejected_share": len(job.rejected) / n,
-        "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
+        "rejected_by_code": _counts(r.code for r in job.rejected),
         "problems_by_kind": count_kinds(p.kind for p in noted),
         "kept_files": int(kept.sum()),
         "kept_rows": int((kept & job.good).sum()),
@@ -423,7 +389,7 @@ def _split_summary(
         "copied_rows": job.n_copied,
         "changes": job.changes,
         "nothing_to_do": job.is_up_to_date,
-        "status_counts": dict(Counter(sorted(s for _, s in job.unusual.values() if s != "ok")).most_common()),
+        "status_counts": _counts(s.decode() for s in statuses if s != b"ok"),
         "labels_by_people": dict(run.manifest.people),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
@@ -445,7 +411,7 @@ def _split_summary(
         "pinned": job.pinned,
         "timeline_path": show_path(report_paths(job.file.target)[0]),
     }
-    return summary | measured | job.cache_use.to_dict() | job.mode
+    return summary | measured | job.cache_use.to_dict() | job.mode | {"engine_reason": run.engine_reason}
 
 
 def _plain(p: Problem) -> dict[str, str]:

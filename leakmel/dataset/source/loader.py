@@ -6,7 +6,11 @@
 __all__ = [
     "FACTS",
     "PLAIN",
+    "ENCODINGS",
+    "STATUSES",
     "MOST_LISTED",
+    "codes_of",
+    "words_of",
     "Slot",
     "decoders",
     "rejected_dict",
@@ -23,23 +27,23 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9e51574a
-import base64, os, shlex, sys, time
+import base64, os, shlex, time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
 
-from ...audio.conform import digests_of, native
-from ...audio.conform import FIGURES, add_faults, conform, quality_figures
+from ...audio.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from ...audio.listing import DRY, Listing
 from ...audio.page_cache import CacheUse
-from ...audio.wav import ReadFailureGuard
 from leakmel.audio.wav import (
     HEADER_BYTES,
     OutOfMemory,
+    ReadFailureGuard,
     canonical_header,
     close_read,
     decode_payload,
@@ -66,9 +70,35 @@ FACTS = np.dtype(
         *FIGURES.descr,  # of the recording
         ("digest", "S32"),  # xxh3-128 of the payload, hex
         ("ctime_ns", "i8"),  # when the file was last changed in any way
+        ("encoding", "u1"),  # number in ENCODINGS
+        ("status", "u1"),  # number in STATUSES
     ]
 )
 PLAIN = ("pcm16", "ok")  # encoding and status of nearly all
+ENCODINGS = (*(f"pcm{bits}" for bits in range(1, 33)), "float32", "float64", "alaw", "ulaw")
+_CHANGES = (
+    *("identical_channels", "downmixed", "opposite_phase", "resampled", "padded", "cut"),
+    *("unread_samples", "stalled"),
+)
+STATUSES = tuple("+".join(compress(_CHANGES, map(int, f"{k:08b}"))) or "ok" for k in range(256))
+
+
+def codes_of(
+    column: np.ndarray,  # [B] S
+    words: Sequence[str],  # ENCODINGS or STATUSES
+) -> np.ndarray:  # [B] uint8; raises KeyError for another word
+    "Return the numbers of words."
+    numbers = {word.encode(): k for k, word in enumerate(words)}
+    return np.array([numbers[word] for word in column.tolist()], np.uint8)
+
+
+def words_of(
+    codes: np.ndarray,  # [B] uint8
+    words: Sequence[str],  # ENCODINGS or STATUSES
+) -> np.ndarray:  # [B] S, as wide as the longest word
+    "Return the words of some numbers."
+    found, place = np.unique(codes, return_inverse=True)
+    return np.array([words[k] for k in found.tolist()], "S")[place]
 
 
 # %% ../../../nbs/dataset/source/loader.ipynb #caa92450
@@ -103,7 +133,6 @@ class Slot:
         self.wide_rows = False
         self.facts[:] = np.zeros((), FACTS)
         self.computed[:] = False
-        self.unusual: dict[int, tuple[str, str]] = {}  # row -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
         self.parts: dict[str, tuple[float, int, int]] = {}  # stage -> seconds, recordings, bytes
 
@@ -336,8 +365,9 @@ class BatchReader:
         self.cache_use = CacheUse()
         self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
         self._plain_facts = np.zeros((), FACTS)
-        known = ["good", "whole", "channels", "sample_rate", "n_samples"]
-        self._plain_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples)
+        known = ["good", "whole", "channels", "sample_rate", "n_samples", "encoding", "status"]
+        codes = (ENCODINGS.index(PLAIN[0]), STATUSES.index(PLAIN[1]))
+        self._plain_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples, *codes)
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; return the bytes of their files."
@@ -438,9 +468,9 @@ class BatchReader:
             status = add_faults(status, recording)
             figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
         whole = row.dtype == np.int16
-        slot.facts[i] = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
-        if (recording.encoding, status) != PLAIN:
-            slot.unusual[i] = sys.intern(recording.encoding), sys.intern(status)
+        codes = (ENCODINGS.index(recording.encoding), STATUSES.index(status))
+        known = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
+        slot.facts[i] = (*known, *codes)
         slot.samples[i] = row if whole else 0
         if not whole:
             slot.widen(i, row)

@@ -55,7 +55,7 @@ from ...core.cluster import Cluster, open_cluster, run_tasks
 from ...core.comparison import text_column
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, usable_cores
-from ...core.processes import safe_module_path
+from ...core.threads import safe_module_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
