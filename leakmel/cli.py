@@ -49,7 +49,7 @@ from leakmel.cli_learn import (
 from .core.errors import LeakmelError, UsageError, missing_package, show_path, write_error
 from .core.operation import refuse_unused
 from .core.parameters import add_field_options, answer_unknown, given_fields
-from .core.processes import safe_module_path
+from .core.threads import safe_module_path
 from .core.progress import Progress, front_end, line_width, wrap_text
 from .core.run_plan import user_path
 from .core.threads import machine_error
@@ -342,7 +342,7 @@ def run_labels(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or remove the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.source.sample_cache import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.run.modes import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)

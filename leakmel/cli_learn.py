@@ -40,7 +40,7 @@ import leakmel as lm
 from .core.errors import DataError, UsageError, missing_remedy, show_path
 from .core.operation import Operation, Run, add_options as add_operation, make
 from .core.parameters import add_field_options, given_fields
-from .core.processes import start_process
+from .core.threads import start_process
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
 from .learn.operations import Evaluate, Nightly, Predict, Search, Train

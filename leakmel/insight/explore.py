@@ -45,7 +45,7 @@ from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
 from ..dataset.run.inputs import decide_spec
-from ..dataset.source.loader import BatchReader, Slot
+from ..dataset.source.loader import STATUSES, BatchReader, Slot
 from leakmel.insight.plots import (
     TEXT_COLOUR,
     MAX_POINTS,
@@ -183,7 +183,7 @@ def read_row(
     if slot.rejected:
         raise RecordingError(slot.rejected[0].code, slot.rejected[0].message, path=facts["shown"])
     named = {name: facts[name] for name in ("shown", "label", "sensor", "flags")}
-    status = slot.unusual.get(0, ("", "ok"))[1]
+    status = STATUSES[slot.facts["status"][0]]
     return FittedRecording(rms_db=float(facts["rms_db"]), status=status, samples=slot.input[0], **named)
 
 

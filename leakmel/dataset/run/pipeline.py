@@ -39,12 +39,12 @@ from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
 from .engine_choice import open_chosen
-from .inputs import SpecDecision, SpecLike, check_listing, decide_spec
+from .inputs import SpecDecision, SpecLike, check_listing, decide_spec, listing_of_split
 from .job import BuildRequest, waveform_shape
 from .modes import ModeChoice, Preloaded, pick_mode
 from .parts import build_on_cluster
 from .publish import BuildResult
-from .targets import build_targets, list_for_build, listing_of_split
+from .targets import build_targets, list_for_build
 from ..source.loader import percent
 from ...mel.spec import MelSpec
 

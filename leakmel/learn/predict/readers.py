@@ -383,7 +383,7 @@ class RecordingReaders:
             channels,
             *quality_figures(recording.samples, recording.encoding, use_compiled=True),
             recording.digest,
-            0,
+            *(0, 0, 0),
         )
         if (recording.encoding, status) != PLAIN:
             with self.lanes.lock:
