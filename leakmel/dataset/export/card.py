@@ -9,7 +9,6 @@ __all__ = [
     "GROUPS",
     "escaped",
     "filled",
-    "sha256_of",
     "data_set_facts",
     "data_set_card",
     "record_set",
@@ -18,9 +17,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0003
-import hashlib, json, os
+import json, os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,6 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
         **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
         **{name: _counts(report.get(part)) for name, part in counts.items()},
     }
-
-
-def sha256_of(path: Path, done: Callable[[int], object] = lambda n: None) -> str:  # 64 hexadecimal digits
-    "Return the SHA-256 digest of a file; `done` is called with numbers of bytes."
-    total = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 22):
-            total.update(block)
-            done(len(block))
-    return total.hexdigest()
 
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0009

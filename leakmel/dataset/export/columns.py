@@ -204,9 +204,9 @@ def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
 BLOCK_BYTES = 32 << 20  # of mels that are in memory at a time
 
 
-def rows_of_block(source: ExportSource) -> int:
+def rows_of_block(source: ExportSource, n_bytes: int = BLOCK_BYTES) -> int:
     "Return the number of rows of a block of mels."
-    return max(1, min(PAGE, BLOCK_BYTES // max(1, source.row_bytes)))
+    return max(1, min(PAGE, n_bytes // max(1, source.row_bytes)))
 
 
 def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n, L, S, M, T] float16

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 
 from ...core.errors import OutputError, VerifyError, missing_package, write_error
 from .columns import ExportSource, column_names
-from ...core.files import require_space, sync_folder
+from ...core.files import require_space, sync_folder, sync_tree
 from ...core.locks import OutputLock
 
 
@@ -58,15 +59,6 @@ def _require_absent(out: Path) -> None:
     )
 
 
-def _sync(folder: Path) -> None:
-    "Flush the files and folders below a folder to disk."
-    for here, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(here, name), "rb") as f:
-                os.fsync(f.fileno())
-        sync_folder(Path(here))
-
-
 @contextmanager
 def new_folder(
     out: Path,
@@ -84,7 +76,7 @@ def new_folder(
             new.mkdir()
             try:
                 yield new
-                _sync(new)
+                sync_tree(new)
                 os.rename(new, out)
             except BaseException:
                 shutil.rmtree(new, ignore_errors=True)
@@ -185,33 +177,24 @@ def export_differs(path: Path, found: str) -> VerifyError:
     )
 
 
-def _as_plain(batch: Any) -> dict[str, Any]:
-    "Return the columns of a batch or table, dictionaries as texts."
-    pa = require_package("pyarrow")
-    plain = {}
-    for name, values in zip(batch.schema.names, batch.columns):
-        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-        plain[name] = values.cast(pa.string()) if pa.types.is_dictionary(values.type) else values
-    return plain
-
-
 def _check(path: Path, schema: Any, pages: Pages, done: Callable[[int], object]) -> None:
     "Compare a Parquet file with the pages; raises VerifyError."
+    pa = require_package("pyarrow")
+    is_coded = pa.types.is_dictionary  # dictionaries are compared as the texts that they stand for
+    plain = pa.schema([f.with_type(pa.string()) if is_coded(f.type) else f for f in schema])
     with require_package("pyarrow.parquet").ParquetFile(path) as file:
         if not file.schema_arrow.equals(schema):
             raise export_differs(path, "types of the columns")
-        n_groups = 0
-        for page in pages():
-            if n_groups == file.num_row_groups:
+        for n, page in enumerate(chain(pages(), [None])):
+            if (n == file.num_row_groups) != (page is None):
                 raise export_differs(path, "number of row groups")
-            found, right = _as_plain(file.read_row_group(n_groups)), _as_plain(record_batch(schema, page))
-            for name, values in right.items():
-                if not found[name].equals(values):
-                    raise export_differs(path, f"column {name!a} of row group {n_groups}")
-            n_groups += 1
-            done(len(right[schema.names[0]]))
-        if n_groups != file.num_row_groups:
-            raise export_differs(path, "number of row groups")
+            if page is not None:
+                found = file.read_row_group(n).cast(plain)
+                right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
+                for name in plain.names:
+                    if not found[name].equals(right[name]):
+                        raise export_differs(path, f"column {name!a} of row group {n}")
+                done(len(right))
 
 
 def write_table(
