@@ -21,7 +21,6 @@ __all__ = [
     "current_labels",
     "Relabelled",
     "joint_counts",
-    "persons_of",
     "counts_text",
     "check_paths",
     "relabel",
@@ -69,20 +68,32 @@ class Decision:
         for name in LABELS_COLUMNS:
             if not isinstance(text := getattr(self, name), str):
                 raise _invalid(f"{name} must be text", type(text).__name__)
-        for name in ("label", "by", "note"):
-            text = getattr(self, name)
-            if (text and not text.isprintable()) or len(text.encode("utf-8", "replace")) > MAX_CELL:
-                raise _invalid(
-                    f"{name} must be printable text of at most {MAX_CELL} bytes on one line", text[:80]
-                )
-        if {"", ".", ".."} & set(self.path.split("/")) or "\0" in self.path:
-            raise _invalid("the path must be relative, without . or ..", self.path[:200])
-        if self.digest and not _DIGEST.fullmatch(self.digest):
-            raise _invalid("the digest must have 32 hexadecimal digits, or be empty", self.digest[:80])
-        if not self.by.strip():
-            raise _invalid("the person is missing (by)", self.by)
-        if _moment(self.when) is None:
-            raise _invalid("when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z", self.when[:80])
+        one_line = f"must be printable text of at most {MAX_CELL} bytes on one line"
+        checks = (
+            *(
+                (_is_cell(text := getattr(self, x)), f"{x} {one_line}", text[:80])
+                for x in ("label", "by", "note")
+            ),
+            (
+                "\0" not in self.path and not {"", ".", ".."} & set(self.path.split("/")),
+                "the path must be relative, without . or ..",
+                self.path[:200],
+            ),
+            (
+                not self.digest or _DIGEST.fullmatch(self.digest),
+                "the digest must have 32 hexadecimal digits, or be empty",
+                self.digest[:80],
+            ),
+            (self.by.strip(), "the person is missing (by)", self.by),
+            (
+                _is_moment(self.when),
+                "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
+                self.when[:80],
+            ),
+        )
+        for is_right, message, found in checks:
+            if not is_right:
+                raise _invalid(message, found)
 
     @property
     def key(self) -> str:
@@ -94,12 +105,14 @@ def _invalid(message: str, found: str) -> DataError:
     return DataError(message, code="invalid-decision", found=repr(found))
 
 
-def _moment(when: str) -> datetime | None:
-    "Return the time of a decision, None if it is no time."
-    try:
-        return datetime.fromisoformat(when) if _WHEN.fullmatch(when) else None
-    except ValueError:
-        return None
+def _is_cell(text: str) -> bool:
+    return (not text or text.isprintable()) and len(text.encode("utf-8", "replace")) <= MAX_CELL
+
+
+def _is_moment(when: str) -> bool:
+    with suppress(ValueError):
+        return bool(_WHEN.fullmatch(when) and datetime.fromisoformat(when))
+    return False
 
 
 def login_name() -> str:  # for `Decision.by`; raises UsageError
@@ -354,11 +367,6 @@ BY_COLUMN = "label_by"  # other columns of a data set (extra/...): who labelled 
 BEFORE_COLUMN = "label_before"  # and the label that it had before
 
 
-def persons_of(found: Relabelled) -> list[str]:  # "": nobody
-    "Return who labelled each recording."
-    return [found.persons.get(i, "") for i in range(len(found.labels))]
-
-
 def counts_text(
     counts: dict[str, int],  # of `joint_counts`
 ) -> str:
@@ -408,10 +416,8 @@ def relabel(
     labels: Sequence[str],  # before; "": none
 ) -> Relabelled:
     "Replace labels by those on which people agree; other recordings keep theirs. `check_paths` comes first."
-    new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
-    differ: dict[int, tuple[Decision, ...]] = {}
+    new = Relabelled(list(labels), [False] * len(paths), [], {}, [], frozenset(), {})
     met = set[str]()
-    persons: dict[int, str] = {}
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
     for name, path in sorted(match_texts(named, paths).items()):
@@ -424,16 +430,16 @@ def relabel(
         last = tuple({d.by: d for d in _order(opinions)}.values())
         kind, label = _verdict(last)
         if kind == "differ":
-            differ[i] = last
+            new.disagreements[i] = last
         elif kind == "unsure":
-            unsure.append(i)
+            new.unsure.append(i)
         elif kind == "agreed":
-            by_person[i] = True
-            persons[i] = ", ".join(sorted(d.by for d in last if d.label))
+            new.by_person[i] = True
+            new.persons[i] = ", ".join(sorted(d.by for d in last if d.label))
             if text_key(label).casefold() != text_key(labels[i]).casefold():
-                new[i] = label
-                changed.append(i)
-    return Relabelled(new, by_person, changed, differ, unsure, frozenset(current.last.keys() - met), persons)
+                new.labels[i] = label
+                new.changed.append(i)
+    return replace(new, missing=frozenset(current.last.keys() - met))
 
 
 # %% ../../nbs/audio/labels.ipynb #ac411217

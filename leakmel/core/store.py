@@ -287,8 +287,6 @@ def list_objects(
         for some in obstore.list(store, prefix or None, chunk_size=1000):
             for meta in some:
                 yield meta["path"][cut:], meta["size"], object_stamp(meta)
-    except GeneratorExit:
-        raise
     except Exception as e:
         raise store_error(e, folder) from None
 
@@ -345,8 +343,7 @@ class LocalCopies:
     def _open(self) -> None:
         "Make the folder, and start the thread."
         folder = self.folder
-        if not isinstance(folder, StorePath):
-            raise ValueError("copies are made of objects only")
+        assert isinstance(folder, StorePath), "copies are made of objects only"
         self._get, self._store = _obstore().get_async, open_store(folder)
         self._prefix = f"{folder.prefix}/" if folder.prefix else ""
         try:

@@ -17,9 +17,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/archives.ipynb #679ad428
-import errno, io, lzma, os, re, stat, struct, tempfile, zipfile, zlib
+import errno, io, lzma, os, stat, struct, tempfile, zipfile, zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -81,41 +81,17 @@ def _is_encrypted(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
     return bool(info.flag_bits & 1) if isinstance(info, zipfile.ZipInfo) else info.needs_password()
 
 
-def _zip64_facts(f: IO[bytes], end: int) -> Iterator[tuple[int, int]]:
-    "Yield number of files and bytes of the directory from the ZIP64 records that may belong to an end record."
-    f.seek(max(end - 20, 0))
-    locator = f.read(20)
-    if end < 20 or not locator.startswith(b"PK\x06\x07"):
-        return
-    for at in {end - 76, struct.unpack_from("<Q", locator, 8)[0]}:
-        if 0 <= at < end:
-            f.seek(at)
-            record = f.read(56)
-            if len(record) == 56 and record.startswith(b"PK\x06\x06"):
-                here, n, n_bytes = struct.unpack_from("<QQQ", record, 24)
-                yield max(here, n), n_bytes
+class _ZipSource(io.FileIO):
+    "File of a ZIP archive; its directory, which is read and parsed at once, is bounded."
 
+    def __init__(self, path: Path, shown: Path):
+        super().__init__(path)
+        self.shown = shown
 
-def _require_small_directory(path: Path, shown: Path) -> None:  # raises DataError
-    "Refuse a ZIP archive by the directory that its end records claim, before the directory is parsed."
-    with path.open("rb") as f:
-        start = max(f.seek(0, os.SEEK_END) - 65_557, 0)  # an end record and its comment
-        f.seek(start)
-        tail = f.read()
-        for found in re.finditer(rb"PK\x05\x06", tail):
-            if len(tail) - found.start() < 22:
-                continue
-            here, n, n_bytes = struct.unpack_from("<HHL", tail, found.start() + 8)
-            large = list(_zip64_facts(f, start + found.start()))
-            if not large or 0xFFFF not in (here, n) and n_bytes != 0xFFFFFFFF:
-                large.append((max(here, n), n_bytes))
-            for n_files, size in large:
-                if n_files > MAX_MEMBERS or size > _MAX_DIRECTORY_BYTES:
-                    raise unsafe_archive(
-                        shown,
-                        f"its directory claims more than {MAX_MEMBERS:,} files, or is too large",
-                        f"{n_files:,} files in {size:,} bytes",
-                    )
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise unsafe_archive(self.shown, "its directory is too large", f"{size:,} bytes")
+        return super().read(-1 if size is None else size)
 
 
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.error, lzma.LZMAError)
@@ -128,7 +104,6 @@ def _opened(
 ) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
     "Open an archive; errors of both libraries become DataError."
     if path.suffix.lower() == ".zip":
-        _require_small_directory(path, shown)
         damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, *_DAMAGED)
         programs: tuple[type[Exception], ...] = ()
         opener: Callable[..., Any] = zipfile.ZipFile
@@ -140,8 +115,9 @@ def _opened(
         damaged, programs = (rarfile.Error, *_DAMAGED), (rarfile.RarCannotExec,)
         opener = rarfile.RarFile
     try:
-        with opener(path) as archive:
-            yield archive
+        with ExitStack() as opened:
+            source = opened.enter_context(_ZipSource(path, shown)) if opener is zipfile.ZipFile else path
+            yield opened.enter_context(opener(source))
     except programs as e:
         raise DataError(
             "RAR archives need a program that decompresses them, and none was found",

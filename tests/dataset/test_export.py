@@ -324,7 +324,7 @@ def test_file_that_differs_is_not_published(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A byte of a tar file changes between writing and reading back."
-    real = formats.tarfile.open
+    real: Any = formats.tarfile.open
 
     def open_changed(path: Path, mode: str, **options: Any) -> Any:
         if mode == "r|":

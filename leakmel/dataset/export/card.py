@@ -57,7 +57,6 @@ def filled(template: str, **values: Any) -> str:
 
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0008
-_MOST_BYTES = 1 << 28  # of a report
 _SHOWN = 20  # problems, codes and groups that are listed
 
 
@@ -70,14 +69,9 @@ def _counts(values: Any) -> dict[str, int]:
 
 def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
     "Return what the report of the build adds; empty without a report that can be read."
-    file = path.with_name(f"{path.name}.report.json")
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
-            return {}
-        report = read_own_json(file)
-        if not isinstance(report, dict):
-            return {}
-    except (OSError, ValueError, RecursionError):
+        report = dict(read_own_json(path.with_name(f"{path.name}.report.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
     verified = report.get("verified")
     texts = {

@@ -23,7 +23,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
@@ -159,19 +158,6 @@ def plan_read_ahead(
 
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #ob000004
-class _CopyNames(Sequence[bytes]):
-    "Names of the copies: the numbers of the candidates."
-
-    def __init__(self, n: int):
-        self._n = n
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, k: Any) -> Any:
-        return [b"%d" % i for i in range(*k.indices(self._n))] if isinstance(k, slice) else b"%d" % k
-
-
 class ObjectReader:
     "Reader of batches from the objects of one listing; shared by all reader threads, which take the batches in order."
 
@@ -187,7 +173,7 @@ class ObjectReader:
         self.on_bad_file = plain.on_bad_file
         self.copies = copies
         place = Path(os.fsdecode(copies.place))
-        here = replace(x, folder=place, paths=cast(list[bytes], _CopyNames(len(x))))
+        here = replace(x, folder=place, paths=[b"%d" % k for k in range(len(x))])  # names of the copies
         self._files = BatchReader(here, plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
