@@ -27,8 +27,13 @@ import numpy as np
 
 from ...core.errors import show_path
 from ...core.files import read_own_json
-from .columns import ExportSource, column_pages, n_rejected, rejected_pages
-from .tables import require_package
+from leakmel.dataset.export.columns import (
+    ExportSource,
+    column_pages,
+    n_rejected,
+    rejected_pages,
+    require_package,
+)
 from ..file.schema import DIGEST_ATTRIBUTE, WAVEFORMS
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0005

@@ -40,8 +40,7 @@ from leakmel.dataset.source.sample_cache import (
     cache_key,
     load,
 )
-from ..source.loader import BatchReader, RecordingSource
-from ..source.read_ahead import plan_read_ahead
+from ..source.loader import BatchReader, RecordingSource, plan_read_ahead
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")

@@ -25,8 +25,7 @@ from ...core.threads import ThreadGroup, machine_error
 from ...core.timeline import SpanCounts
 from .job import BuildContext, Job
 from .publish import publish, read_ahead_for_check
-from ..source.loader import Slot
-from ..source.read_ahead import ReadAhead
+from ..source.loader import ReadAhead, Slot
 from ...mel.engines import Engine, EngineLane
 
 

@@ -34,7 +34,7 @@ from .modes import prepare, with_spec_rules
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
 from .ring import Ring
-from ..source.read_ahead import ObjectReader, plan_read_ahead
+from ..source.loader import ObjectReader, plan_read_ahead
 from ...mel.engines import DeviceOptions, load_engine, may_have_cuda, open_engine
 from ...mel.spec import MelSpec
 

@@ -52,8 +52,7 @@ from ...core.locks import OutputLock
 from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.writer import reserve
-from .loader import FACTS, BatchReader, Slot, decoders
-from .read_ahead import ReadAhead
+from .loader import FACTS, BatchReader, ReadAhead, Slot, decoders
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")

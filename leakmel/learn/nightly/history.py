@@ -32,7 +32,7 @@ from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...dataset.export.formats import ExportResult
-from ...dataset.export.tables import new_folder, parse_time, require_package, tree_size, write_table
+from ...dataset.export.columns import new_folder, parse_time, require_package, tree_size, write_table
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"

@@ -50,7 +50,7 @@ from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
-from ...dataset.export.tables import require_package, write_table
+from ...dataset.export.columns import require_package, write_table
 from .readers import ParsedNames, RecordingList, RecordingReaders, find_recordings
 from .scored import Categories, ScoredRecordings, joined_columns, to_categories
 from .scoring import ScoringThread, block_sizes, open_scorer
