@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/convert.ipynb #32934bce
-import csv, hashlib, io, os
+import hashlib, os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -213,14 +213,16 @@ def _write_one(
 
 def table_text(recordings: Sequence[Converted]) -> str:
     "Write the table of a set as CSV: path, label, sensor, group, further columns, and the name in the archive."
+    import pandas as pd
+
     extra = sorted({name for r in recordings for name in r.named.columns})
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(["path", "label", "sensor", "group", *extra, "source"])
-    for r in recordings:
-        more = [r.named.columns.get(name, "") for name in extra]
-        rows.writerow([r.path, r.named.label, r.group, r.group, *more, r.source])
-    return out.getvalue()
+    rows = [
+        {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
+        | {name: r.named.columns.get(name, "") for name in extra}
+        | {"source": r.source}
+        for r in recordings
+    ]
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
 def convert(

@@ -20,8 +20,8 @@ __all__ = [
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import os, re, shutil, sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -36,18 +36,15 @@ from leakmel.core.errors import (
     missing_package,
     missing_remedy,
     show_path,
-    write_error,
 )
 from leakmel.core.files import (
     digest_of_file,
     read_own_json,
     require_space,
     sealed_json,
-    sync_folder,
-    sync_tree,
     write_errors,
 )
-from ..core.locks import OutputLock
+from ..core.locks import new_folder
 from ..core.progress import Progress
 from ..core.run_plan import user_path
 from .archives import checked_parts, read_members
@@ -113,10 +110,11 @@ def _request(s: LeakSet, url: str, more: Mapping[str, str] | None = None) -> Any
 
     Raises MachineError if no server answers, DataError if it answers with something else.
     """
-    requests, server = _requests(), urlsplit(url).netloc
-    is_file, headers = more is not None, _HEADERS | dict(more or {})
+    requests = _requests()
+    server = urlsplit(url).netloc
+    is_file = more is not None
     try:
-        answer = requests.get(url, headers=headers, timeout=_TIMEOUT_S, stream=is_file)
+        answer = requests.get(url, headers=_HEADERS | dict(more or {}), timeout=_TIMEOUT_S, stream=is_file)
     except requests.RequestException as e:
         raise MachineError(
             f"the server {server} cannot be reached ({type(e).__name__})",
@@ -468,25 +466,6 @@ def _readme(found: FetchedSet) -> str:
 
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
-@contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:  # raises OutputError if another process works there
-    "Hold the work folder of a target; after an error only downloads stay, after success nothing."
-    work = target.with_name(f".{target.name}.fetch")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with OutputLock(target):
-            work.mkdir(exist_ok=True)
-            try:
-                yield work
-                shutil.rmtree(work / "downloads", ignore_errors=True)
-            finally:
-                shutil.rmtree(work / "made", ignore_errors=True)
-                with suppress(OSError):  # downloads stay after an error
-                    work.rmdir()
-    except OSError as e:
-        raise write_error(e, target) from e
-
-
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
     "Return the set if the folder is complete; refuse a folder with other content."
     try:
@@ -524,30 +503,16 @@ def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
         raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
 
 
-def _require_outside(target: Path, source: Path) -> None:  # raises OutputError
-    "Refuse a folder that would be made inside the source."
-    if source.is_dir() and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
-        raise OutputError(
-            "the new folder lies inside the source",
-            code="output-in-source",
-            path=target,
-            remedy="choose a folder outside the source (--out DIR)",
-        )
-
-
 def _make(
     s: LeakSet,
     source: Path,
     files: list[dict[str, Any]] | None,  # None: the archives of the source that are used
     origin: str,
-    work: Path,
-    target: Path,
+    made: Path,  # new folder
+    target: Path,  # its later name
     progress: str,
 ) -> FetchedSet:
-    "Convert the files of a source, and publish the set."
-    made = work / "made"
-    shutil.rmtree(made, ignore_errors=True)  # of an interrupted call
-    made.mkdir()
+    "Convert the files of a source, and write what is known of them."
     members = read_members(
         source,
         is_file=lambda parts: s.parse(parts) is not None,
@@ -560,9 +525,6 @@ def _make(
     found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
     (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
     (made / README).write_text(_readme(found), "utf-8")
-    sync_tree(made)
-    os.rename(made, target)  # replaces an empty folder
-    sync_folder(target.parent)
     return found
 
 
@@ -588,15 +550,21 @@ def fetch(
     if given is not None and not given.exists():
         remedy = missing_remedy(given)
         raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
-    if given is not None:
-        _require_outside(target, given)
-    with _work_folder(target) as work:
-        if (existing := _existing(target, s)) is not None:  # of another process meanwhile
-            return existing
+    if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
+        raise OutputError(
+            "the new folder lies inside the source",
+            code="output-in-source",
+            path=target,
+            remedy="choose a folder outside the source (--out DIR)",
+        )
+    downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
+    with new_folder(target) as made:
         if given is not None:
-            return _make(s, given, None, show_path(given), work, target, progress)
+            return _make(s, given, None, show_path(given), made, target, progress)
         remote = published_files(s)
         require_checksums(remote, accept_unverified)
         require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
-        files = download_files(s, remote, work / "downloads", progress=progress)
-        return _make(s, work / "downloads", files, s.page, work, target, progress)
+        files = download_files(s, remote, downloads, progress=progress)
+        found = _make(s, downloads, files, s.page, made, target, progress)
+    shutil.rmtree(downloads.parent, ignore_errors=True)
+    return found

@@ -24,6 +24,7 @@ from leakmel.core.errors import (
     SpaceError,
     UsageError,
 )
+from leakmel.core.locks import OutputLock
 
 Publish = Callable[..., RecordServer]
 LEAKS = {f"pe-zone 2-0.3 MPa-1 ms-hydrophone-0-1_{k}.wav": wav(k) for k in range(20)}
@@ -250,7 +251,7 @@ def test_other_content_and_another_process_are_not_disturbed(server: RecordServe
     with raises("output-exists", OutputError):
         fetch(tmp_path)
     (tmp_path / "set" / "mine.txt").unlink()
-    with lm.sets.fetch._work_folder(tmp_path / "set"), raises("output-locked", OutputError):
+    with OutputLock(tmp_path / "set"), raises("output-locked", OutputError):
         fetch(tmp_path)
     assert fetch(tmp_path).facts["counts"]["recordings"] == 31  # an empty folder may be there
     next((tmp_path / "set" / "recordings" / "LEAK").iterdir()).unlink()

@@ -274,22 +274,23 @@ def data_set_card(
 
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0005
 _TERMS = (
-    "citeAs column conformsTo:dct extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
+    "citeAs column conformsTo extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
     "key md5 parentField path recordSet references regex repeated replace separator source subField transform"
 )
 
 
-def _context() -> dict[str, Any]:
-    "Return the context of Croissant 1.0."
-    context: dict[str, Any] = {"@language": "en", "@vocab": "https://schema.org/"}
-    context |= {"cr": "http://mlcommons.org/croissant/", "rai": "http://mlcommons.org/croissant/RAI/"}
-    context |= {"dct": "http://purl.org/dc/terms/", "sc": "https://schema.org/"}
-    for term in _TERMS.split():
-        name, _, vocabulary = term.partition(":")
-        context[name] = f"{vocabulary or 'cr'}:{name}"
-    context |= {name: {"@id": f"cr:{name}", "@type": "@json"} for name in ("data", "examples")}
-    return context | {"dataType": {"@id": "cr:dataType", "@type": "@vocab"}}
-
+_CONTEXT = {  # of Croissant 1.0
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "sc": "https://schema.org/",
+    **{name: f"{'dct' if name == 'conformsTo' else 'cr'}:{name}" for name in _TERMS.split()},
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+}
 
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0008
 _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
@@ -348,7 +349,7 @@ def croissant(
         for file, digest in digests.items()
     ]
     return {
-        "@context": _context(),
+        "@context": _CONTEXT,
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.0",
         "name": show_path(name),

@@ -19,7 +19,6 @@ __all__ = [
     "rows_of_block",
     "mel_block",
     "require_package",
-    "new_folder",
     "tree_size",
     "parse_time",
     "with_times",
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540003
-import base64, os, re, shutil
+import base64, os, re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,9 +45,7 @@ import h5py
 import numpy as np
 
 from ...audio.conform import digests_of
-from ...core.errors import DataError, OutputError, VerifyError, missing_package, show_path, write_error
-from ...core.files import require_space, sync_folder, sync_tree
-from ...core.locks import OutputLock
+from ...core.errors import DataError, VerifyError, missing_package, show_path
 from ..file.reader import MelDataset, open_dataset, read_rows
 from ..file.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
@@ -252,46 +249,6 @@ def require_package(name: str) -> Any:  # the module; raises MissingPackageError
 
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0850008
-def _require_absent(out: Path) -> None:
-    "Refuse an output that exists, unless it is an empty folder; raises OutputError."
-    if not os.path.lexists(out) or not out.is_symlink() and out.is_dir() and not any(out.iterdir()):
-        return
-    raise OutputError(
-        "the output exists and is not replaced",
-        code="output-exists",
-        path=out,
-        expected="a new or an empty folder",
-        remedy="choose another name, or move it elsewhere",
-    )
-
-
-@contextmanager
-def new_folder(
-    out: Path,
-    n_bytes: int = 0,  # that will at least be written
-) -> Iterator[Path]:  # raises OutputError, SpaceError
-    "Yield a folder with a temporary name for the body to fill; give it its name when the body is done."
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        require_space(out.parent, n_bytes)
-        with OutputLock(out):
-            _require_absent(out)
-            new = out.with_name(f".{out.name}.partial")
-            if new.is_dir() and not new.is_symlink():
-                shutil.rmtree(new)  # of an export that was killed
-            new.mkdir()
-            try:
-                yield new
-                sync_tree(new)
-                os.rename(new, out)
-            except BaseException:
-                shutil.rmtree(new, ignore_errors=True)
-                raise
-            sync_folder(out.parent)
-    except OSError as e:
-        raise write_error(e, e.filename or out) from e
-
-
 def tree_size(folder: Path) -> tuple[int, int]:
     "Return the number of files below a folder, and their bytes."
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]

@@ -33,6 +33,7 @@ import numpy as np
 
 from ...core.errors import DataError, UsageError, show_path
 from ...core.files import digest_of_file
+from ...core.locks import new_folder
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -52,7 +53,6 @@ from leakmel.dataset.export.columns import (
     file_schema,
     mel_block,
     n_rejected,
-    new_folder,
     open_sources,
     rejected_pages,
     rejected_schema,
@@ -181,15 +181,12 @@ _TAR_BYTES = 256 << 20  # of mels in a tar file
 _PER_SAMPLE = 6 * 512 + 2048  # bytes of a sample without its mels, about
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def json_rows(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Yield the rows of a page of columns as plain values."
     columns = [values.tolist() if isinstance(values, np.ndarray) else values for values in page.values()]
     for row in zip(*columns):
-        yield dict(zip(page, map(_plain, row)))
+        finite = (None if isinstance(x, float) and not math.isfinite(x) else x for x in row)
+        yield dict(zip(page, finite))
 
 
 def _tar_members(
