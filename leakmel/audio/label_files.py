@@ -61,8 +61,8 @@ from leakmel.core.errors import (
     UsageError,
     missing_remedy,
     show_path,
-    write_error,
 )
+from ..core.files import write_errors
 
 
 # %% ../../nbs/audio/label_files.ipynb #0564b40f
@@ -112,7 +112,7 @@ def relabel_manifest(
 
 def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listing:
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
-    if not any(found.by_person):
+    if not found.persons:
         return listing
     numbers = {text_key(name).casefold(): k for k, name in enumerate(names)}
     ids = listing.label_ids.copy()
@@ -207,15 +207,13 @@ def read_selections(
             path=Path(file),
             found=show_path(", ".join(head))[:300],
         )
-    places = [head.index(name) for name in (_BEGIN, _END, column)]
     found: dict[str, TimeRange] = {}
     for k, line in enumerate(lines[1:], 2):
-        cells = line.split("\t")
         if line.strip():
-            at = head.index(_SELECTION) if _SELECTION in head else len(cells)
-            number = (cells[at].strip() if at < len(cells) else "") or f"line {k}"
-            row = [cells[i] if i < len(cells) else "" for i in places]
-            found.setdefault(number, _range(row, k, file))
+            row = dict(zip(head, line.split("\t")))
+            number = row.get(_SELECTION, "").strip() or f"line {k}"
+            cells = [row.get(name, "") for name in (_BEGIN, _END, column)]
+            found.setdefault(number, _range(cells, k, file))
     return list(found.values())
 
 
@@ -507,11 +505,9 @@ def export_tracks(
             )
         files[name] = text
     for name, text in files.items():
-        try:
+        with write_errors(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with (target / name).open("x", encoding="utf-8") as f:
                 f.write(text)
-        except OSError as e:
-            raise write_error(e, target / name) from e
     lost = len(current.labels) - len(files)
     return TrackExport(target, tuple(files), lost, len(current.disagreements), len(current.unsure))

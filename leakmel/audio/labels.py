@@ -38,8 +38,8 @@ from pathlib import Path
 from .tables import csv_table, decode_text, read_table, read_table_bytes, row_error
 from .wav import pread_all
 from ..core.comparison import match_texts, text_key
-from ..core.errors import DataError, UsageError, show_path, write_error
-from ..core.files import sync_folder, write_all
+from ..core.errors import DataError, UsageError, show_path
+from ..core.files import sync_folder, write_all, write_errors
 from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
@@ -169,19 +169,14 @@ def append_decision(
             raise _invalid("a path that is not printable needs a digest", show_path(decision.path))
         cells["path"] = show_path(decision.path)
     row = [cells[name] for name in LABELS_COLUMNS]
-    try:
-        with ExitStack() as stack:
+    with write_errors(file), ExitStack() as stack:
+        fd = _open_table(file, stack)
+        if not flock(fd, wait=True):
+            stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+            # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
-            if not flock(fd, wait=True):
-                stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
-                fd = _open_table(
-                    file, stack
-                )  # NFS shows what others wrote to those who open the file after them
-            is_new = _append(fd, row, file)
-        if is_new:
+        if _append(fd, row, file):
             sync_folder(file.parent)
-    except OSError as e:
-        raise write_error(e, file) from e
 
 
 def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the file was empty
@@ -334,12 +329,11 @@ class Relabelled:
     "Labels of recordings after the decisions of people."
 
     labels: list[str]  # of each recording
-    by_person: list[bool]  # whether people agreed on its label
     changed: list[int]  # places of recordings whose label is now another one
     disagreements: dict[int, tuple[Decision, ...]]  # by place; these recordings keep their label
     unsure: list[int]  # places; they keep their label, too
     missing: frozenset[str]  # keys of recordings of the table that are not in the list
-    persons: dict[int, str]  # who labelled a recording, by place
+    persons: dict[int, str]  # by place; the people who agreed on the label of a recording
 
     def __repr__(self) -> str:
         return f"Relabelled({self.text})"
@@ -355,7 +349,7 @@ def joint_counts(
 ) -> dict[str, int]:  # plain values, for a summary
     "Count labels by people."
     return {
-        "by_people": sum(sum(r.by_person) for r in found),
+        "by_people": sum(len(r.persons) for r in found),
         "changed": sum(len(r.changed) for r in found),
         "disagreements": sum(len(r.disagreements) for r in found),
         "unsure": sum(len(r.unsure) for r in found),
@@ -416,7 +410,7 @@ def relabel(
     labels: Sequence[str],  # before; "": none
 ) -> Relabelled:
     "Replace labels by those on which people agree; other recordings keep theirs. `check_paths` comes first."
-    new = Relabelled(list(labels), [False] * len(paths), [], {}, [], frozenset(), {})
+    new = Relabelled(list(labels), [], {}, [], frozenset(), {})
     met = set[str]()
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
@@ -434,7 +428,6 @@ def relabel(
         elif kind == "unsure":
             new.unsure.append(i)
         elif kind == "agreed":
-            new.by_person[i] = True
             new.persons[i] = ", ".join(sorted(d.by for d in last if d.label))
             if text_key(label).casefold() != text_key(labels[i]).casefold():
                 new.labels[i] = label

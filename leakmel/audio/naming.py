@@ -462,26 +462,21 @@ class Naming:
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
         found = next(filter(None, (match_pattern(p, text) for p in _forms(self.pattern))), None)
-        below = "/".join(text.split("/")[1:-1]) if self.labels_by_folder else ""
-        if found is None:  # the folder is the label even if the name does not match
-            if ("field", "folder") in pattern_tokens(self.pattern):
-                below = ""
-            return ParsedPath(
-                label=folder if self.labels_by_folder else None, parts=NameParts(folder=below), fits=False
-            )
+        has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
+        values = found or {}  # the folder is the label even if the name does not match
         parts = NameParts(
-            found.get("sensor", ""),
-            found.get("recording", ""),
-            iso_time(found.get("start_time", "")),
-            number_in(found.get("gain", "")),
-            found.get("session", ""),
-            found.get("folder", below),
+            values.get("sensor", ""),
+            values.get("recording", ""),
+            iso_time(values.get("start_time", "")),
+            number_in(values.get("gain", "")),
+            values.get("session", ""),
+            values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
         )
-        split = split_name(found["split"]) if "split" in found else None
+        split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
-        unread = tuple((name, found[name]) for name in _FORMS if name in found and not has_value[name])
-        label = folder if self.labels_by_folder else found["label"]
-        return ParsedPath(split, label, parts, unread=unread)
+        unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
+        label = folder if self.labels_by_folder else values.get("label")
+        return ParsedPath(split, label, parts, found is not None, unread)
 
     def to_json(self) -> str:
         "Return JSON for the data set."

@@ -29,7 +29,8 @@ import numpy as np
 
 from ..audio.content import tied_values
 from ..audio.wav import read_wav
-from ..core.errors import DataError, RecordingError, show_path, write_error
+from ..core.errors import DataError, RecordingError, show_path
+from ..core.files import write_errors
 from ..core.progress import Progress
 from .archives import Member
 from .catalogue import LeakSet, NamedRecording
@@ -236,7 +237,7 @@ def convert(
     found: list[Converted] = []
     taken: dict[str, set[str]] = {}
     archives = set[Path | None]()
-    try:
+    with write_errors(folder):
         with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
             for member in members:
                 if (named := s.parse(member.parts)) is not None:
@@ -264,7 +265,5 @@ def convert(
             )
         joined = join_by_content(labelled)
         (folder / TABLE).write_text(table_text(joined), "utf-8")
-    except OSError as e:
-        raise write_error(e, e.filename or folder) from e
     unlabelled = tuple(r for r in found if not r.named.label)
     return Conversion(tuple(joined), unlabelled, frozenset(a for a in archives if a is not None))
