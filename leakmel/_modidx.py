@@ -5653,7 +5653,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'leakmel.sets.catalogue.NamedRecording': ( 'sets/catalogue.html#namedrecording',
                                                                                    'leakmel/sets/catalogue.py'),
                                         'leakmel.sets.catalogue._material': ('sets/catalogue.html#_material', 'leakmel/sets/catalogue.py'),
-                                        'leakmel.sets.catalogue._wav_stem': ('sets/catalogue.html#_wav_stem', 'leakmel/sets/catalogue.py'),
+                                        'leakmel.sets.catalogue._stem': ('sets/catalogue.html#_stem', 'leakmel/sets/catalogue.py'),
                                         'leakmel.sets.catalogue.catalogue_text': ( 'sets/catalogue.html#catalogue_text',
                                                                                    'leakmel/sets/catalogue.py'),
                                         'leakmel.sets.catalogue.label_of_folders': ( 'sets/catalogue.html#label_of_folders',

@@ -28,7 +28,6 @@ __all__ = [
 # %% ../../nbs/core/files.ipynb #0f1e0003
 import json, os, re, signal, stat, threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -163,6 +162,8 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     "Flush a folder and all below it to disk; a file system writes many files in one go."
+    from concurrent.futures import ThreadPoolExecutor  # what a start of the command line does not need
+
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_folder, [folder, *folder.rglob("*")]))
 
