@@ -42,6 +42,7 @@ __all__ = [
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
 import os, struct, time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -601,11 +602,10 @@ def write_demo(
                 Path(partial, path).write_bytes(content)
             _check_target(root)  # another process may have filled it
             partial.rename(root)
-    splits: dict[str, dict[str, int]] = {split: {} for split in SPLIT_SIZES}
+    splits: dict[str, dict[str, int]] = {split: Counter() for split in SPLIT_SIZES}
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
-        split, *folders, _ = path.split("/")
-        label = folders[0] if folders else ""
-        splits[split][label] = splits[split].get(label, 0) + 1
+        split, *label_folder, _ = path.split("/")
+        splits[split]["".join(label_folder)] += 1
     faults_made = tuple((path, what) for path, what, _ in planted)
     seconds = time.perf_counter() - start_s
     return DemoSummary(root, n_files + len(planted), n_bytes, seconds, splits, faults_made)

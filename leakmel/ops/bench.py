@@ -52,7 +52,7 @@ import numpy as np
 
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
-from ..core.files import require_space, write_whole
+from ..core.files import write_whole
 from ..core.monitor import free_memory, machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.processes import start_process
@@ -296,7 +296,6 @@ def synthetic_set_of_size(
 
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():
-        require_space(root.parent, n_files * WAV_BYTES)
         log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
         write_demo(root, n_files=n_files)
     return root

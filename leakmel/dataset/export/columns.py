@@ -301,9 +301,10 @@ def file_schema(
 def rejected_schema() -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of rejected files."
     pa = require_package("pyarrow")
-    names = pa.dictionary(pa.int32(), pa.string())
-    texts = {name: pa.string() for name in ("path", "path_base64")}
-    return pa.schema(list(({"split": names} | texts | {"code": names, "message": pa.string()}).items()))
+    names, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
+    return pa.schema(
+        [("split", names), ("path", text), ("path_base64", text), ("code", names), ("message", text)]
+    )
 
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000b
