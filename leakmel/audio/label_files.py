@@ -21,7 +21,7 @@ __all__ = [
 
 # %% ../../nbs/audio/label_files.ipynb #0d30ba9a
 import math, os, re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -44,7 +44,6 @@ from leakmel.audio.labels import (
     current_labels,
     joint_counts,
     now_utc,
-    persons_of,
     read_decisions,
     read_labels,
     relabel,
@@ -62,8 +61,8 @@ from leakmel.core.errors import (
     UsageError,
     missing_remedy,
     show_path,
-    write_error,
 )
+from ..core.files import write_errors
 
 
 # %% ../../nbs/audio/label_files.ipynb #0564b40f
@@ -113,30 +112,25 @@ def relabel_manifest(
 
 def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listing:
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
-    if not any(found.by_person):
+    if not found.persons:
         return listing
     numbers = {text_key(name).casefold(): k for k, name in enumerate(names)}
     ids = listing.label_ids.copy()
     for k in found.changed:
         ids[k] = numbers[text_key(found.labels[k]).casefold()]
     before = [show_path(names[k]) if k >= 0 else "" for k in listing.label_ids.tolist()]
-    extra = {BY_COLUMN: persons_of(found), BEFORE_COLUMN: before}
+    extra = {BY_COLUMN: [found.persons.get(k, "") for k in range(len(ids))], BEFORE_COLUMN: before}
     return replace(listing, label_ids=ids, extra={**listing.extra, **extra})
 
 
-def _notes(listing: Listing, found: Relabelled) -> list[Problem]:
-    "Return the recordings on whose label people do not agree as problems."
-    notes = []
+def _notes(listing: Listing, found: Relabelled) -> Iterator[Problem]:
+    "Yield the recordings on whose label people do not agree as problems."
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
-        notes.append(
-            Problem(
-                "label_disagreement", listing.show(k), f"people disagree ({opinions}); the label is unchanged"
-            )
-        )
+        message = f"people disagree ({opinions}); the label is unchanged"
+        yield Problem("label_disagreement", listing.show(k), message)
     for k in found.unsure:
-        notes.append(Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged"))
-    return notes
+        yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 
 
 # %% ../../nbs/audio/label_files.ipynb #e106d5d3
@@ -149,14 +143,12 @@ class TimeRange:
     text: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start_s <= self.end_s < math.inf:
-            raise _invalid(f"{self.start_s} to {self.end_s}")
-        if self.text and not self.text.isprintable():
-            raise _invalid(repr(self.text[:80]))
-
-
-def _invalid(found: str) -> DataError:
-    return DataError("the time range is invalid", code="invalid-decision", found=found)
+        if not 0 <= self.start_s <= self.end_s < math.inf or not (self.text + " ").isprintable():
+            raise DataError(
+                "the time range is invalid",
+                code="invalid-decision",
+                found=f"{self.start_s} to {self.end_s} {self.text[:80]!r}",
+            )
 
 
 def read_label_track(
@@ -215,15 +207,13 @@ def read_selections(
             path=Path(file),
             found=show_path(", ".join(head))[:300],
         )
-    places = [head.index(name) for name in (_BEGIN, _END, column)]
     found: dict[str, TimeRange] = {}
     for k, line in enumerate(lines[1:], 2):
-        cells = line.split("\t")
         if line.strip():
-            at = head.index(_SELECTION) if _SELECTION in head else len(cells)
-            number = (cells[at].strip() if at < len(cells) else "") or f"line {k}"
-            row = [cells[i] if i < len(cells) else "" for i in places]
-            found.setdefault(number, _range(row, k, file))
+            row = dict(zip(head, line.split("\t")))
+            number = row.get(_SELECTION, "").strip() or f"line {k}"
+            cells = [row.get(name, "") for name in (_BEGIN, _END, column)]
+            found.setdefault(number, _range(cells, k, file))
     return list(found.values())
 
 
@@ -515,11 +505,9 @@ def export_tracks(
             )
         files[name] = text
     for name, text in files.items():
-        try:
+        with write_errors(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with (target / name).open("x", encoding="utf-8") as f:
                 f.write(text)
-        except OSError as e:
-            raise write_error(e, target / name) from e
     lost = len(current.labels) - len(files)
     return TrackExport(target, tuple(files), lost, len(current.disagreements), len(current.unsure))

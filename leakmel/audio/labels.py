@@ -21,7 +21,6 @@ __all__ = [
     "current_labels",
     "Relabelled",
     "joint_counts",
-    "persons_of",
     "counts_text",
     "check_paths",
     "relabel",
@@ -39,8 +38,8 @@ from pathlib import Path
 from .tables import csv_table, decode_text, read_table, read_table_bytes, row_error
 from .wav import pread_all
 from ..core.comparison import match_texts, text_key
-from ..core.errors import DataError, UsageError, show_path, write_error
-from ..core.files import sync_folder, write_all
+from ..core.errors import DataError, UsageError, show_path
+from ..core.files import sync_folder, write_all, write_errors
 from ..core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
@@ -69,20 +68,32 @@ class Decision:
         for name in LABELS_COLUMNS:
             if not isinstance(text := getattr(self, name), str):
                 raise _invalid(f"{name} must be text", type(text).__name__)
-        for name in ("label", "by", "note"):
-            text = getattr(self, name)
-            if (text and not text.isprintable()) or len(text.encode("utf-8", "replace")) > MAX_CELL:
-                raise _invalid(
-                    f"{name} must be printable text of at most {MAX_CELL} bytes on one line", text[:80]
-                )
-        if {"", ".", ".."} & set(self.path.split("/")) or "\0" in self.path:
-            raise _invalid("the path must be relative, without . or ..", self.path[:200])
-        if self.digest and not _DIGEST.fullmatch(self.digest):
-            raise _invalid("the digest must have 32 hexadecimal digits, or be empty", self.digest[:80])
-        if not self.by.strip():
-            raise _invalid("the person is missing (by)", self.by)
-        if _moment(self.when) is None:
-            raise _invalid("when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z", self.when[:80])
+        one_line = f"must be printable text of at most {MAX_CELL} bytes on one line"
+        checks = (
+            *(
+                (_is_cell(text := getattr(self, x)), f"{x} {one_line}", text[:80])
+                for x in ("label", "by", "note")
+            ),
+            (
+                "\0" not in self.path and not {"", ".", ".."} & set(self.path.split("/")),
+                "the path must be relative, without . or ..",
+                self.path[:200],
+            ),
+            (
+                not self.digest or _DIGEST.fullmatch(self.digest),
+                "the digest must have 32 hexadecimal digits, or be empty",
+                self.digest[:80],
+            ),
+            (self.by.strip(), "the person is missing (by)", self.by),
+            (
+                _is_moment(self.when),
+                "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
+                self.when[:80],
+            ),
+        )
+        for is_right, message, found in checks:
+            if not is_right:
+                raise _invalid(message, found)
 
     @property
     def key(self) -> str:
@@ -94,12 +105,14 @@ def _invalid(message: str, found: str) -> DataError:
     return DataError(message, code="invalid-decision", found=repr(found))
 
 
-def _moment(when: str) -> datetime | None:
-    "Return the time of a decision, None if it is no time."
-    try:
-        return datetime.fromisoformat(when) if _WHEN.fullmatch(when) else None
-    except ValueError:
-        return None
+def _is_cell(text: str) -> bool:
+    return (not text or text.isprintable()) and len(text.encode("utf-8", "replace")) <= MAX_CELL
+
+
+def _is_moment(when: str) -> bool:
+    with suppress(ValueError):
+        return bool(_WHEN.fullmatch(when) and datetime.fromisoformat(when))
+    return False
 
 
 def login_name() -> str:  # for `Decision.by`; raises UsageError
@@ -156,19 +169,14 @@ def append_decision(
             raise _invalid("a path that is not printable needs a digest", show_path(decision.path))
         cells["path"] = show_path(decision.path)
     row = [cells[name] for name in LABELS_COLUMNS]
-    try:
-        with ExitStack() as stack:
+    with write_errors(file), ExitStack() as stack:
+        fd = _open_table(file, stack)
+        if not flock(fd, wait=True):
+            stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+            # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
-            if not flock(fd, wait=True):
-                stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
-                fd = _open_table(
-                    file, stack
-                )  # NFS shows what others wrote to those who open the file after them
-            is_new = _append(fd, row, file)
-        if is_new:
+        if _append(fd, row, file):
             sync_folder(file.parent)
-    except OSError as e:
-        raise write_error(e, file) from e
 
 
 def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the file was empty
@@ -321,12 +329,11 @@ class Relabelled:
     "Labels of recordings after the decisions of people."
 
     labels: list[str]  # of each recording
-    by_person: list[bool]  # whether people agreed on its label
     changed: list[int]  # places of recordings whose label is now another one
     disagreements: dict[int, tuple[Decision, ...]]  # by place; these recordings keep their label
     unsure: list[int]  # places; they keep their label, too
     missing: frozenset[str]  # keys of recordings of the table that are not in the list
-    persons: dict[int, str]  # who labelled a recording, by place
+    persons: dict[int, str]  # by place; the people who agreed on the label of a recording
 
     def __repr__(self) -> str:
         return f"Relabelled({self.text})"
@@ -342,7 +349,7 @@ def joint_counts(
 ) -> dict[str, int]:  # plain values, for a summary
     "Count labels by people."
     return {
-        "by_people": sum(sum(r.by_person) for r in found),
+        "by_people": sum(len(r.persons) for r in found),
         "changed": sum(len(r.changed) for r in found),
         "disagreements": sum(len(r.disagreements) for r in found),
         "unsure": sum(len(r.unsure) for r in found),
@@ -352,11 +359,6 @@ def joint_counts(
 
 BY_COLUMN = "label_by"  # other columns of a data set (extra/...): who labelled a recording,
 BEFORE_COLUMN = "label_before"  # and the label that it had before
-
-
-def persons_of(found: Relabelled) -> list[str]:  # "": nobody
-    "Return who labelled each recording."
-    return [found.persons.get(i, "") for i in range(len(found.labels))]
 
 
 def counts_text(
@@ -408,10 +410,8 @@ def relabel(
     labels: Sequence[str],  # before; "": none
 ) -> Relabelled:
     "Replace labels by those on which people agree; other recordings keep theirs. `check_paths` comes first."
-    new, by_person, changed, unsure = list(labels), [False] * len(paths), list[int](), list[int]()
-    differ: dict[int, tuple[Decision, ...]] = {}
+    new = Relabelled(list(labels), [], {}, [], frozenset(), {})
     met = set[str]()
-    persons: dict[int, str] = {}
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
     for name, path in sorted(match_texts(named, paths).items()):
@@ -424,16 +424,15 @@ def relabel(
         last = tuple({d.by: d for d in _order(opinions)}.values())
         kind, label = _verdict(last)
         if kind == "differ":
-            differ[i] = last
+            new.disagreements[i] = last
         elif kind == "unsure":
-            unsure.append(i)
+            new.unsure.append(i)
         elif kind == "agreed":
-            by_person[i] = True
-            persons[i] = ", ".join(sorted(d.by for d in last if d.label))
+            new.persons[i] = ", ".join(sorted(d.by for d in last if d.label))
             if text_key(label).casefold() != text_key(labels[i]).casefold():
-                new[i] = label
-                changed.append(i)
-    return Relabelled(new, by_person, changed, differ, unsure, frozenset(current.last.keys() - met), persons)
+                new.labels[i] = label
+                new.changed.append(i)
+    return replace(new, missing=frozenset(current.last.keys() - met))
 
 
 # %% ../../nbs/audio/labels.ipynb #ac411217

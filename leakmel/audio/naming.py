@@ -30,7 +30,7 @@ __all__ = [
 # %% ../../nbs/audio/naming.ipynb #124a3035
 import json, math, os, re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -278,16 +278,20 @@ def pattern_tokens(
             last = tokens.pop()[1] if tokens and tokens[-1][0] == "text" else ""
             tokens.append(("text", last + text))
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
-    if doubled := next((name for name in named if named.count(name) > 1), None):
-        raise _pattern_error(pattern, f"has the field {{{doubled}}} twice", "remove one of the two")
-    if not named:
-        raise _pattern_error(pattern, "has no field", "add at least one field")
-    if pattern.startswith("/"):
-        raise _pattern_error(
-            pattern, "begins with /, but paths are relative to the data folder", "remove the leading /"
-        )
-    if (end := os.path.splitext(pattern)[1]).lower() in (".wav", ".wave"):
-        raise _pattern_error(pattern, f"ends in {end}", "remove the extension")
+    doubled = next((name for name in named if named.count(name) > 1), None)
+    end = os.path.splitext(pattern)[1]
+    for is_wrong, message, remedy in (
+        (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
+        (not named, "has no field", "add at least one field"),
+        (
+            pattern.startswith("/"),
+            "begins with /, but paths are relative to the data folder",
+            "remove the leading /",
+        ),
+        (end.lower() in (".wav", ".wave"), f"ends in {end}", "remove the extension"),
+    ):
+        if is_wrong:
+            raise _pattern_error(pattern, message, remedy)
     for k, (before, this, after) in enumerate(
         zip([("text", "/"), *tokens], list(tokens), [*tokens[1:], ("field", "")])
     ):
@@ -310,19 +314,20 @@ def pattern_tokens(
 
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
-_TYPED_FIELDS = frozenset({"split", "start_time", "gain"})  # fields that accept only some texts
+# fields that accept only some texts: characters of the longest, and what says whether a text is one
+_TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
+    "split": (64, split_name),
+    "start_time": (40, whole_time),
+    "gain": (64, lambda value: not math.isnan(number_in(value))),
+}
 # of all attempts to match one path; names of 250 characters and ten fields take up to 22,000
 _MAX_STEPS = 30_000
-_MAX_VALUE_LENGTH = {"split": 64, "start_time": 40, "gain": 64}  # characters; no valid value is longer
 
 
 def _is_valid(name: str, value: str) -> bool:
     "Return whether a value is valid for a typed field."
-    if len(value) > _MAX_VALUE_LENGTH[name]:
-        return False
-    if name == "split":
-        return split_name(value) is not None
-    return bool(whole_time(value)) if name == "start_time" else not math.isnan(number_in(value))
+    most, read = _TYPED_FIELDS[name]
+    return len(value) <= most and bool(read(value))
 
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
@@ -386,7 +391,7 @@ def match_pattern(
     "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
     tokens = pattern_tokens(pattern)
     fields = [value for kind, value in tokens if kind == "field"]
-    forms = _TYPED_FIELDS.intersection(fields) - {"split"}
+    forms = frozenset(_TYPED_FIELDS).intersection(fields) - {"split"}
     steps = _MAX_STEPS
     for given_up in (frozenset[str](), {"gain"}, {"start_time"}, {"start_time", "gain"}):
         if not given_up <= forms:
@@ -457,26 +462,21 @@ class Naming:
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
         found = next(filter(None, (match_pattern(p, text) for p in _forms(self.pattern))), None)
-        below = "/".join(text.split("/")[1:-1]) if self.labels_by_folder else ""
-        if found is None:  # the folder is the label even if the name does not match
-            if ("field", "folder") in pattern_tokens(self.pattern):
-                below = ""
-            return ParsedPath(
-                label=folder if self.labels_by_folder else None, parts=NameParts(folder=below), fits=False
-            )
+        has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
+        values = found or {}  # the folder is the label even if the name does not match
         parts = NameParts(
-            found.get("sensor", ""),
-            found.get("recording", ""),
-            iso_time(found.get("start_time", "")),
-            number_in(found.get("gain", "")),
-            found.get("session", ""),
-            found.get("folder", below),
+            values.get("sensor", ""),
+            values.get("recording", ""),
+            iso_time(values.get("start_time", "")),
+            number_in(values.get("gain", "")),
+            values.get("session", ""),
+            values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
         )
-        split = split_name(found["split"]) if "split" in found else None
+        split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
-        unread = tuple((name, found[name]) for name in _FORMS if name in found and not has_value[name])
-        label = folder if self.labels_by_folder else found["label"]
-        return ParsedPath(split, label, parts, unread=unread)
+        unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
+        label = folder if self.labels_by_folder else values.get("label")
+        return ParsedPath(split, label, parts, found is not None, unread)
 
     def to_json(self) -> str:
         "Return JSON for the data set."

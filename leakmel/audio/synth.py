@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
-import os, shutil, struct, time
+import os, struct, time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -53,7 +54,8 @@ from typing import Any
 import numpy as np
 
 from .wav import canonical_header
-from ..core.errors import OutputError, SpaceError, UsageError, write_error
+from ..core.errors import OutputError, UsageError
+from ..core.files import require_space, write_errors
 
 # %% ../../nbs/audio/synth.ipynb #a2aac2ad
 SAMPLE_RATE = 4096  # Hz
@@ -543,8 +545,8 @@ class DemoSummary:
 
 
 # %% ../../nbs/audio/synth.ipynb #3d586d1d
-def _check_target(root: Path, n_bytes: int) -> None:
-    "Refuse a target that is in use, not empty or too small, before any work."
+def _check_target(root: Path) -> None:
+    "Refuse a target that is in use or not empty."
     if os.path.lexists(root) and not root.is_dir():
         raise OutputError(
             "the path exists, but is not a folder",
@@ -560,34 +562,10 @@ def _check_target(root: Path, n_bytes: int) -> None:
             expected="a new or an empty folder",
             remedy="choose another folder",
         )
-    free = shutil.disk_usage(root.parent).free
-    if free < n_bytes:
-        raise SpaceError(
-            "the disk has too little free space for the demo set",
-            code="no-space",
-            path=root,
-            found=f"{free / 1e6:,.0f} MB",
-            expected=f"{n_bytes / 1e6:,.0f} MB",
-            remedy="free some space or ask for fewer files",
-        )
 
 
 # %% ../../nbs/audio/synth.ipynb #20c3f37b
 _PROGRESS_EACH = 32  # recordings
-
-
-def _write_recordings(
-    folder: Path,
-    plan: list[PlannedRecording],
-    seed: int,
-    progress: Callable[[int], object] | None,
-) -> None:
-    "Make and write all recordings of a plan."
-    for n_done, planned in enumerate(plan, 1):
-        path, samples = render_planned(planned, seed)
-        write_wav(folder / path, samples)
-        if progress is not None and (n_done % _PROGRESS_EACH == 0 or n_done == len(plan)):
-            progress(n_done)
 
 
 # %% ../../nbs/audio/synth.ipynb #3815de37
@@ -606,26 +584,28 @@ def write_demo(
     plan = plan_set(n_files, seed)
     planted = plan_faults(plan, seed) if faults else []
     n_bytes = n_files * WAV_BYTES + sum(len(content) for _, _, content in planted)
-    try:
+    with write_errors(root):
         root.parent.mkdir(parents=True, exist_ok=True)
-        _check_target(root, n_bytes)
+        _check_target(root)
+        require_space(root.parent, n_bytes)
         with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
             partial = Path(folder, root.name)
             for split in SPLIT_SIZES:
                 for label in LABELS:
                     Path(partial, split, label).mkdir(parents=True)
-            _write_recordings(partial, plan, seed, progress)
+            for n_done, planned in enumerate(plan, 1):
+                path, samples = render_planned(planned, seed)
+                write_wav(partial / path, samples)
+                if progress is not None and (n_done % _PROGRESS_EACH == 0 or n_done == n_files):
+                    progress(n_done)
             for path, _, content in planted:
                 Path(partial, path).write_bytes(content)
-            _check_target(root, 0)  # another process may have filled it
+            _check_target(root)  # another process may have filled it
             partial.rename(root)
-    except OSError as e:
-        raise write_error(e, e.filename or root) from e
-    splits: dict[str, dict[str, int]] = {split: {} for split in SPLIT_SIZES}
+    splits: dict[str, dict[str, int]] = {split: Counter() for split in SPLIT_SIZES}
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
-        split, *folders, _ = path.split("/")
-        label = folders[0] if folders else ""
-        splits[split][label] = splits[split].get(label, 0) + 1
+        split, *label_folder, _ = path.split("/")
+        splits[split]["".join(label_folder)] += 1
     faults_made = tuple((path, what) for path, what, _ in planted)
     seconds = time.perf_counter() - start_s
     return DemoSummary(root, n_files + len(planted), n_bytes, seconds, splits, faults_made)

@@ -12,6 +12,7 @@ __all__ = [
     "write_all",
     "replacing",
     "sync_folder",
+    "sync_tree",
     "write_whole",
     "sealed",
     "sealed_json",
@@ -151,12 +152,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    "Flush the directory entries of a folder to disk (fsync)."
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    "Flush the directory entries of a folder, or the bytes of a file, to disk (fsync)."
+    fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_tree(folder: Path) -> None:
+    "Flush a folder and all below it to disk; a file system writes many files in one go."
+    from concurrent.futures import ThreadPoolExecutor  # what a start of the command line does not need
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(sync_folder, [folder, *folder.rglob("*")]))
 
 
 # %% ../../nbs/core/files.ipynb #dde2243b
@@ -296,12 +305,19 @@ def open_private(path: str | os.PathLike) -> int:  # raises OSError, ValueError
 _BLOCK_BYTES = 1 << 20
 
 
-def digest_of_file(path: str | os.PathLike) -> str:  # 32 hexadecimal digits; raises OSError
-    "Compute the xxh3-128 digest of a file block by block."
+def digest_of_file(
+    path: str | os.PathLike,
+    kind: str = "xxh3_128",  # of xxhash or hashlib
+    done: Callable[[int], object] = lambda n: None,  # called with numbers of bytes
+) -> str:  # hexadecimal digits; raises OSError
+    "Compute the digest of a file block by block."
+    import hashlib
     import xxhash
 
-    total, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
+    total = xxhash.xxh3_128() if kind == "xxh3_128" else hashlib.new(kind)
+    block = bytearray(_BLOCK_BYTES)
     with open(path, "rb", buffering=0) as f:
         while n := f.readinto(block):
             total.update(memoryview(block)[:n])
+            done(n)
     return total.hexdigest()

@@ -14,17 +14,19 @@ __all__ = [
     "OwnerLock",
     "lock_kind",
     "OutputLock",
+    "new_folder",
 ]
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, math, os, stat, time
-from collections.abc import Callable
-from contextlib import suppress
+import errno, fcntl, json, math, os, shutil, stat, time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
 from .errors import OutputError, show_path, write_error
+from .files import require_space, sync_folder, sync_tree
 from .monitor import read_small_file
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
@@ -294,3 +296,37 @@ class OutputLock:
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
             os.close(self.fd)
+
+
+# %% ../../nbs/core/locks.ipynb #1f0d0002
+@contextmanager
+def new_folder(
+    out: Path,
+    n_bytes: int = 0,  # that will at least be written
+) -> Iterator[Path]:  # raises OutputError, SpaceError
+    "Yield a folder with a temporary name for the body to fill; give it its name when the body is done."
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        require_space(out.parent, n_bytes)
+        with OutputLock(out):
+            if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+                raise OutputError(
+                    "the output exists and is not replaced",
+                    code="output-exists",
+                    path=out,
+                    expected="a new or an empty folder",
+                    remedy="choose another name, or move it elsewhere",
+                )
+            new = out.with_name(f".{out.name}.partial")
+            shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+            new.mkdir()
+            try:
+                yield new
+                sync_tree(new)
+                os.rename(new, out)
+            except BaseException:
+                shutil.rmtree(new, ignore_errors=True)
+                raise
+            sync_folder(out.parent)
+    except OSError as e:
+        raise write_error(e, out) from e

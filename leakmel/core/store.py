@@ -112,21 +112,13 @@ _RETRY = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
 }
-_is_used, _is_forked = False, False
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = _is_used
-
-
-os.register_at_fork(after_in_child=_note_fork)
+_used_in = 0  # process that has used obstore; 0: none has
 
 
 def _obstore() -> Any:  # raises MissingPackageError, MachineError
     "Import obstore; its threads do not exist in a process that was forked after they began, where a request would never return."
-    global _is_used
-    if _is_forked:
+    global _used_in
+    if _used_in not in (0, os.getpid()):
         raise MachineError(
             "object storage cannot be used in a process that was forked from one that has used it",
             code="store-forked",
@@ -136,62 +128,50 @@ def _obstore() -> Any:  # raises MissingPackageError, MachineError
         import obstore
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
-    _is_used = True
+    _used_in = os.getpid()
     return obstore
 
 
-# code -> class, what is wrong, remedy
-_ERRORS: dict[str, tuple[type[LeakmelError], str, str]] = {
+# code -> signs in "CLASS STATUS CODE: text" of an error of obstore, class, what is wrong, remedy; the first one counts
+_ERRORS: dict[str, tuple[str, type[LeakmelError], str, str]] = {
     "object-key": (
+        r"^(InvalidPathError|ValueError) ",
         DataError,
         "a key below this URL is not the path of a file: it has an empty part, '.', '..' or a control character",
         "rename the object, or give the URL of a folder without it",
     ),
-    "no-credentials": (
+    "no-credentials": (  # the address is that of a machine's role
+        r"^(ProfileNotFound|NoCredentialsError) |token request|169\.254\.|(?i:credential)",
         UsageError,
         "no credentials for the object storage were found",
         "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
         "AZURE_STORAGE_ACCOUNT_KEY), set AWS_PROFILE, or use a machine with a role; for a public bucket set AWS_SKIP_SIGNATURE=true",
     ),
-    "store-denied": (
+    "store-denied": (  # expired tokens have status 400
+        r"^\w+ (401|403) |^\w+ \d+ (Expired|InvalidToken)|^(PermissionDeniedError|UnauthenticatedError) ",
         MachineError,  # not of the recordings: a build can be resumed
         "the object storage denies access",
         "check the credentials, and that they may list the bucket and read (for an upload: write) its objects",
     ),
     "no-such-bucket": (
+        r"^\w+ 404 |^(FileNotFoundError|NotFoundError) ",
         DataError,
         "there is no such bucket",
         "check the URL and the region or account (AWS_REGION, AZURE_STORAGE_ACCOUNT_NAME)",
     ),
     "store-settings": (
+        r"^\w+ (301|307|400) |redirect|specified|builder error|Config",
         UsageError,
         "the settings of the object storage do not fit",
         "check AWS_REGION, AWS_ENDPOINT_URL (http needs AWS_ALLOW_HTTP=true), AZURE_STORAGE_ACCOUNT_NAME",
     ),
     "store-unreachable": (
+        "",
         MachineError,
         "the object storage cannot be reached, or failed after several attempts",
         "check network, proxy and endpoint (AWS_ENDPOINT_URL), then run the same command again",
     ),
 }
-
-
-def _error_code(name: str, text: str, status: int, word: str) -> str:
-    "Classify an error of obstore by its class, text, HTTP status and the server's code."
-    if name in ("InvalidPathError", "ValueError"):
-        return "object-key"
-    asks_machine = "token request" in text or "169.254." in text  # the address of a machine's role
-    if asks_machine or "credential" in text.lower() or name in ("ProfileNotFound", "NoCredentialsError"):
-        return "no-credentials"
-    is_expired = word.startswith(("Expired", "InvalidToken"))  # HTTP 400
-    if status in (401, 403) or is_expired or name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return "store-denied"
-    if status == 404 or name in ("FileNotFoundError", "NotFoundError"):
-        return "no-such-bucket"
-    words = ("redirect", "specified", "builder error", "Config")
-    if status in (301, 307, 400) or any(w in text for w in words):
-        return "store-settings"
-    return "store-unreachable"
 
 
 def store_error(
@@ -201,12 +181,13 @@ def store_error(
     "Turn an error of obstore into one with a remedy, and without the text of request and response."
     text, name = str(error), type(error).__name__
     status, word = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,60})</Code>", text)
-    code = _error_code(name, text, int(status[1]) if status else 0, word[1] if word else "")
+    told = f"{name} {status[1] if status else 0} {word[1] if word else ''}: {text}"
+    code = next(code for code, (signs, *_) in _ERRORS.items() if re.search(signs, told))
     found = ", ".join([name, *(f"HTTP {m[1]}" for m in [status] if m), *(m[1] for m in [word] if m)])
     if code == "object-key":
         key = re.search(r'path:? "(.{1,300}?)"', text, re.IGNORECASE | re.DOTALL)
         found = show_path(key[1]) if key else name
-    kind, message, remedy = _ERRORS[code]
+    _, kind, message, remedy = _ERRORS[code]
     return kind(message, code=code, path=path, found=found, remedy=remedy)
 
 
@@ -287,8 +268,6 @@ def list_objects(
         for some in obstore.list(store, prefix or None, chunk_size=1000):
             for meta in some:
                 yield meta["path"][cut:], meta["size"], object_stamp(meta)
-    except GeneratorExit:
-        raise
     except Exception as e:
         raise store_error(e, folder) from None
 
@@ -345,8 +324,7 @@ class LocalCopies:
     def _open(self) -> None:
         "Make the folder, and start the thread."
         folder = self.folder
-        if not isinstance(folder, StorePath):
-            raise ValueError("copies are made of objects only")
+        assert isinstance(folder, StorePath), "copies are made of objects only"
         self._get, self._store = _obstore().get_async, open_store(folder)
         self._prefix = f"{folder.prefix}/" if folder.prefix else ""
         try:

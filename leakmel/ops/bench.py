@@ -27,7 +27,6 @@ __all__ = [
     "work_folder",
     "total_for_training",
     "synthetic_set_of_size",
-    "synthetic_set",
     "build_once",
     "verify_all",
     "bench_build",
@@ -53,6 +52,7 @@ import numpy as np
 
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
+from ..core.files import write_whole
 from ..core.monitor import free_memory, machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.threads import start_process
@@ -293,23 +293,12 @@ def synthetic_set_of_size(
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
     from leakmel.audio.synth import WAV_BYTES, write_demo
-    from leakmel.core.files import require_space
 
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():
-        require_space(root.parent, n_files * WAV_BYTES)
         log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
         write_demo(root, n_files=n_files)
     return root
-
-
-def synthetic_set(
-    folder: str | os.PathLike,  # work folder
-    n_files: int,  # recordings of the training split
-    log: LogLine = log_nothing,
-) -> Path:
-    "Return a synthetic data set whose training split has at least so many recordings."
-    return synthetic_set_of_size(folder, total_for_training(n_files), log)
 
 
 # %% ../../nbs/ops/bench.ipynb #435090ce
@@ -390,7 +379,8 @@ def bench_build(
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
     require_rounds(rounds)
-    root, out = synthetic_set(folder, n_files, log), Path(folder) / "built"
+    root = synthetic_set_of_size(folder, total_for_training(n_files), log)
+    out = Path(folder) / "built"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
@@ -445,9 +435,7 @@ def store(
         path = folder / f"{stem}{'' if n == 1 else f'-{n}'}.json"
         if not path.exists() or _read(path)["made_utc"] == figures["made_utc"]:
             break
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return unfinished.replace(path)
+    return write_whole(path, json.dumps(figures, indent=1) + "\n", sync=False)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ __all__ = [
     "MOUNTS",
     "OS_RELEASE",
     "WINDOWS_FILE_SYSTEMS",
-    "MEMORY_FILE_SYSTEMS",
     "NETWORK_FILE_SYSTEMS",
+    "DISK_KINDS",
     "MAX_ENTRIES",
     "MIN_BUS_RATE",
     "BUS_BYTES",
@@ -34,7 +34,6 @@ __all__ = [
     "examine_limits",
     "mount_of",
     "examine_wsl",
-    "disk_kind",
     "scratch",
     "has_recordings",
     "examine_disk",
@@ -44,9 +43,7 @@ __all__ = [
     "card_facts",
     "examine_torch",
     "examine_gpu",
-    "copy_rates",
     "examine_bus",
-    "parity_specs",
     "parity",
     "examine_engine",
     "examine_choice",
@@ -286,18 +283,12 @@ def examine_wsl(
 
 
 # %% ../../nbs/ops/doctor.ipynb #4a811d5e
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 # fmt: off
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
 )
 # fmt: on
-
-
-def disk_kind(folder: str | os.PathLike) -> str:
-    "Return the kind of disk by the type of its file system: memory, network or local disk."
-    kinds = dict.fromkeys(MEMORY_FILE_SYSTEMS, "memory") | dict.fromkeys(NETWORK_FILE_SYSTEMS, "network")
-    return kinds.get(mount_of(folder)[1], "local disk")
+DISK_KINDS = dict.fromkeys(NETWORK_FILE_SYSTEMS, "network") | {"tmpfs": "memory", "ramfs": "memory"}
 
 
 @contextlib.contextmanager
@@ -332,7 +323,7 @@ def has_recordings(folder: str | os.PathLike[str]) -> bool:
 
 def examine_disk(folder: str | os.PathLike) -> Check:
     "Check the kind of disk that a folder lies on."
-    kind = disk_kind(folder)
+    kind = DISK_KINDS.get(mount_of(folder)[1], "local disk")
     advice = "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one"
     return make_check("disk", kind, {"kind": kind}, advice if kind == "network" else "")
 
@@ -532,61 +523,43 @@ MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtua
 BUS_BYTES, BUS_COPIES = 16 << 20, 50  # of a measurement
 
 
-def copy_rates(
-    device: str,
-) -> tuple[float, float]:  # bytes per second to the device and from it; raises EngineUnavailable, EngineError
-    "Measure copies between pinned memory and a device."
-    import torch
+def examine_bus(device: str = "cuda") -> Check:
+    "Measure the rates of copies from pinned memory to the device and from the device; raises EngineError."
     from leakmel.mel.device import open_devices
+    from leakmel.mel.engines import EngineUnavailable
 
-    on = open_devices(device)[0]
+    try:
+        import torch
+
+        on = open_devices(device)[0]
+    except (EngineUnavailable, ImportError) as e:
+        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
+    rates = []
     try:
         host, there = on.pinned((BUS_BYTES,), torch.uint8), on.empty((BUS_BYTES,), torch.uint8)
         if not on.is_pinned(host):
             raise EngineError(
                 "CUDA cannot pin host memory", code="device-failed", found=f"{BUS_BYTES:,} bytes"
             )
-        seconds = [_copy_s(on, target, source) for target, source in ((there, host), (host, there))]
+        for target, source in ((there, host), (host, there)):
+            for k in range(-3, BUS_COPIES):  # the first few are not counted
+                if k == 0:
+                    on.synchronize()
+                    began = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+            on.synchronize()
+            rates.append(BUS_BYTES * BUS_COPIES / (time.perf_counter() - began))
         on.unpin(host)
-        return BUS_BYTES / seconds[0], BUS_BYTES / seconds[1]
     finally:
         on.close()
-
-
-def _copy_s(on: Any, target: Any, source: Any) -> float:
-    "Return the seconds of a copy, of which the first few are not counted."
-    began = 0.0
-    for k in range(-3, BUS_COPIES):
-        if k == 0:
-            on.synchronize()
-            began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-    on.synchronize()
-    return (time.perf_counter() - began) / BUS_COPIES
-
-
-def examine_bus(device: str = "cuda") -> Check:
-    "Measure the rates of copies from pinned memory to the device and from the device."
-    from leakmel.mel.engines import EngineUnavailable
-
-    try:
-        into, out = copy_rates(device)
-    except (EngineUnavailable, ImportError) as e:
-        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
+    into, out = rates
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
     slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
-    return make_check("bus", found, figures, slow if min(into, out) < MIN_BUS_RATE else "")
+    return make_check("bus", found, figures, slow if min(rates) < MIN_BUS_RATE else "")
 
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
-def parity_specs() -> list[Any]:
-    "Return the settings of the parity check: both presets, recordings of 2 s."
-    from leakmel.mel.spec import MelSpec
-
-    return [MelSpec.preset(name, duration_s=2) for name in ("disjoint", "overlap")]
-
-
 def parity(
     engine: Any,  # mel.engines.Engine
 ) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
@@ -609,12 +582,13 @@ def examine_engine(
 ) -> Check:
     "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
     from leakmel.mel.engines import EngineUnavailable, load_class
+    from leakmel.mel.spec import MelSpec
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
     compared, identity = list[Any](), ""
     try:
-        for spec in parity_specs():
-            with load_class(name)(spec, device=device) as engine:
+        for preset in ("disjoint", "overlap"):
+            with load_class(name)(MelSpec.preset(preset, duration_s=2), device=device) as engine:
                 compared += parity(engine)
                 identity = engine.identity
     except (EngineUnavailable, ImportError) as e:
@@ -682,17 +656,10 @@ def engine_table(
     sizes = list(engines[0]["seconds"])
     rows = [("engine", "start-up s", "files/s", *(f"s for {int(n):,}" for n in sizes), "rate")]
     for e in engines:
-        seconds = (f"{e['seconds'][n]:,.1f}" for n in sizes)
         name = f"{e['engine']} on {e['device']}{'' if e['is_here'] else ' (not here)'}"
-        rows.append(
-            (
-                name,
-                f"{e['start_s']:g}",
-                f"{e['files_per_s']:,.0f}",
-                *seconds,
-                e["source"].removeprefix("measured by "),
-            )
-        )
+        source = e["source"].removeprefix("measured by ")
+        seconds = (f"{e['seconds'][n]:,.1f}" for n in sizes)
+        rows.append((name, f"{e['start_s']:g}", f"{e['files_per_s']:,.0f}", *seconds, source))
     return aligned(rows)
 
 

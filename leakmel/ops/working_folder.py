@@ -9,13 +9,13 @@ __all__ = ["NOTEBOOKS", "START", "start_kinds", "WorkingFolder", "make_working_f
 import importlib.util
 import os
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import leakmel
 from ..core.errors import OutputError, UsageError, explain, show_path
+from ..core.files import replacing
 from ..core.parameters import Kinds
 from ..core.run_plan import user_path
 
@@ -71,18 +71,6 @@ class WorkingFolder:
 
 
 # %% ../../nbs/ops/working_folder.ipynb #912c046d
-def _copy(source: Path, target: Path) -> None:
-    "Copy a file as a whole or not at all."
-    new = target.with_name(f".{target.name}.new")
-    new.unlink(missing_ok=True)
-    try:
-        new.write_bytes(source.read_bytes())
-        os.replace(new, target)
-    finally:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-
-
 def make_working_folder(
     folder: str | os.PathLike,  # created if it does not exist
 ) -> WorkingFolder:  # raises OutputError
@@ -106,7 +94,8 @@ def make_working_folder(
             if os.path.lexists(target / source.name):
                 kept.append(source.name)
                 continue
-            _copy(source, target / source.name)
+            with replacing(target / source.name) as new:
+                new.write_bytes(source.read_bytes())
             created.append(source.name)
     except OSError as e:
         path = e.filename or target

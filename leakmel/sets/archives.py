@@ -17,9 +17,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/archives.ipynb #679ad428
-import errno, io, lzma, os, re, stat, struct, tempfile, zipfile, zlib
+import errno, io, lzma, os, stat, struct, tempfile, zipfile, zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +43,7 @@ class Member:
 
     parts: tuple[str, ...]  # archives, folders and name, from the top
     data: bytes
+    archive: Path | None = None  # the outermost; None: a file of a folder
 
 
 def unsafe_archive(path: Path, message: str, found: object = None) -> DataError:  # to be raised
@@ -80,52 +81,17 @@ def _is_encrypted(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
     return bool(info.flag_bits & 1) if isinstance(info, zipfile.ZipInfo) else info.needs_password()
 
 
-def _no_rar_program(path: Path) -> DataError:  # to be raised
-    "Error for a RAR archive that this machine cannot decompress."
-    return DataError(
-        "RAR archives need a program that decompresses them, and none was found",
-        code="no-rar-program",
-        path=path,
-        expected="unar, unrar, bsdtar or 7z",
-        remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
-    )
+class _ZipSource(io.FileIO):
+    "File of a ZIP archive; its directory, which is read and parsed at once, is bounded."
 
+    def __init__(self, path: Path, shown: Path):
+        super().__init__(path)
+        self.shown = shown
 
-def _zip64_facts(f: IO[bytes], end: int) -> Iterator[tuple[int, int]]:
-    "Yield number of files and bytes of the directory from the ZIP64 records that may belong to an end record."
-    f.seek(max(end - 20, 0))
-    locator = f.read(20)
-    if end < 20 or not locator.startswith(b"PK\x06\x07"):
-        return
-    for at in {end - 76, struct.unpack_from("<Q", locator, 8)[0]}:
-        if 0 <= at < end:
-            f.seek(at)
-            record = f.read(56)
-            if len(record) == 56 and record.startswith(b"PK\x06\x06"):
-                here, n, n_bytes = struct.unpack_from("<QQQ", record, 24)
-                yield max(here, n), n_bytes
-
-
-def _require_small_directory(path: Path, shown: Path) -> None:  # raises DataError
-    "Refuse a ZIP archive by the directory that its end records claim, before the directory is parsed."
-    with path.open("rb") as f:
-        start = max(f.seek(0, os.SEEK_END) - 65_557, 0)  # an end record and its comment
-        f.seek(start)
-        tail = f.read()
-        for found in re.finditer(rb"PK\x05\x06", tail):
-            if len(tail) - found.start() < 22:
-                continue
-            here, n, n_bytes = struct.unpack_from("<HHL", tail, found.start() + 8)
-            large = list(_zip64_facts(f, start + found.start()))
-            if not large or 0xFFFF not in (here, n) and n_bytes != 0xFFFFFFFF:
-                large.append((max(here, n), n_bytes))
-            for n_files, size in large:
-                if n_files > MAX_MEMBERS or size > _MAX_DIRECTORY_BYTES:
-                    raise unsafe_archive(
-                        shown,
-                        f"its directory claims more than {MAX_MEMBERS:,} files, or is too large",
-                        f"{n_files:,} files in {size:,} bytes",
-                    )
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise unsafe_archive(self.shown, "its directory is too large", f"{size:,} bytes")
+        return super().read(-1 if size is None else size)
 
 
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.error, lzma.LZMAError)
@@ -138,7 +104,6 @@ def _opened(
 ) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
     "Open an archive; errors of both libraries become DataError."
     if path.suffix.lower() == ".zip":
-        _require_small_directory(path, shown)
         damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, *_DAMAGED)
         programs: tuple[type[Exception], ...] = ()
         opener: Callable[..., Any] = zipfile.ZipFile
@@ -150,10 +115,17 @@ def _opened(
         damaged, programs = (rarfile.Error, *_DAMAGED), (rarfile.RarCannotExec,)
         opener = rarfile.RarFile
     try:
-        with opener(path) as archive:
-            yield archive
+        with ExitStack() as opened:
+            source = opened.enter_context(_ZipSource(path, shown)) if opener is zipfile.ZipFile else path
+            yield opened.enter_context(opener(source))
     except programs as e:
-        raise _no_rar_program(shown) from e
+        raise DataError(
+            "RAR archives need a program that decompresses them, and none was found",
+            code="no-rar-program",
+            path=shown,
+            expected="unar, unrar, bsdtar or 7z",
+            remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
+        ) from e
     except damaged as e:
         if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
             raise  # of the disk, not of the content
@@ -166,33 +138,6 @@ def _opened(
 
 
 # %% ../../nbs/sets/archives.ipynb #ad29c6a7
-class _Budget:
-    "What may still be read."
-
-    def __init__(self) -> None:
-        self.members = MAX_MEMBERS
-        self.n_bytes = MAX_TOTAL_BYTES
-
-    def count(self, n: int, archive: Path) -> None:
-        "Count the files of an archive."
-        self.members -= n
-        if self.members < 0:
-            raise unsafe_archive(archive, f"it holds more than {MAX_MEMBERS:,} files")
-
-    def read(self, archive: Any, info: Any, most: int, shown: Path, out: IO[bytes]) -> None:
-        "Copy a member of an archive to `out`, at most as many bytes as it claims."
-        left, name = info.file_size or 0, show_path(info.filename)
-        if left > min(most, self.n_bytes):
-            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {left:,} bytes")
-        self.n_bytes -= left
-        with archive.open(info) as f:
-            while left and (block := f.read(min(left, 1 << 20))):
-                out.write(block)
-                left -= len(block)
-            if left or f.read(1):
-                raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
-
-
 Choice = Callable[[tuple[str, ...]], bool]
 
 
@@ -201,42 +146,64 @@ def _is_hidden(parts: Sequence[str]) -> bool:
     return parts[-1].startswith(".") or any(map(is_system_folder, parts[:-1]))
 
 
-def _archive_members(
-    path: Path,
-    shown: Path,  # for messages: of an inner archive, below the outer one
-    above: tuple[str, ...],
-    is_file: Choice,
-    is_archive: Choice,
-    budget: _Budget,
-    depth: int,
-) -> Iterator[Member]:
-    "Yield the wanted files of an archive."
-    with _opened(path, shown) as archive:
-        infos = [info for info in archive.infolist() if not info.is_dir()]
-        budget.count(len(infos), shown)
-        named = sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos))
-        for parts, k in named:
-            info, full = infos[k], (*above, *parts)
-            if _is_link(info):
-                raise unsafe_archive(shown, "it contains a link", show_path(info.filename)[:200])
-            inner = parts[-1].lower().endswith(ARCHIVES) and is_archive(full)
-            if _is_hidden(parts) or not (inner or is_file(full)):
-                continue
-            if _is_encrypted(info):
-                raise unsafe_archive(shown, "a file in it is encrypted", show_path(info.filename)[:200])
-            if not inner:
-                out = io.BytesIO()
-                budget.read(archive, info, MAX_FILE_BYTES, shown, out)
-                yield Member(full, out.getvalue())
-            elif depth >= _MAX_DEPTH:
-                raise unsafe_archive(shown, "it contains archives in archives in archives")
-            else:
-                with tempfile.TemporaryDirectory(prefix="leakmel-") as folder:
-                    copy = Path(folder) / f"inner{Path(parts[-1]).suffix.lower()}"
-                    with copy.open("wb") as f:
-                        budget.read(archive, info, MAX_ARCHIVE_BYTES, shown, f)
-                    below = shown.joinpath(*parts)
-                    yield from _archive_members(copy, below, full, is_file, is_archive, budget, depth + 1)
+class _Archives:
+    "Reads the wanted files of archives, within the bounds of one source."
+
+    def __init__(self, is_file: Choice, is_archive: Choice):
+        self.is_file = is_file
+        self.is_archive = is_archive
+        self.n_members = 0
+        self.n_bytes = 0
+
+    def _copy(self, archive: Any, info: Any, most: int, shown: Path, out: IO[bytes]) -> None:
+        "Copy a member of an archive to `out`, at most as many bytes as it claims."
+        left, name = info.file_size or 0, show_path(info.filename)
+        self.n_bytes += left
+        if left > most or self.n_bytes > MAX_TOTAL_BYTES:
+            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {left:,} bytes")
+        with archive.open(info) as f:
+            while left and (block := f.read(min(left, 1 << 20))):
+                out.write(block)
+                left -= len(block)
+            if left or f.read(1):
+                raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
+
+    def members(
+        self,
+        path: Path,
+        shown: Path,  # for messages: of an inner archive, below the outer one
+        above: tuple[str, ...],
+        depth: int = 1,
+    ) -> Iterator[tuple[tuple[str, ...], bytes]]:
+        "Yield parts and content of the wanted files of an archive."
+        with _opened(path, shown) as archive:
+            infos = [info for info in archive.infolist() if not info.is_dir()]
+            self.n_members += len(infos)
+            if self.n_members > MAX_MEMBERS:
+                raise unsafe_archive(shown, f"it holds more than {MAX_MEMBERS:,} files")
+            named = sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos))
+            for parts, k in named:
+                info, full = infos[k], (*above, *parts)
+                if _is_link(info):
+                    raise unsafe_archive(shown, "it contains a link", show_path(info.filename)[:200])
+                inner = parts[-1].lower().endswith(ARCHIVES) and self.is_archive(full)
+                if _is_hidden(parts) or not (inner or self.is_file(full)):
+                    continue
+                if _is_encrypted(info):
+                    raise unsafe_archive(shown, "a file in it is encrypted", show_path(info.filename)[:200])
+                if not inner:
+                    out = io.BytesIO()
+                    self._copy(archive, info, MAX_FILE_BYTES, shown, out)
+                    yield full, out.getvalue()
+                elif depth >= _MAX_DEPTH:
+                    raise unsafe_archive(shown, "it contains archives in archives in archives")
+                else:
+                    with tempfile.NamedTemporaryFile(
+                        prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
+                    ) as f:
+                        self._copy(archive, info, MAX_ARCHIVE_BYTES, shown, f)
+                        f.flush()
+                        yield from self.members(Path(f.name), shown.joinpath(*parts), full, depth + 1)
 
 
 def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
@@ -262,19 +229,21 @@ def read_members(
     skip_with: str = "",  # folders below the source that hold a file of this name are skipped; empty: none
 ) -> Iterator[Member]:  # raises DataError, MissingPackageError, OutputError
     "Yield the wanted files of a folder or archive, in the order of their names."
-    budget = _Budget()
+    archives = _Archives(is_file, is_archive)
     try:
         if source.is_dir():
             for parts in _files_below(source, skip_with):
                 path = source.joinpath(*parts)
                 if path.suffix.lower() in ARCHIVES and is_archive(parts):
-                    yield from _archive_members(path, path, parts, is_file, is_archive, budget, 1)
+                    for full, data in archives.members(path, path, parts):
+                        yield Member(full, data, path)
                 elif not _is_hidden(parts) and is_file(parts):
                     if path.stat().st_size > MAX_FILE_BYTES:
                         raise unsafe_archive(path, "the file is too large", f"{path.stat().st_size:,} bytes")
                     yield Member(parts, path.read_bytes())
         elif source.suffix.lower() in ARCHIVES and source.is_file():
-            yield from _archive_members(source, source, (source.name,), is_file, is_archive, budget, 1)
+            for full, data in archives.members(source, source, (source.name,)):
+                yield Member(full, data, source)
         else:
             raise UsageError(
                 "the source is neither a folder nor a .zip or .rar archive",

@@ -119,11 +119,15 @@ _AGHASHAHI = re.compile(
 _BACKGROUND = re.compile(r"background noise[ _]h([12])", re.ASCII | re.IGNORECASE)
 
 
+def _stem(parts: Parts, extension: str) -> str:
+    "Return the name of a file without its extension; empty for files with another one."
+    stem, _, end = parts[-1].rpartition(".")
+    return stem if end.lower() == extension else ""
+
+
 def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     "Read a name like `BR_CC_0.18 LPS_N_H1.raw`; accelerometers and pressure sensors are left out."
-    stem, _, extension = parts[-1].rpartition(".")
-    if extension.lower() != "raw":
-        return None
+    stem = _stem(parts, "raw")
     if found := _BACKGROUND.fullmatch(stem):
         return NamedRecording("", "background", {"device": f"H{found[1]}"})
     found = _AGHASHAHI.fullmatch(stem)
@@ -146,10 +150,9 @@ _DONGGUAN = re.compile(r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?"
 
 def parse_dongguan(parts: Parts) -> NamedRecording | None:
     "Read a name like `pe-zone 2-0.305 MPa-1.6 ms-noise logger-0-1_2.wav`; the label is that of the folder or archive."
-    stem, _, extension = parts[-1].rpartition(".")
-    found = _DONGGUAN.fullmatch(stem)
+    found = _DONGGUAN.fullmatch(_stem(parts, "wav"))
     label = label_of_folders(parts[:-1], LEAK_FOLDERS | NOISE_FOLDERS)
-    if extension.lower() != "wav" or found is None or int(found["w1"]) != int(found["w0"]) + 1:
+    if found is None or int(found["w1"]) != int(found["w0"]) + 1:
         return None
     body = found["body"].strip()
     words = [word.strip() for word in body.split("-")]
@@ -166,12 +169,6 @@ _SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
 _LOGGER = re.compile(r"\d+_(\d+)-(\d{4})(\d\d)(\d\d).*", re.ASCII)
 
 
-def _wav_stem(parts: Parts) -> str:
-    "Return the name of a WAV file without its extension; empty for other files."
-    stem, _, extension = parts[-1].rpartition(".")
-    return stem if extension.lower() == "wav" else ""
-
-
 def _material(folders: Parts) -> dict[str, str]:
     "Return the material of the pipe where a folder names it."
     text = "/".join(map(squeezed, folders))
@@ -180,14 +177,14 @@ def _material(folders: Parts) -> dict[str, str]:
 
 def parse_hongkong_hydrophone(parts: Parts) -> NamedRecording | None:
     "Read a name like `1.3.02.0345.wav`; the label is that of the folder."
-    found = _SITE.fullmatch(_wav_stem(parts))
+    found = _SITE.fullmatch(_stem(parts, "wav"))
     label = label_of_folders(parts[:-1], LEAK_FOLDERS)
     return NamedRecording(label, found[1], _material(parts[:-1])) if found else None
 
 
 def parse_hongkong_logger(parts: Parts) -> NamedRecording | None:
     "Read a name like `003_05593-20180927.wav`; the label is that of the folder."
-    found = _LOGGER.fullmatch(_wav_stem(parts))
+    found = _LOGGER.fullmatch(_stem(parts, "wav"))
     if not found:
         return None
     label = label_of_folders(parts[:-1], LEAK_FOLDERS)

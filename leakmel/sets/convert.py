@@ -10,18 +10,18 @@ __all__ = [
     "BACKGROUND",
     "write_headerless",
     "Converted",
-    "join_by_content",
     "equal_pairs",
+    "join_by_content",
     "Conversion",
     "table_text",
     "convert",
 ]
 
 # %% ../../nbs/sets/convert.ipynb #32934bce
-import csv, hashlib, io, os
+import hashlib, os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -29,7 +29,8 @@ import numpy as np
 
 from ..audio.content import tied_values
 from ..audio.wav import read_wav
-from ..core.errors import DataError, RecordingError, show_path, write_error
+from ..core.errors import DataError, RecordingError, show_path
+from ..core.files import write_errors
 from ..core.progress import Progress
 from .archives import Member
 from .catalogue import LeakSet, NamedRecording
@@ -108,28 +109,21 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 # %% ../../nbs/sets/convert.ipynb #0951b4bd
-def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
-    "Give recordings of groups that share byte-equal files the same group."
-    parent: dict[str, str] = {}
-
-    def first(group: str) -> str:
-        while parent.get(group, group) != group:
-            group = parent[group]
-        return group
-
-    holder: dict[str, str] = {}  # digest -> group
-    for r in recordings:
-        one, two = sorted((first(r.named.group), first(holder.setdefault(r.digest, r.named.group))))
-        parent[two] = one
-    return [replace(r, group=first(r.named.group)) for r in recordings]
-
-
 def equal_pairs(recordings: Iterable[Converted]) -> list[tuple[Converted, Converted]]:
     "List the pairs of byte-equal files."
     by_digest: dict[str, list[Converted]] = {}
     for r in recordings:
         by_digest.setdefault(r.digest, []).append(r)
     return [pair for same in by_digest.values() for pair in combinations(same, 2)]
+
+
+def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
+    "Give recordings of groups that share byte-equal files the same group, the first by name."
+    joined = {r.named.group: {r.named.group} for r in recordings}
+    for a, b in equal_pairs(recordings):
+        both = joined[a.named.group] | joined[b.named.group]
+        joined |= dict.fromkeys(both, both)
+    return [replace(r, group=min(joined[r.named.group])) for r in recordings]
 
 
 # %% ../../nbs/sets/convert.ipynb #d330083a
@@ -139,7 +133,7 @@ class Conversion:
 
     recordings: tuple[Converted, ...]  # with a label, in the order of their paths
     unlabelled: tuple[Converted, ...]
-    pairs: tuple[tuple[str, str], ...] = field(default=())  # paths of byte-equal recordings
+    archives: frozenset[Path] = frozenset()  # from which they were read
 
     def counts(self) -> dict[str, int]:
         "Count what the description of a set may state."
@@ -176,12 +170,11 @@ class Conversion:
         names = sorted({r.named.label for r in rs})
         labels = np.array([names.index(r.named.label) for r in rs], np.int64)
         found = []
-        places = {r.source.rpartition("/")[0] for r in self.unlabelled if r.named.group != BACKGROUND}
-        if places:
-            n = sum(r.named.group != BACKGROUND for r in self.unlabelled)
+        if unknown := [r.source for r in self.unlabelled if r.named.group != BACKGROUND]:
+            places = sorted({source.rpartition("/")[0] for source in unknown})
             found.append(
-                f"{n:,} recordings have no label and are not in the table, because the name of their folder is not known: "
-                + ", ".join(repr(p or ".") for p in sorted(places)[:5])
+                f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
+                + ", ".join(repr(p or ".") for p in places[:5])
             )
         for what, unit, values in (
             ("sample rate", "Hz", [r.sample_rate for r in rs]),
@@ -199,10 +192,14 @@ class Conversion:
 TABLE, RECORDINGS, BACKGROUND = "recordings.csv", "recordings", "background"
 
 
-def _write_one(s: LeakSet, member: Member, named: NamedRecording, folder: Path, taken: set[str]) -> Converted:
+def _write_one(
+    s: LeakSet, member: Member, named: NamedRecording, folder: Path, taken: dict[str, set[str]]
+) -> Converted:
     "Write one recording; return its facts."
+    columns = {name: show_path(value) for name, value in named.columns.items()}
+    named = replace(named, group=show_path(named.group), columns=columns)
     below = named.label or BACKGROUND
-    name = _free_name(member.parts[-1], taken)
+    name = _free_name(member.parts[-1], taken.setdefault(below, set()))
     path = (folder / RECORDINGS / below if named.label else folder / BACKGROUND) / name
     source = show_path("/".join(member.parts))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,24 +212,18 @@ def _write_one(s: LeakSet, member: Member, named: NamedRecording, folder: Path, 
     return Converted(f"{below}/{name}", source, named, named.group, digest, **facts)  # type: ignore[arg-type]
 
 
-def _named(s: LeakSet, members: Iterable[Member]) -> Iterator[tuple[Member, NamedRecording]]:
-    "Yield the members that belong to the set."
-    for member in members:
-        if (named := s.parse(member.parts)) is not None:
-            columns = {name: show_path(value) for name, value in named.columns.items()}
-            yield member, replace(named, group=show_path(named.group), columns=columns)
-
-
 def table_text(recordings: Sequence[Converted]) -> str:
     "Write the table of a set as CSV: path, label, sensor, group, further columns, and the name in the archive."
+    import pandas as pd
+
     extra = sorted({name for r in recordings for name in r.named.columns})
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(["path", "label", "sensor", "group", *extra, "source"])
-    for r in recordings:
-        more = [r.named.columns.get(name, "") for name in extra]
-        rows.writerow([r.path, r.named.label, r.group, r.group, *more, r.source])
-    return out.getvalue()
+    rows = [
+        {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
+        | {name: r.named.columns.get(name, "") for name in extra}
+        | {"source": r.source}
+        for r in recordings
+    ]
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
 def convert(
@@ -245,11 +236,14 @@ def convert(
     "Write the recordings and the table of a set."
     found: list[Converted] = []
     taken: dict[str, set[str]] = {}
-    try:
+    archives = set[Path | None]()
+    with write_errors(folder):
         with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
-            for member, named in _named(s, members):
-                found.append(_write_one(s, member, named, folder, taken.setdefault(named.label, set())))
-                bar.add(1)
+            for member in members:
+                if (named := s.parse(member.parts)) is not None:
+                    found.append(_write_one(s, member, named, folder, taken))
+                    archives.add(member.archive)
+                    bar.add(1)
         labelled = sorted((r for r in found if r.named.label), key=lambda r: os.fsencode(r.path))
         if not labelled:
             raise DataError(
@@ -271,7 +265,5 @@ def convert(
             )
         joined = join_by_content(labelled)
         (folder / TABLE).write_text(table_text(joined), "utf-8")
-    except OSError as e:
-        raise write_error(e, e.filename or folder) from e
-    pairs = tuple((a.path, b.path) for a, b in equal_pairs(joined))
-    return Conversion(tuple(joined), tuple(r for r in found if not r.named.label), pairs)
+    unlabelled = tuple(r for r in found if not r.named.label)
+    return Conversion(tuple(joined), unlabelled, frozenset(a for a in archives if a is not None))

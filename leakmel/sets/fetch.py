@@ -9,12 +9,9 @@ __all__ = [
     "README",
     "RemoteFile",
     "published_files",
-    "sha256_of",
     "require_checksums",
     "download_files",
-    "require_space",
     "offer_text",
-    "ask_user",
     "is_attended",
     "require_licence",
     "FetchedSet",
@@ -22,10 +19,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
-import hashlib, os, re, shutil, sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+import os, re, shutil, sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -36,20 +32,24 @@ from leakmel.core.errors import (
     DataError,
     MachineError,
     OutputError,
-    SpaceError,
     UsageError,
     missing_package,
     missing_remedy,
     show_path,
-    write_error,
 )
-from ..core.files import read_own_json, sealed_json
-from ..core.locks import OwnerLock, flock, locked_error
+from leakmel.core.files import (
+    digest_of_file,
+    read_own_json,
+    require_space,
+    sealed_json,
+    write_errors,
+)
+from ..core.locks import new_folder
 from ..core.progress import Progress
 from ..core.run_plan import user_path
-from .archives import ARCHIVES, Member, checked_parts, read_members
+from .archives import checked_parts, read_members
 from .catalogue import LeakSet, set_named
-from .convert import Conversion, RECORDINGS, TABLE, convert
+from .convert import Conversion, RECORDINGS, TABLE, convert, equal_pairs
 
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
@@ -57,15 +57,10 @@ from .convert import Conversion, RECORDINGS, TABLE, convert
 class RemoteFile:
     "A file of a record."
 
-    parts: tuple[str, ...]  # folders and name
+    path: str  # folders and name, below any folder
     url: str
     size: int  # bytes
     checksum: str  # "md5:..." or "sha256:..."; empty: none is published
-
-    @property
-    def path(self) -> str:
-        "Folders and name as text."
-        return "/".join(self.parts)
 
 
 _CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
@@ -82,15 +77,8 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
         raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
     path.encode()  # a lone surrogate is an error here, and not later in the name of a file
     text = str(checksum or "").lower()
-    return RemoteFile(
-        checked_parts(path, Path(path)), str(url), size, text if _CHECKSUM.fullmatch(text) else ""
-    )
-
-
-def _zenodo_files(record: Any, address: str) -> Iterator[RemoteFile]:
-    "Yield the files of a record of Zenodo."
-    for f in record["files"]:
-        yield _remote_file(f["key"], f["links"]["self"], f["size"], f.get("checksum"), address)
+    name = "/".join(checked_parts(path, Path(path)))
+    return RemoteFile(name, str(url), size, text if _CHECKSUM.fullmatch(text) else "")
 
 
 def _mendeley_path(folders: dict[str, Any], key: str) -> str:
@@ -100,16 +88,6 @@ def _mendeley_path(folders: dict[str, Any], key: str) -> str:
         names.insert(0, folders[key]["name"])
         key = folders[key].get("parent_id") or ""
     return "".join(f"{name}/" for name in names)
-
-
-def _mendeley_files(files: Any, folder: str, address: str) -> Iterator[RemoteFile]:
-    "Yield the files of a folder of a record of Mendeley Data."
-    for f in files:
-        about = f["content_details"]
-        sha256 = about.get("sha256_hash")
-        checksum = f"sha256:{sha256}" if sha256 else ""
-        size = f.get("size", about.get("size"))
-        yield _remote_file(f"{folder}{f['filename']}", about["download_url"], size, checksum, address)
 
 
 # %% ../../nbs/sets/fetch.ipynb #e62de70d
@@ -127,47 +105,47 @@ def _requests() -> Any:  # raises MissingPackageError
     return requests
 
 
-def _unreachable(s: LeakSet, url: str, reason: object) -> MachineError:  # to be raised
-    "Error for a server that does not answer."
-    return MachineError(
-        f"the server {urlsplit(url).netloc} cannot be reached ({reason})",
-        code="set-unreachable",
-        remedy=f"check the network and run the same command again, which continues, {_by_hand(s)}",
-    )
+def _request(s: LeakSet, url: str, more: Mapping[str, str] | None = None) -> Any:  # answer of requests
+    """Request a record or, with more headers, a file.
 
-
-def _refused(s: LeakSet, url: str, status: int) -> DataError:  # to be raised
-    "Error for an answer that is not the file."
-    return DataError(
-        f"the server {urlsplit(url).netloc} refused the request",
-        code="set-refused",
-        found=f"HTTP status {status}",
-        remedy=f"try again later, {_by_hand(s)}",
-    )
-
-
-def _get_json(s: LeakSet, url: str) -> Any:
-    "Request a part of a record."
+    Raises MachineError if no server answers, DataError if it answers with something else.
+    """
     requests = _requests()
+    server = urlsplit(url).netloc
+    is_file = more is not None
     try:
-        answer = requests.get(url, headers=_HEADERS, timeout=_TIMEOUT_S)
+        answer = requests.get(url, headers=_HEADERS | dict(more or {}), timeout=_TIMEOUT_S, stream=is_file)
     except requests.RequestException as e:
-        raise _unreachable(s, url, type(e).__name__) from e
-    if answer.status_code != 200:
-        raise _refused(s, url, answer.status_code)
-    return answer.json()
+        raise MachineError(
+            f"the server {server} cannot be reached ({type(e).__name__})",
+            code="set-unreachable",
+            remedy=f"check the network and run the same command again, which continues, {_by_hand(s)}",
+        ) from e
+    if answer.status_code not in ((200, 206, 416) if is_file else (200,)):
+        raise DataError(
+            f"the server {server} refused the request",
+            code="set-refused",
+            found=f"HTTP status {answer.status_code}",
+            remedy=f"try again later, {_by_hand(s)}",
+        )
+    return answer
 
 
 def _listed(s: LeakSet) -> list[RemoteFile]:
-    "List all files of a record."
+    "List all files of a record of Zenodo or Mendeley Data."
     if not s.version:
-        return list(_zenodo_files(_get_json(s, s.record), s.record))
-    folders = {f["id"]: f for f in _get_json(s, f"{s.record}/folders/{s.version}")}
+        files = _request(s, s.record).json()["files"]
+        return [
+            _remote_file(f["key"], f["links"]["self"], f["size"], f.get("checksum"), s.record) for f in files
+        ]
+    folders = {f["id"]: f for f in _request(s, f"{s.record}/folders/{s.version}").json()}
     found: list[RemoteFile] = []
     for key in ("root", *folders):
-        path = _mendeley_path(folders, key)
-        files = _get_json(s, f"{s.record}/files?folder_id={key}&version={s.version}")
-        found += _mendeley_files(files, path, s.record)
+        for f in _request(s, f"{s.record}/files?folder_id={key}&version={s.version}").json():
+            about = f["content_details"]
+            path, size = f"{_mendeley_path(folders, key)}{f['filename']}", f.get("size", about.get("size"))
+            checksum = f"sha256:{about.get('sha256_hash')}"
+            found.append(_remote_file(path, about["download_url"], size, checksum, s.record))
     return found
 
 
@@ -214,14 +192,13 @@ class _Download:
         self.partial = target.with_name(f"{target.name}.partial")
         self.state = target.with_name(f"{target.name}.partial.json")
         self.n_before = bar.n_done
-        self.reached = 0  # bytes of the file that are there
 
     def run(self) -> None:
         "Request the file until it is complete, and give it its name."
         stalls, best = 0, -1
-        reached = self._have()
+        reached = self.known()[0]
         while reached < self.file.size or not self.partial.exists():
-            reached = self._attempt(self.file.url, self._have())
+            reached = self.attempt()
             stalls, best = (0, reached) if reached > best else (stalls + 1, best)
             if stalls >= _MAX_STALLS:
                 raise DataError(
@@ -235,61 +212,39 @@ class _Download:
         os.replace(self.partial, self.target)
         self.state.unlink(missing_ok=True)
 
-    def _have(self) -> int:
-        "Bytes that arrived and whose validator is known."
-        size = self.partial.stat().st_size if self.partial.exists() else 0
-        return size if size and self._validator() else 0
-
-    def _validator(self) -> str:
-        "Validator of the version of which a part has arrived."
-        with suppress(OSError, ValueError, AttributeError):
+    def known(self) -> tuple[int, str]:
+        "Bytes that arrived and the validator of their version; 0 and empty where that is not known."
+        with suppress(OSError, ValueError, TypeError, KeyError):
             state = read_own_json(self.state)
-            return state["validator"] if state["url"] == self.file.url else ""
-        return ""
+            if state["url"] == self.file.url and state["validator"]:
+                return self.partial.stat().st_size, state["validator"]
+        return 0, ""
 
-    def _attempt(self, url: str, have: int) -> int:
+    def attempt(self) -> int:
         "Request what is missing; return the number of bytes that have arrived, fewer than all if the answer broke off."
-        requests = _requests()
-        ask = {"Range": f"bytes={have}-", "If-Range": self._validator()} if have else {}
-        self.reached = have
-        try:
-            with requests.get(url, headers=_HEADERS | ask, timeout=_TIMEOUT_S, stream=True) as answer:
-                continues = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-                if answer.status_code == 416 or answer.status_code == 206 and not (have and continues):
-                    self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
-                    return 0
-                if answer.status_code not in (200, 206):
-                    raise _refused(self.set, url, answer.status_code)
-                if answer.status_code == 200:
-                    self._remember(answer.headers)
-                self._store(answer, have if answer.status_code == 206 else 0)
-        except requests.ConnectionError as e:
-            if self.reached == have:
-                raise _unreachable(self.set, url, type(e).__name__) from e
-        except (requests.exceptions.ChunkedEncodingError, requests.Timeout):
-            pass  # the next attempt goes on
-        except requests.RequestException as e:
-            raise _unreachable(self.set, url, type(e).__name__) from e
-        return self.reached
-
-    def _remember(self, headers: Any) -> None:
-        "Keep the validator of the version that arrives now; a weak one does not promise the same bytes."
-        tag = headers.get("ETag", "")
-        validator = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
-        self.state.write_text(sealed_json({"url": self.file.url, "validator": validator}).decode(), "utf-8")
-
-    def _store(self, answer: Any, have: int) -> None:
-        "Append the body of an answer to what has arrived."
-        with self.partial.open("ab" if have else "wb") as f:
-            for block in answer.iter_content(1 << 14):
-                if have + len(block) > self.file.size:
-                    self.partial.unlink()
-                    found = f"more than {self.file.size:,} bytes"
-                    raise _differs(self.set, self.file, "the file is longer than published", found)
-                f.write(block)
-                have += len(block)
-                self.reached = have
-                self.bar.update(self.n_before + have)
+        have, validator = self.known()
+        ask = {"Range": f"bytes={have}-", "If-Range": validator} if have else {}
+        with _request(self.set, self.file.url, ask) as answer:
+            if answer.status_code == 200:
+                have, tag = 0, answer.headers.get("ETag", "")
+                # a weak one does not promise the same bytes
+                validator = (
+                    tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
+                )
+                about = sealed_json({"url": self.file.url, "validator": validator})
+                self.state.write_text(about.decode(), "utf-8")
+            elif not (have and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")):
+                self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
+                return 0
+            with suppress(_requests().RequestException), self.partial.open("ab" if have else "wb") as f:
+                for block in answer.iter_content(1 << 14):
+                    if have + len(block) > self.file.size:
+                        self.partial.unlink()
+                        found = f"more than {self.file.size:,} bytes"
+                        raise _differs(self.set, self.file, "the file is longer than published", found)
+                    have += f.write(block)
+                    self.bar.update(self.n_before + have)
+        return have  # where the answer broke off, the next attempt goes on
 
 
 def _differs(s: LeakSet, file: RemoteFile, message: str, found: str) -> DataError:  # to be raised
@@ -305,12 +260,6 @@ def _differs(s: LeakSet, file: RemoteFile, message: str, found: str) -> DataErro
 
 
 # %% ../../nbs/sets/fetch.ipynb #967bba53
-def sha256_of(path: Path) -> str:
-    "Compute the SHA-256 digest of a file, as hexadecimal digits."
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def _difference(file: RemoteFile, path: Path) -> tuple[str, str] | None:  # property, and what was found
     "Compare a file with the published size and checksum."
     if (size := path.stat().st_size) != file.size:
@@ -318,8 +267,7 @@ def _difference(file: RemoteFile, path: Path) -> tuple[str, str] | None:  # prop
     if not file.checksum:
         return None
     kind = file.checksum.partition(":")[0]
-    with path.open("rb") as f:
-        found = f"{kind}:{hashlib.file_digest(f, kind).hexdigest()}"
+    found = f"{kind}:{digest_of_file(path, kind)}"
     return None if found == file.checksum else ("checksum", found)
 
 
@@ -346,45 +294,25 @@ def download_files(
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
     "Download what is missing in the folder, and compare each file with its published checksum."
-    _requests()
     facts, done = [], 0
     with Progress(sum(f.size for f in files), unit="bytes", label=s.name, show=progress) as bar:
         for file in files:
-            target = folder.joinpath(*file.parts)
+            target = folder / file.path
             bar.n_done = done
-            try:
+            with write_errors(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists() or _difference(file, target):
                     _Download(s, file, target, bar).run()
                     if found := _difference(file, target):
                         target.unlink()
                         raise _differs(s, file, f"the {found[0]} differs from the published one", found[1])
-                sha256 = sha256_of(target)
-            except OSError as e:
-                raise write_error(e, target) from e
+                sha256 = digest_of_file(target, "sha256")
             done += file.size
             bar.update(done)
             facts.append(
                 {"name": file.path, "bytes": file.size, "sha256": sha256, "published": file.checksum}
             )
     return facts
-
-
-def require_space(
-    folder: Path,  # exists
-    n_bytes: int,  # of the download
-) -> None:  # raises SpaceError
-    "Refuse a download for which the file system has no room, with as much again for the recordings."
-    free = shutil.disk_usage(folder).free
-    if free < 4 * n_bytes:
-        raise SpaceError(
-            "there is not enough room for the download and its recordings",
-            code="no-space",
-            path=folder,
-            found=f"{free / 1e6:,.0f} MB free",
-            expected=f"{4 * n_bytes / 1e6:,.0f} MB",
-            remedy="free some space, or choose another folder",
-        )
 
 
 # %% ../../nbs/sets/fetch.ipynb #c51505f8
@@ -404,12 +332,6 @@ def offer_text(
     )
 
 
-def ask_user(text: str) -> bool:
-    "Ask at the terminal; only yes is a yes."
-    print(f"{text} [yes/no] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("yes", "y")
-
-
 def is_attended() -> bool:
     "Whether a person can answer a question."
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr is not None and sys.stderr.isatty()
@@ -417,14 +339,16 @@ def is_attended() -> bool:
 
 def require_licence(s: LeakSet, is_accepted: bool) -> None:  # raises UsageError
     "Require the consent of the user."
-    if is_accepted or is_attended() and ask_user("Accept the licence?"):
-        return
-    raise UsageError(
-        "the licence of the set was not accepted, and nothing was downloaded",
-        code="licence-not-accepted",
-        found=s.licence,
-        remedy="accept it: --yes, or yes=True, after you have read it",
-    )
+    if not is_accepted and is_attended():
+        print("Accept the licence? [yes/no] ", end="", file=sys.stderr, flush=True)
+        is_accepted = sys.stdin.readline().strip().lower() in ("yes", "y")
+    if not is_accepted:
+        raise UsageError(
+            "the licence of the set was not accepted, and nothing was downloaded",
+            code="licence-not-accepted",
+            found=s.licence,
+            remedy="accept it: --yes, or yes=True, after you have read it",
+        )
 
 
 # %% ../../nbs/sets/fetch.ipynb #ffda2c18
@@ -518,7 +442,7 @@ def _facts_of(
         "differences": done.differences(s),
         "warnings": done.warnings(),
         "known_faults": list(s.faults),
-        "byte_equal": [list(pair) for pair in done.pairs],
+        "byte_equal": [[a.path, b.path] for a, b in equal_pairs(done.recordings)],
         "clipped": [r.path for r in every if r.is_clipped],
         "unreadable": [{"path": r.path, "problem": r.problem} for r in every if r.problem],
     }
@@ -542,30 +466,6 @@ def _readme(found: FetchedSet) -> str:
 
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
-@contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:  # raises OutputError if another process works there
-    "Hold the work folder of a target; after an error only downloads stay, after success nothing."
-    work = target.with_name(f".{target.name}.fetch")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        with (work / "lock").open("ab") as f, ExitStack() as stack:
-            try:
-                if not flock(f.fileno(), wait=False):
-                    stack.enter_context(OwnerLock(target))
-            except BlockingIOError as e:
-                raise locked_error(target, "another leakmel fetch") from e
-            try:
-                yield work
-            except BaseException:
-                shutil.rmtree(work / "made", ignore_errors=True)
-                if not (work / "downloads").exists():
-                    shutil.rmtree(work, ignore_errors=True)
-                raise
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as e:
-        raise write_error(e, target) from e
-
-
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
     "Return the set if the folder is complete; refuse a folder with other content."
     try:
@@ -587,54 +487,20 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputEr
     return None
 
 
-def _archive_of(source: Path, parts: Sequence[str]) -> Path | None:
-    "Return the archive of a member; None: it is a file of a folder."
-    if source.is_file():
-        return source
-    above = (source.joinpath(*parts[:k]) for k in range(1, len(parts)))
-    return next((p for p in above if p.suffix.lower() in ARCHIVES and p.is_file()), None)
-
-
 def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
     "Describe the archives that the user downloaded, by their digests."
     try:
         return [
-            {"name": show_path(p.name), "bytes": p.stat().st_size, "sha256": sha256_of(p), "published": ""}
+            {
+                "name": show_path(p.name),
+                "bytes": p.stat().st_size,
+                "sha256": digest_of_file(p, "sha256"),
+                "published": "",
+            }
             for p in sorted(archives)
         ]
     except OSError as e:
         raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
-
-
-def _require_outside(target: Path, source: Path) -> None:  # raises OutputError
-    "Refuse a folder that would be made inside the source."
-    if source.is_dir() and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
-        raise OutputError(
-            "the new folder lies inside the source",
-            code="output-in-source",
-            path=target,
-            remedy="choose a folder outside the source (--out DIR)",
-        )
-
-
-def _sync(path: Path) -> None:
-    "Write a file or folder to the disk."
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _publish(made: Path, target: Path, found: FetchedSet) -> None:
-    "Write the facts, and give the folder its name."
-    (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
-    (made / README).write_text(_readme(found), "utf-8")
-    paths = [made, *made.rglob("*")]
-    with ThreadPoolExecutor(16) as pool:  # a file system writes many files in one go
-        list(pool.map(_sync, paths))
-    os.rename(made, target)  # replaces an empty folder
-    _sync(target.parent)
 
 
 def _make(
@@ -642,35 +508,23 @@ def _make(
     source: Path,
     files: list[dict[str, Any]] | None,  # None: the archives of the source that are used
     origin: str,
-    work: Path,
-    target: Path,
+    made: Path,  # new folder
+    target: Path,  # its later name
     progress: str,
 ) -> FetchedSet:
-    "Convert the files of a source, and publish the set."
-    made = work / "made"
-    shutil.rmtree(made, ignore_errors=True)  # of an interrupted call
-    made.mkdir()
-    wanted = re.compile(s.wanted)
-
-    def is_file(parts: tuple[str, ...]) -> bool:
-        return s.parse(parts) is not None
-
-    def is_archive(parts: tuple[str, ...]) -> bool:
-        return wanted.search("/".join(parts).lower()) is not None
-
-    archives: set[Path] = set()
-
-    def members() -> Iterator[Member]:
-        for member in read_members(source, is_file=is_file, is_archive=is_archive, skip_with=SET_FILE):
-            if (archive := _archive_of(source, member.parts)) is not None:
-                archives.add(archive)
-            yield member
-
-    done = convert(s, members(), made, progress=progress)
+    "Convert the files of a source, and write what is known of them."
+    members = read_members(
+        source,
+        is_file=lambda parts: s.parse(parts) is not None,
+        is_archive=lambda parts: re.search(s.wanted, "/".join(parts).lower()) is not None,
+        skip_with=SET_FILE,
+    )
+    done = convert(s, members, made, progress=progress)
     if files is None:
-        files = _given_files(archives)
+        files = _given_files(done.archives)
     found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
-    _publish(made, target, found)
+    (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
+    (made / README).write_text(_readme(found), "utf-8")
     return found
 
 
@@ -696,15 +550,21 @@ def fetch(
     if given is not None and not given.exists():
         remedy = missing_remedy(given)
         raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
-    if given is not None:
-        _require_outside(target, given)
-    with _work_folder(target) as work:
-        if (existing := _existing(target, s)) is not None:  # of another process meanwhile
-            return existing
+    if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
+        raise OutputError(
+            "the new folder lies inside the source",
+            code="output-in-source",
+            path=target,
+            remedy="choose a folder outside the source (--out DIR)",
+        )
+    downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
+    with new_folder(target) as made:
         if given is not None:
-            return _make(s, given, None, show_path(given), work, target, progress)
+            return _make(s, given, None, show_path(given), made, target, progress)
         remote = published_files(s)
         require_checksums(remote, accept_unverified)
-        require_space(target.parent, sum(f.size for f in remote))
-        files = download_files(s, remote, work / "downloads", progress=progress)
-        return _make(s, work / "downloads", files, s.page, work, target, progress)
+        require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
+        files = download_files(s, remote, downloads, progress=progress)
+        found = _make(s, downloads, files, s.page, made, target, progress)
+    shutil.rmtree(downloads.parent, ignore_errors=True)
+    return found

@@ -21,7 +21,8 @@ from leakmel.ops.bench import (
     record_head,
     rounds_text,
     spread,
-    synthetic_set,
+    synthetic_set_of_size,
+    total_for_training,
     touch_memory,
 )
 from bench_gpu import GEOMETRIES, geometry_spec
@@ -509,9 +510,9 @@ def bench_compare(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     if originals is None or originals >= n_files:
-        originals, root = None, synthetic_set(folder, n_files, log)
+        originals, root = None, synthetic_set_of_size(folder, total_for_training(n_files), log)
     else:
-        made = synthetic_set(folder, originals, log)
+        made = synthetic_set_of_size(folder, total_for_training(originals), log)
         originals = len(list((made / "TRAINING").glob("*/*.wav")))  # a few more than were asked for
         log(f"linking {n_files:,} files to {originals:,} recordings")
         root = linked_set(made, Path(folder) / "linked", n_files, "TRAINING")

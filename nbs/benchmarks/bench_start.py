@@ -9,7 +9,15 @@ from typing import Any
 
 from leakmel.core.errors import UsageError
 from leakmel.core.timeline import read_timeline
-from leakmel.ops.bench import ProcessRun, record_head, rounds_text, run_leakmel, spread, synthetic_set
+from leakmel.ops.bench import (
+    ProcessRun,
+    record_head,
+    rounds_text,
+    run_leakmel,
+    spread,
+    synthetic_set_of_size,
+    total_for_training,
+)
 
 
 WAYS = {"code in the cache": "cpu", "empty cache": "cpu", "engine torch": "torch"}  # and the engine of each
@@ -72,7 +80,7 @@ def bench_start(
     "Measure commands that build a few recordings, ways in turn."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root = synthetic_set(folder, n_files, log)
+    root = synthetic_set_of_size(folder, total_for_training(n_files), log)
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as out:
         for i in range(-1, rounds):  # a round before the first one fills the cache

@@ -201,7 +201,7 @@ def test_a_label_by_people_that_looks_the_same_is_the_same():
     current = current_labels([decision("a", "Geräusch", "ann"), decision("a", name, "bob")])
     assert not current.disagreements
     found = relabel(current, ["a", "b"], ["", ""], ["GERÄUSCH", "x"])
-    assert found.by_person == [True, False]
+    assert list(found.persons) == [0]
     assert not found.changed
 
 

@@ -26,10 +26,10 @@ from leakmel.audio import page_cache
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.run import modes as held
-from leakmel.dataset.source import read_ahead
+from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
+from leakmel.dataset.source.loader import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import read_into_cache, evict
 from messy import write_messy
@@ -119,8 +119,8 @@ def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[bytes] = []
-    monkeypatch.setattr(read_ahead, "_is_cached", lambda path, size: looked.append(path))
-    monkeypatch.setattr(read_ahead, "PROBES", 16)
+    monkeypatch.setattr(loader, "_is_cached", lambda path, size: looked.append(path))
+    monkeypatch.setattr(loader, "PROBES", 16)
     assert plan_read_ahead([reader_of(data), reader_of(data, "validation")], None) is None
     assert len(looked) == len(set(looked)) == 16
     splits = [path.split(b"/")[-3] for path in looked]

@@ -328,9 +328,9 @@ def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
 
 
 def test_insufficient_space_is_reported_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 6 * WAV_BYTES - 1})
-    monkeypatch.setattr(synth.shutil, "disk_usage", lambda path: usage)
-    with raises("no-space", SpaceError, path=tmp_path / "demo") as e:
+    usage = type("Usage", (), {"f_bavail": 6 * WAV_BYTES - 1, "f_frsize": 1})
+    monkeypatch.setattr(os, "statvfs", lambda path: usage)
+    with raises("no-space", SpaceError, path=tmp_path) as e:
         write_demo(tmp_path / "demo", n_files=6)
     assert e.value.exit_code == 3
     assert os.listdir(tmp_path) == []

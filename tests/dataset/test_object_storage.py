@@ -36,7 +36,7 @@ from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.dataset.run import parts as parts_module
 from leakmel.dataset.run.parts import build_part, join
 from leakmel.dataset.run.pipeline import execute, plan_run
-from leakmel.dataset.source import read_ahead as objects_module
+from leakmel.dataset.source import loader as objects_module
 from leakmel.dataset.source.loader import BadFilesError
 
 pytest.importorskip("obstore")

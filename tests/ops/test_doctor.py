@@ -21,6 +21,7 @@ from errors import raises
 
 from leakmel.cli import main
 from leakmel.mel import cpu_engine, engines
+from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import TorchEngine
 from leakmel.ops import doctor
 from leakmel.ops.doctor import CHECKS, FIGURES, NOT_MEASURED, REPORT_KEYS, Check, Report, examine
@@ -330,12 +331,13 @@ def test_kinds_of_disk(tmp_path, monkeypatch):
         "ext4": "local disk",
     }.items():
         monkeypatch.setattr(doctor, "mount_of", lambda folder, found=file_system: ("/", found))
-        assert doctor.disk_kind(tmp_path) == kind
+        assert doctor.examine_disk(tmp_path).found == kind
 
 
 def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str = "local disk") -> None:
     "Pretend that all lies on that kind of disk."
-    monkeypatch.setattr(doctor, "disk_kind", lambda folder: kind)
+    file_system = {"memory": "tmpfs", "network": "nfs4"}.get(kind, "ext4")
+    monkeypatch.setattr(doctor, "mount_of", lambda folder: ("/", file_system))
 
 
 def test_only_recordings_of_the_folder_are_found(tmp_path, make_wav):
@@ -537,7 +539,7 @@ def test_engines_that_cannot_run(error, status, message, monkeypatch):
 
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
-    (spec, *_) = doctor.parity_specs()
+    spec = MelSpec.preset("disjoint", duration_s=2)
     with TorchEngine(spec, device=f"{DEVICE}*2") as engine:
         found = doctor.parity(engine)
     assert len(found) == 8

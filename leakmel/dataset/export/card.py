@@ -9,7 +9,6 @@ __all__ = [
     "GROUPS",
     "escaped",
     "filled",
-    "sha256_of",
     "data_set_facts",
     "data_set_card",
     "record_set",
@@ -18,9 +17,9 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0003
-import hashlib, json, os
+import json, os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,13 @@ import numpy as np
 
 from ...core.errors import show_path
 from ...core.files import read_own_json
-from .columns import ExportSource, column_pages, n_rejected, rejected_pages
-from .tables import require_package
+from leakmel.dataset.export.columns import (
+    ExportSource,
+    column_pages,
+    n_rejected,
+    rejected_pages,
+    require_package,
+)
 from ..file.schema import DIGEST_ATTRIBUTE, WAVEFORMS
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0005
@@ -58,7 +62,6 @@ def filled(template: str, **values: Any) -> str:
 
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0008
-_MOST_BYTES = 1 << 28  # of a report
 _SHOWN = 20  # problems, codes and groups that are listed
 
 
@@ -71,14 +74,9 @@ def _counts(values: Any) -> dict[str, int]:
 
 def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
     "Return what the report of the build adds; empty without a report that can be read."
-    file = path.with_name(f"{path.name}.report.json")
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
-            return {}
-        report = read_own_json(file)
-        if not isinstance(report, dict):
-            return {}
-    except (OSError, ValueError, RecursionError):
+        report = dict(read_own_json(path.with_name(f"{path.name}.report.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
     verified = report.get("verified")
     texts = {
@@ -91,16 +89,6 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
         **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
         **{name: _counts(report.get(part)) for name, part in counts.items()},
     }
-
-
-def sha256_of(path: Path, done: Callable[[int], object] = lambda n: None) -> str:  # 64 hexadecimal digits
-    "Return the SHA-256 digest of a file; `done` is called with numbers of bytes."
-    total = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 22):
-            total.update(block)
-            done(len(block))
-    return total.hexdigest()
 
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0009
@@ -286,22 +274,23 @@ def data_set_card(
 
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0005
 _TERMS = (
-    "citeAs column conformsTo:dct extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
+    "citeAs column conformsTo extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
     "key md5 parentField path recordSet references regex repeated replace separator source subField transform"
 )
 
 
-def _context() -> dict[str, Any]:
-    "Return the context of Croissant 1.0."
-    context: dict[str, Any] = {"@language": "en", "@vocab": "https://schema.org/"}
-    context |= {"cr": "http://mlcommons.org/croissant/", "rai": "http://mlcommons.org/croissant/RAI/"}
-    context |= {"dct": "http://purl.org/dc/terms/", "sc": "https://schema.org/"}
-    for term in _TERMS.split():
-        name, _, vocabulary = term.partition(":")
-        context[name] = f"{vocabulary or 'cr'}:{name}"
-    context |= {name: {"@id": f"cr:{name}", "@type": "@json"} for name in ("data", "examples")}
-    return context | {"dataType": {"@id": "cr:dataType", "@type": "@vocab"}}
-
+_CONTEXT = {  # of Croissant 1.0
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "sc": "https://schema.org/",
+    **{name: f"{'dct' if name == 'conformsTo' else 'cr'}:{name}" for name in _TERMS.split()},
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+}
 
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0008
 _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
@@ -360,7 +349,7 @@ def croissant(
         for file, digest in digests.items()
     ]
     return {
-        "@context": _context(),
+        "@context": _CONTEXT,
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.0",
         "name": show_path(name),

@@ -12,7 +12,6 @@ __all__ = [
     "front_matter",
     "json_rows",
     "write_webdataset",
-    "webdataset_bytes",
     "array_names",
     "write_zarr",
     "ExportResult",
@@ -33,6 +32,8 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import DataError, UsageError, show_path
+from ...core.files import digest_of_file
+from ...core.locks import new_folder
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -41,7 +42,6 @@ from leakmel.dataset.export.card import (
     data_set_card,
     data_set_facts,
     record_set,
-    sha256_of,
 )
 from leakmel.dataset.export.columns import (
     PAGE,
@@ -49,18 +49,15 @@ from leakmel.dataset.export.columns import (
     column_names,
     column_page,
     column_pages,
+    export_differs,
+    file_schema,
     mel_block,
     n_rejected,
     open_sources,
     rejected_pages,
-    rows_of_block,
-)
-from leakmel.dataset.export.tables import (
-    export_differs,
-    file_schema,
-    new_folder,
     rejected_schema,
     require_package,
+    rows_of_block,
     tree_size,
     with_times,
     write_table,
@@ -184,15 +181,12 @@ _TAR_BYTES = 256 << 20  # of mels in a tar file
 _PER_SAMPLE = 6 * 512 + 2048  # bytes of a sample without its mels, about
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def json_rows(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Yield the rows of a page of columns as plain values."
     columns = [values.tolist() if isinstance(values, np.ndarray) else values for values in page.values()]
     for row in zip(*columns):
-        yield dict(zip(page, map(_plain, row)))
+        finite = (None if isinstance(x, float) and not math.isfinite(x) else x for x in row)
+        yield dict(zip(page, finite))
 
 
 def _tar_members(
@@ -212,23 +206,6 @@ def _tar_members(
         done(last - first)
 
 
-def _write_tar(path: Path, members: Iterator[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "x", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
-def _check_tar(path: Path, members: Iterator[tuple[str, bytes]]) -> None:
-    "Compare a tar file with its members; raises VerifyError."
-    with tarfile.open(path, "r|") as tar:
-        found = ((m.name, tar.extractfile(m).read()) for m in tar)  # type: ignore[union-attr]
-        for member, right in zip_longest(found, members):
-            if member != right:
-                raise export_differs(path, f"member {(right or member)[0]}")
-
-
 def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
     "Write the tar files of each split, and read them back; raises VerifyError, OSError."
     for source in sources:
@@ -236,13 +213,16 @@ def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done)
         for k, start in enumerate(range(0, len(source), n_rows)):
             path = folder / f"{source.split}-{k:06d}.tar"
             part = (source, start, min(len(source), start + n_rows), done)
-            _write_tar(path, _tar_members(*part))
-            _check_tar(path, _tar_members(*part))
-
-
-def webdataset_bytes(sources: Sequence[ExportSource]) -> int:
-    "Estimate the bytes of the tar files."
-    return sum(len(s) * (s.row_bytes + _PER_SAMPLE) for s in sources)
+            with tarfile.open(path, "x", format=tarfile.USTAR_FORMAT) as tar:
+                for name, content in _tar_members(*part):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+            with tarfile.open(path, "r|") as tar:
+                found = ((m.name, tar.extractfile(m).read()) for m in tar)  # type: ignore[union-attr]
+                for member, right in zip_longest(found, _tar_members(*part)):
+                    if member != right:
+                        raise export_differs(path, f"member {(right or member)[0]}")
 
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0730007
@@ -268,10 +248,6 @@ def _column_kinds(source: ExportSource) -> dict[str, Any]:
     return kinds
 
 
-def _rows_of_chunk(source: ExportSource) -> int:
-    return max(1, min(len(source), _CHUNK_BYTES // max(1, source.row_bytes)))
-
-
 def _create_columns(group: Any, folder: str, kinds: Mapping[str, Any], n: int) -> None:
     "Create arrays of one dimension; each holds the name of its column as an attribute."
     own, names = group.create_group(folder), array_names(list(kinds))
@@ -286,17 +262,23 @@ def _create_columns(group: Any, folder: str, kinds: Mapping[str, Any], n: int) -
         )
 
 
+def _attributes(source: ExportSource) -> dict[str, Any]:
+    "Return the attributes of a data set as plain values."
+    attributes = source.data.file.attrs.items()
+    return {name: value.tolist() if hasattr(value, "tolist") else str(value) for name, value in attributes}
+
+
 def _create_store(path: Path, source: ExportSource) -> Any:  # zarr.Group
     "Create the store of a split with its arrays, which are empty."
-    data = source.data
-    attributes = {
-        name: value.tolist() if hasattr(value, "tolist") else value for name, value in data.file.attrs.items()
-    }
+    data, attributes = source.data, _attributes(source)
     group = require_package("zarr").open_group(str(path), mode="w-", zarr_format=3, attributes=attributes)
     group.create_array(
         "segments_mel",
         shape=data.mels.shape,
-        chunks=(_rows_of_chunk(source), *(max(1, k) for k in data.mels.shape[1:])),
+        chunks=(
+            min(rows_of_block(source, _CHUNK_BYTES), max(1, len(source))),
+            *(max(1, k) for k in data.mels.shape[1:]),
+        ),
         dtype="float16",
         dimension_names=list(_AXES),
         attributes={"units": "dB"},
@@ -315,7 +297,7 @@ def _create_store(path: Path, source: ExportSource) -> Any:  # zarr.Group
 
 def _zarr_blocks(source: ExportSource, done: _Done) -> Iterator[tuple[str, int, np.ndarray]]:
     "Yield name of an array, first row and values."
-    chunk = _rows_of_chunk(source)
+    chunk = rows_of_block(source, _CHUNK_BYTES)
     step = -(-rows_of_block(source) // chunk) * chunk
     for start in range(0, len(source), step):
         block = mel_block(source, start, start + step)
@@ -332,19 +314,10 @@ def _zarr_blocks(source: ExportSource, done: _Done) -> Iterator[tuple[str, int, 
         for page in pages:
             for column, name in array_names(columns).items():
                 values = page[column]
-                is_array = isinstance(values, np.ndarray)
-                yield (
-                    f"{folder}/{name}",
-                    start,
-                    values if is_array else np.array(values, np.dtypes.StringDType()),
-                )
+                if not isinstance(values, np.ndarray):
+                    values = np.array(values, np.dtypes.StringDType())
+                yield f"{folder}/{name}", start, values
             start += len(page["path"])
-
-
-def _is_same(found: np.ndarray, right: np.ndarray) -> bool:
-    "Compare numbers bit by bit, and texts."
-    is_text = right.dtype.kind == "T"
-    return found.tolist() == right.tolist() if is_text else found.tobytes() == right.tobytes()
 
 
 def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
@@ -359,7 +332,9 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
             group[name][start : start + len(values)] = values
         group = require_package("zarr").open_group(str(path), mode="r", zarr_format=3)
         for name, start, values in _zarr_blocks(source, done):
-            if not _is_same(group[name][start : start + len(values)], values):
+            found = group[name][start : start + len(values)]
+            is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
+            if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
                 raise export_differs(path, f"array {name} from row {start}")
 
 
@@ -419,34 +394,6 @@ def _require_alike(sources: Sequence[ExportSource]) -> None:
                 )
 
 
-def _attributes(sources: Sequence[ExportSource], to: str) -> str:
-    "Return the text of dataset.json."
-    from leakmel import __version__
-
-    stored = [
-        {
-            "split": s.split,
-            "file": show_path(s.data.path.name),
-            "labels": s.data.class_names,
-            "row_shape": list(map(int, s.data.mels.shape[1:])),
-            "rows": len(s),
-            "rejected": n_rejected(s.data),
-            "attributes": {
-                name: value.tolist() if hasattr(value, "tolist") else str(value)
-                for name, value in s.data.file.attrs.items()
-            },
-        }
-        for s in sources
-    ]
-    values = {
-        "written_by": f"{MARKER} {__version__}",
-        "format": to,
-        "waveforms": "not exported",
-        "data_sets": stored,
-    }
-    return json.dumps(values, indent=1) + "\n"
-
-
 def _write_about(
     folder: Path, sources: Sequence[ExportSource], to: str, name: str, license: str | None
 ) -> None:
@@ -457,7 +404,25 @@ def _write_about(
     card = data_set_card(facts, name=name, license=license)
     head = front_matter(sources, license) if to == "huggingface" else ""
     (folder / "README.md").write_text(head + card, encoding="utf-8", errors="backslashreplace")
-    (folder / "dataset.json").write_text(_attributes(sources, to), encoding="utf-8")
+    stored = [
+        {
+            "split": s.split,
+            "file": f["name"],
+            "labels": s.data.class_names,
+            "row_shape": f["row_shape"],
+            "rows": len(s),
+            "rejected": f["rejected"],
+            "attributes": _attributes(s),
+        }
+        for s, f in zip(sources, facts)
+    ]
+    values = {
+        "written_by": f"{MARKER} {__version__}",
+        "format": to,
+        "waveforms": "not exported",
+        "data_sets": stored,
+    }
+    (folder / "dataset.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     if to == "zarr":  # its chunks are files of no meaning by themselves
         return
     suffix, media = (
@@ -467,7 +432,7 @@ def _write_about(
     found = croissant(
         name,
         f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
-        {file: sha256_of(path) for file, path in files.items()},
+        {file: digest_of_file(path, "sha256") for file, path in files.items()},
         media=media,
         version=__version__,
         date=datetime.now(UTC).date().isoformat(),
@@ -504,7 +469,7 @@ def export_dataset(
         sources = open_sources(path, opened)
         _require_alike(sources)
         n_rows = sum(map(len, sources))
-        n_bytes = webdataset_bytes(sources) if to == "webdataset" else 0
+        n_bytes = sum(len(s) * (s.row_bytes + _PER_SAMPLE) for s in sources) if to == "webdataset" else 0
         bar = Progress(2 * n_rows, unit="rows", label=f"{to}: write and check", show=progress)
         with new_folder(target, n_bytes) as folder, bar:
             write(folder, sources, bar.add)

@@ -67,8 +67,15 @@ from ...core.timeline import Timeline
 from ..file.writer import reserve
 from .config import PipelineConfig
 from .inputs import SpecLike, decide_spec, list_recordings, listing_of_split
-from ..source.loader import FACTS, BatchReader, RecordingSource, Slot, decoders
-from ..source.read_ahead import ReadAhead, plan_read_ahead
+from leakmel.dataset.source.loader import (
+    FACTS,
+    BatchReader,
+    ReadAhead,
+    RecordingSource,
+    Slot,
+    decoders,
+    plan_read_ahead,
+)
 from ...mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")

@@ -36,8 +36,7 @@ from .inputs import checked_inputs, list_recordings
 from .job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from .modes import prepare, with_spec_rules
 from .publish import BuildResult, publish, read_ahead_for_check, result_of
-from ..source.loader import Slot
-from ..source.read_ahead import ObjectReader, ReadAhead, plan_read_ahead
+from ..source.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from ...mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
 from ...mel.spec import MelSpec
 

@@ -4,11 +4,17 @@
 
 # %% auto #0
 __all__ = [
+    "log",
     "FACTS",
     "PLAIN",
     "ENCODINGS",
     "STATUSES",
     "MOST_LISTED",
+    "PROBES",
+    "COLD_SHARE",
+    "WINDOW_FILES",
+    "WINDOW_BYTES",
+    "STEP_FILES",
     "codes_of",
     "words_of",
     "Slot",
@@ -24,24 +30,32 @@ __all__ = [
     "RecordingSource",
     "may_be_plain",
     "BatchReader",
+    "cold_share",
+    "ReadAhead",
+    "plan_read_ahead",
+    "ObjectReader",
 ]
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9e51574a
-import base64, os, shlex, time
+import base64, logging, os, shlex, threading, time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import compress
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from ...audio.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from ...audio.listing import DRY, Listing
-from ...audio.page_cache import CacheUse
+from ...audio.page_cache import CacheUse, is_in_cache
 from leakmel.audio.wav import (
     HEADER_BYTES,
+    OPEN_FLAGS,
     OutOfMemory,
     ReadFailureGuard,
     canonical_header,
@@ -54,8 +68,11 @@ from leakmel.audio.wav import (
 )
 from ...core.errors import DataError, MachineError, RecordingError, show_path
 from ...core.machine_code import BoundCall
+from ...core.store import LocalCopies
 from ..file.schema import Rejected
 from ...mel.spec import MelSpec
+
+log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9b5a6aa5
 # Facts about one recording, known after it is read.
@@ -474,3 +491,186 @@ class BatchReader:
         slot.samples[i] = row if whole else 0
         if not whole:
             slot.widen(i, row)
+
+
+# %% ../../../nbs/dataset/source/loader.ipynb #8f591c44
+PROBES = 64  # files to sample, of all listings together
+COLD_SHARE = 0.04  # share of files not in the page cache above which prefetching pays
+
+
+def cold_share(
+    listing: Listing,
+    cache_use: CacheUse,  # records whether the file system reports cached pages, and whether files were missing
+    most: int = PROBES,  # files to look at
+) -> float | None:  # 0 to 1; None if the file system does not report it, or if there are no files
+    "Estimate from a sample the share of files that are not in the page cache; raises nothing."
+    there = np.flatnonzero((listing.sizes > 0) & (listing.label_ids >= 0))
+    picked = there[np.linspace(0, len(there) - 1, min(most, len(there))).astype(np.int64)]
+    base = os.fsencode(listing.folder) + b"/"
+    with cache_use.delivering():
+        seen = [_is_cached(base + listing.paths[k], int(listing.sizes[k])) for k in picked.tolist()]
+    known = [s for s in seen if s is not None]
+    share = 1 - sum(known) / len(known) if known else None
+    cache_use.tells = bool(known)
+    cache_use.saw_cold = share is not None and share >= COLD_SHARE
+    return share
+
+
+def _is_cached(path: bytes, size: int) -> bool | None:
+    "Check whether the end of a file is in the page cache; None if unknown."
+    with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, OPEN_FLAGS)) as file:
+        return is_in_cache(file.fileno(), size - 1)
+    return None  # the reader reports the error
+
+
+# %% ../../../nbs/dataset/source/loader.ipynb #9b503597
+WINDOW_FILES = 1024
+WINDOW_BYTES = 64 << 20
+STEP_FILES = 32
+
+
+class ReadAhead:
+    "Prefetch thread: asks the operating system to load recordings before they are read, in the order of the listings."
+
+    def __init__(
+        self,
+        readers: Sequence[BatchReader],  # of the listings, in the order in which they are read
+        files: int = WINDOW_FILES,  # files to prefetch at most
+        n_bytes: int = WINDOW_BYTES,  # the same in bytes
+    ):
+        self.readers = readers
+        self.files = files
+        self.n_bytes = n_bytes
+        sizes = [r.listing.sizes.clip(0) * (r.listing.label_ids >= 0) for r in readers]
+        self._sizes = np.concatenate([np.zeros(0, np.int64), *sizes])
+        self._firsts = np.append(0, np.cumsum([len(s) for s in sizes])).astype(np.int64)  # of each listing
+        asked = np.where(self._sizes > n_bytes, 0, self._sizes)
+        self._before = np.append(0, np.cumsum(asked))  # bytes before each file
+        self._taken = 0
+        self._stopped = False
+        self._moved = threading.Condition()
+
+    def take(self, n_files: int) -> None:
+        "Note that a reader has begun with the next files."
+        with self._moved:
+            self._taken += n_files
+            self._moved.notify()
+
+    def stop(self) -> None:
+        "Stop the thread."
+        with self._moved:
+            self._stopped = True
+            self._moved.notify()
+
+    def run(self, lane: str) -> None:
+        "Prefetch files until the readers have taken all of them or `stop` is called; raises nothing."
+        try:
+            from leakmel.audio.native import prefetch_files
+
+            end = 0
+            while (step := self._next(end)) is not None:
+                k, first, end = step
+                reader = self.readers[k]
+                wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
+                paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
+                with reader.cache_use.delivering():
+                    n = prefetch_files(paths, self._sizes[wanted])
+                reader.cache_use.note_ahead(n)
+        except Exception as e:
+            log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
+
+    def _next(self, first: int) -> tuple[int, int, int] | None:
+        "Return the listing and the range of files to prefetch next, as soon as they fit into the window; None to stop."
+        with self._moved:
+            while not self._stopped:
+                first = max(first, self._taken)
+                if first >= len(self._sizes):
+                    return None
+                k = int(np.searchsorted(self._firsts, first, "right"))
+                by_files = first + max(1, min(STEP_FILES, self.files // 4))
+                limit = self._before[first] + self.n_bytes // 4  # a quarter of the window
+                by_bytes = int(np.searchsorted(self._before, limit, "right")) - 1
+                end = max(first + 1, min(int(self._firsts[k]), by_files, by_bytes))
+                under_way = int(self._before[end] - self._before[self._taken])
+                if end - self._taken <= self.files and under_way <= self.n_bytes:
+                    return k - 1, first, end
+                self._moved.wait()
+        return None
+
+
+# %% ../../../nbs/dataset/source/loader.ipynb #6d03c027
+def plan_read_ahead(
+    readers: Sequence[BatchReader],  # of listings that are read from their files, in this order
+    files: int | None,  # window in files; None: WINDOW_FILES where the page cache lacks enough; 0: none
+) -> ReadAhead | None:
+    "Return a prefetcher if enough files are missing from the page cache."
+    total = sum(len(r.listing) for r in readers)
+    shares = list[float]()  # share of uncached files, once for each file of the sample
+    for r in readers:
+        most = max(1, round(PROBES * len(r.listing) / max(1, total)))
+        if (share := cold_share(r.listing, r.cache_use, most)) is not None:
+            shares += [share] * most
+    if files is not None:
+        return ReadAhead(readers, files) if files else None
+    return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None
+
+
+# %% ../../../nbs/dataset/source/loader.ipynb #ob000004
+class ObjectReader:
+    "Reader of batches from the objects of one listing; shared by all reader threads, which take the batches in order."
+
+    stage = "read"
+
+    def __init__(
+        self,
+        plain: BatchReader,  # of the listing, whose folder is a StorePath
+        copies: LocalCopies,  # of this folder
+        kept: np.ndarray,  # [n] bool, candidates that are not read
+    ):
+        x = self.listing = plain.listing
+        self.on_bad_file = plain.on_bad_file
+        self.copies = copies
+        place = Path(os.fsdecode(copies.place))
+        here = replace(x, folder=place, paths=[b"%d" % k for k in range(len(x))])  # names of the copies
+        self._files = BatchReader(here, plain.spec)
+        self.cache_use = self._files.cache_use
+        self.cache_use.counted = False  # what a disk delivers says nothing about a network
+        self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
+        self._lock = threading.Lock()
+        self._next = 0  # first candidate whose download has not begun
+        self._under_way = dict[int, Future[bytes]]()
+        self._n_bytes = 0  # of these, and of those that are being read
+
+    def _download(self, first: int, end: int) -> list[Future[bytes]]:
+        "Begin the downloads of a batch, and of the next candidates that fit into the window; return those of the batch."
+        sizes, copies = self.listing.sizes, self.copies
+        with self._lock:
+            while self._next < len(sizes):
+                k = self._next
+                if k >= end and (self._n_bytes >= WINDOW_BYTES or len(self._under_way) >= WINDOW_FILES):
+                    break
+                self._next += 1
+                if self._wanted[k]:
+                    self._under_way[k] = copies.start(self.listing.paths[k], b"%d" % k)
+                    self._n_bytes += int(sizes[k])
+            return [self._under_way.pop(k) for k in range(first, end) if self._wanted[k]]
+
+    def fill(self, slot: Slot) -> int:
+        "Read the slot's candidates; return the bytes of their objects."
+        first, end, listing = slot.first, slot.first + slot.n, self.listing
+        files = list[bytes]()
+        try:
+            for copy in self._download(first, end):
+                files.append(self.copies.wait(copy))
+            n_bytes = self._files.fill(slot)
+        finally:
+            for file in files:
+                with suppress(OSError):
+                    os.unlink(file)
+            with self._lock:
+                self._n_bytes -= int(listing.sizes[first:end][self._wanted[first:end]].sum())
+        slot.facts["ctime_ns"] = 0  # the stamp decides
+        slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
+        if self.on_bad_file == "stop" and (bad := [r for r in slot.rejected if r.code != "dry"]):
+            raise first_bad_file(listing, bad[0])
+        return n_bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import h5py
 
 from ...core.errors import DataError, OutputError, missing_remedy, show_path, write_error
-from ...core.files import replacing, write_whole
+from ...core.files import digest_of_file, replacing, write_whole
 from ...core.progress import Progress
 from ...core.store import output_path
 from leakmel.dataset.export.card import (
@@ -28,7 +28,6 @@ from leakmel.dataset.export.card import (
     data_set_card,
     data_set_facts,
     filled,
-    sha256_of,
 )
 from ...dataset.export.columns import open_sources
 from ...dataset.file.schema import data_set_name
@@ -105,7 +104,7 @@ def _digests(files: list[Path], progress: str) -> dict[Path, str]:
     "Return the SHA-256 digests of files."
     n_bytes = sum(os.path.getsize(file) for file in files)
     with Progress(n_bytes, unit="bytes", label="SHA-256", show=progress, after_s=1.0) as bar:
-        return {file: sha256_of(file, bar.add) for file in files}
+        return {file: digest_of_file(file, "sha256", bar.add) for file in files}
 
 
 def _by_name(digests: Mapping[Path, str]) -> dict[str, str]:

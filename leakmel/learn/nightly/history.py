@@ -28,11 +28,11 @@ import xxhash
 
 from ...core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
 from ...core.files import digest_of_file, read_own, replacing, sealed
-from ...core.locks import OutputLock
+from ...core.locks import OutputLock, new_folder
 from ...core.progress import Progress
 from ...core.store import output_path
 from ...dataset.export.formats import ExportResult
-from ...dataset.export.tables import new_folder, parse_time, require_package, tree_size, write_table
+from ...dataset.export.columns import parse_time, require_package, tree_size, write_table
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"

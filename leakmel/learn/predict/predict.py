@@ -49,7 +49,7 @@ from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
 from ..model.provenance import Provenance
-from ...dataset.export.tables import require_package, write_table
+from ...dataset.export.columns import require_package, write_table
 from .readers import ParsedNames, RecordingList, find_recordings
 from leakmel.learn.predict.scoring import (
     ScoredRecordings,
