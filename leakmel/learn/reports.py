@@ -16,12 +16,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/learn/reports.ipynb #c150f6fc
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ..audio.wav import read_wav
 from ..core.errors import RecordingError, UsageError, show_path
@@ -235,7 +233,6 @@ def cross_validation_report(
     margin = np.abs(table["score"] - 0.5)
     wrong = table[(table["score"] >= 0.5) != table["leak"]].assign(margin=margin)
     wrong = wrong.sort_values("margin", ascending=False, kind="stable").head(_MOST).drop(columns="margin")
-    folds = pd.DataFrame([asdict(f) for f in found.folds]).round(3)
     sections = [
         Section("Summary", [found]),
         Section("Figures", [*found.plots().values()]),
@@ -243,7 +240,7 @@ def cross_validation_report(
             "Misclassified recordings, the worst first",
             [wrong.reset_index(drop=True).round(3) if len(wrong) else "No recording was misclassified."],
         ),
-        Section("Folds", [folds]),
+        Section("Folds", [found.folds.round(3)]),
     ]
     title = f"Cross-validation of a detector: {found.asked}"
     return write_report(path, title, str(found.verdict), sections, ok=found.verdict.beats)

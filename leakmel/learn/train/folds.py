@@ -344,13 +344,15 @@ def choose_kind(
     trainer: FoldTrainer,
     chosen: np.ndarray | None = None,  # [k] int, recordings to use, ascending; None: all
     *,
+    groups: Groups | None = None,  # of all recordings; None: those of the trainer
     detector: str = "auto",  # "auto", or the kind whose out-of-fold scores are wanted
     seed: int = 0,  # of folds and fits
     progress: str = "none",  # as for `core.progress.Progress`
 ) -> Choice:  # raises DataError where no folds are possible
     "Score recordings by cross-validation with each kind, and choose the simplest kind within one standard error."
     chosen = np.arange(len(trainer.rows)) if chosen is None else chosen
-    classes, code = trainer.ds.labels[chosen], trainer.groups.code[chosen]
+    groups = groups or trainer.groups
+    classes, code = trainer.ds.labels[chosen], groups.code[chosen]
     fold = make_folds(classes, code, 5, seed)
     parts = _scored_folds(fold, trainer.truth[chosen])
     scored = np.flatnonzero(np.isin(fold, parts))
@@ -374,7 +376,6 @@ def choose_kind(
         lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
         found["blend"] = blend_scores([found[kind] for kind in wanted], lines)
         seconds["blend"] = sum(seconds.values())
-    groups = trainer.groups
     own = Groups(
         groups.by, np.unique(code[scored], return_inverse=True)[1], tuple(map(str, np.unique(code[scored])))
     )

@@ -14,7 +14,8 @@ __all__ = [
     "TrainResult",
     "steps_after",
     "finish_training",
-    "step_seconds",
+    "network_time",
+    "seconds_text",
     "train",
 ]
 
@@ -517,13 +518,14 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
     )
 
 
-def step_seconds(
-    settings: TrainSettings,  # of `with_length`
+def network_time(
+    settings: TrainSettings,
     data: TrainingData,
     device: str,
-) -> float:
-    "Measure the seconds of an optimiser step of a network on this machine."
-    shape = data.training.item_shape
+) -> tuple[int, float]:  # optimiser steps, and their seconds on this machine
+    "Measure how long the training of a network takes, by a few of its steps."
+    n_items, shape = len(data.training), data.training.item_shape
+    settings = with_length(settings, n_items)
     stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
     x = torch.zeros((settings.batch_size, *shape), dtype=torch.float16)
     batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
@@ -532,18 +534,23 @@ def step_seconds(
         began = time.perf_counter()
         float(stepper.step(batch).loss)  # waits for the device
         took.append(time.perf_counter() - began)
-    return min(took)
+    n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
+    return n_steps, n_steps * min(took)
 
 
-def _announce_time(trainer: FoldTrainer, data: TrainingData, lengths: TrainSettings, show: str) -> None:
+def seconds_text(seconds: float) -> str:
+    "Format an estimated duration."
+    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+
+
+def _announce_time(trainer: FoldTrainer, data: TrainingData, show: str) -> None:
     "Announce how long cross-validation and training take on this machine."
     if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.rows)) or show == "none":
         return
-    steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
     n_fits = (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1) + 1
-    seconds = n_fits * steps * step_seconds(lengths, data, trainer.device)
-    text = f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-    announce(f"{n_fits} networks of about {steps:,} steps each: about {text} on this machine", show=show)
+    steps, seconds = network_time(trainer.settings, data, trainer.device)
+    text = f"{n_fits} networks of about {steps:,} steps each: about {seconds_text(n_fits * seconds)}"
+    announce(f"{text} on this machine", show=show)
 
 
 def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, show: str) -> Choice | None:
@@ -732,7 +739,7 @@ def train(
         _check_folder(folder, resume)
         trainer = _fold_trainer(data, settings, on, folder)
         if settings.detector != "cnn":
-            _announce_time(trainer, data, lengths, show)
+            _announce_time(trainer, data, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
