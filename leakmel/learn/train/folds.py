@@ -45,10 +45,8 @@ from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
 from ..metrics.decisions import HeldOutScores
-from ..metrics.metrics import leak_metrics
-from ..metrics.metrics import vote_scores
+from ..metrics.metrics import choose_rule, leak_metrics, vote_scores
 from ..metrics.significance import cautions, give_verdict, score_model
-from ..metrics.metrics import choose_rule
 from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from ..model.classifiers import BlendClassifier, BlendSettings

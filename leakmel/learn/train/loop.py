@@ -316,7 +316,7 @@ def train_epochs(
                 between(bool(by_step or by_time))
         times = state.timer.times()
         figures = end_epoch(state, times, evaluated)
-        watch.epoch(figures, loader_advice(times) if (times.wait_ms or 0) > SLOW_MS else None)
+        watch.epoch(figures, loader_advice(times) if times["loader_mean_ms"] > SLOW_MS else None)
         between(is_due=True)
         if after_epoch is not None:
             after_epoch(figures)
