@@ -56,8 +56,6 @@ def score_histogram(
     predictions: Predictions,
 ) -> "go.Figure":
     "Draw the histogram of the scores."
-    import plotly.graph_objects as go
-
     if not len(predictions):
         return styled_figure([], "No recording was scored", height=120)
     table = predictions.table
@@ -65,7 +63,8 @@ def score_histogram(
     edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [
-        go.Bar(
+        dict(
+            type="bar",
             name=f"{name} ({len(mine):,})",
             x=f32(edges[:-1] + np.diff(edges) / 2),
             y=np.histogram(mine, edges)[0],
@@ -95,8 +94,6 @@ def score_by_level(
     predictions: Predictions,
 ) -> "go.Figure":
     "Draw the score of each recording over its level."
-    import plotly.graph_objects as go
-
     table = predictions.table
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
     if not len(audible):
@@ -106,7 +103,8 @@ def score_by_level(
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
     shown = audible.iloc[:: -(-len(audible) // (MAX_POINTS // 2))]
     traces = [
-        go.Scatter(
+        dict(
+            type="scatter",
             name=name,
             x=f32(mine["rms_db"]),
             y=f32(mine["score"]),

@@ -43,7 +43,6 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from ...audio.labels import LabelTable, counts_text
-from ...audio.wav import digest_of
 from ...core.cluster import Cluster, open_cluster, run_tasks
 from ...core.comparison import text_column
 from ...core.errors import DataError, UsageError, show_path
@@ -53,7 +52,7 @@ from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
 from ..data.segments import Segments
-from ..data.splits import _can_be_left_out, _label_counts, recordings_table
+from ..data.splits import can_be_left_out, label_counts, recordings_table
 from ..data.task import Task
 from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
@@ -63,11 +62,10 @@ from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
     cautions,
-    give_verdict,
     plain,
     score_model,
 )
-from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
+from ..model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from ..model.devices import pick_device
 from ...core.files import write_whole
 from ..model.files import require_kind
@@ -100,7 +98,7 @@ def outer_folds(
 ) -> np.ndarray:  # [n] int, fold of each recording
     "Leave one group out where groups are few, else divide the groups into folds."
     numbers, each = np.unique(code, return_inverse=True)
-    if 1 < len(numbers) <= MOST_LEFT_OUT and _can_be_left_out(_label_counts(each, classes)).all():
+    if 1 < len(numbers) <= MOST_LEFT_OUT and can_be_left_out(label_counts(each, classes)).all():
         return each
     return make_folds(classes, code, n_folds, seed)
 
@@ -165,7 +163,7 @@ def _score_fit(
     trainer: FoldTrainer, features: Mapping[str, np.ndarray], fit: Fit
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:  # facts; [m] of detector and baselines; fits
     "Train without the recordings of a fold, and score them; runs in any process."
-    began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.truth
+    began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.ds.is_leak
     with single_thread():
         segments, about = _fold_scores(trainer, fit)
         seed = trainer.settings.seed + fit.seed
@@ -422,7 +420,7 @@ def _spectral_seconds(trainer: FoldTrainer) -> float:
     import sklearn.linear_model  # noqa: F401  # loading it is not part of a fit
 
     _ = trainer.features  # read once, also for the fits
-    n = len(trainer.rows)
+    n = len(trainer.ds.rows)
     some = np.linspace(0, n - 1, min(n, _MOST_TIMED)).astype(np.int64)
     some = np.union1d(some, np.unique(trainer.ds.labels, return_index=True)[1])  # with each class
     began = time.perf_counter()
@@ -442,9 +440,9 @@ def plan_processes(
         most = max(1, min(most, free_memory() // 2 // (data.training.n_bytes + _PROCESS_BYTES)))
     if show == "none" and (jobs is not None or most == 1):
         return most
-    n, kinds = n_outer, kinds_to_fit(trainer.settings.detector, len(trainer.rows))
+    n, kinds = n_outer, kinds_to_fit(trainer.settings.detector, len(trainer.ds.rows))
     if len(kinds) > 1:
-        n *= 1 + (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1)
+        n *= 1 + (5 if len(trainer.ds.rows) <= MOST_FOR_FOLDS else 1)
     seconds, parts = 0.0, []
     if "spectral" in kinds:
         seconds += n * _spectral_seconds(trainer)
@@ -486,14 +484,9 @@ class Resampling:
     n_draws: int
     began: float
 
-    @property
-    def truth(self) -> np.ndarray:
-        "[n] bool, which recordings are leaks."
-        return self.data.training.labels == self.data.task.leak_in_model
-
     def bootstrap(self, groups: Groups) -> Bootstrap:
         "Draw groups for intervals."
-        return Bootstrap(self.truth, groups, n_draws=self.n_draws, seed=self.settings.seed)
+        return Bootstrap(self.data.training.is_leak, groups, n_draws=self.n_draws, seed=self.settings.seed)
 
     def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError
         "List the fits of cross-validations by groups, one for each seed."
@@ -513,18 +506,16 @@ class Resampling:
         baselines: bool = True,
     ) -> dict[Any, Scores]:  # of what the fits belong to
         "Fit detectors and baselines on parts of the recordings, and score the others."
-        ds, data = self.data.training, self.data
-        identity = digest_of("\0".join([data.identity["training"], data.identity["task"]]).encode())
+        data, n_recordings = self.data, len(self.data.training.rows)
         keep = None if self.folder is None else self.folder / "cross-validation"
-        given = (ds.sources, ds.rows, data.task, self.settings, fits[0].groups, self.device, keep, identity)
-        trainer = FoldTrainer(*given, n_threads=1)
+        trainer = FoldTrainer(data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
         features = baseline_features(trainer.ds, progress="none") if baselines else {}
         jobs = 1
         if self.cluster is None:
             jobs = plan_processes(trainer, data, len(fits), self.jobs, self.show)
         if (jobs > 1 or self.cluster is not None) and self.settings.detector != "cnn":
             _ = trainer.features  # read once, not in each process
-        shape = (self.seeds, len(ds.rows))
+        shape = (self.seeds, n_recordings)
         found = {}
         for of in dict.fromkeys(fit.of for fit in fits):
             empty = {name: np.full(shape, np.nan) for name in ("detector", *features)}
@@ -546,26 +537,21 @@ class Resampling:
 
     def cross_validation(self, groups: Groups, scores: Scores) -> CrossValidation:
         "Compute pooled figures, and compare them with those of the baselines."
-        truth, asked, every = self.truth, self.settings.detector, scores.of
-        boot = self.bootstrap(groups)
+        asked, every, boot = self.settings.detector, scores.of, self.bootstrap(groups)
         detector = score_model(boot, every["detector"], name="detector", title=asked)
         simple = {n: score_model(boot, every[n], name=n, title=t) for n, t in BASELINE_TITLES.items()}
-        notes = cautions(truth, groups)
-        against = dict(simple)
         folds = pd.DataFrame(scores.facts).sort_values(["seed", "fold"], ignore_index=True)
-        if (folds["kind"] == "spectral").all():
-            del against["trees"]
-            notes += (NO_TREES,)
+        verdict, notes = judge(boot, detector, simple, set(folds["kind"]) == {"spectral"})
         return CrossValidation(
-            table=_result_table(self.data.training, groups, truth, scores),
+            table=_result_table(self.data.training, groups, scores),
             groups=groups,
             detector=detector,
             baselines=simple,
-            verdict=give_verdict(boot, detector, list(against.values())),
-            cautions=notes,
+            verdict=verdict,
+            cautions=(*cautions(boot.truth, groups), *notes),
             scores=scores,
             folds=folds,
-            seeds=pd.DataFrame([_quality(truth, own) for own in every["detector"]]),
+            seeds=pd.DataFrame([_quality(boot.truth, own) for own in every["detector"]]),
             labels_by_people=self.data.labels_by_people,
             **self.facts(int(folds["n_fits"].sum()), scores.n_done),
         )
@@ -595,12 +581,12 @@ class Resampling:
         write_summary(self.folder, found.to_dict())
 
 
-def _result_table(ds: Segments, groups: Groups, truth: np.ndarray, scores: Scores) -> pd.DataFrame:
+def _result_table(ds: Segments, groups: Groups, scores: Scores) -> pd.DataFrame:
     "Make the table of recordings with their scores."
     facts, every = recordings_of(ds), scores.of
     table = facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
         group=text_column(groups.names[k] for k in groups.code),
-        leak=truth,
+        leak=ds.is_leak,
         fold=scores.fold[0],
         score=every["detector"].mean(0),
         **{f"score_{n}": every[n].mean(0) for n in BASELINE_TITLES},

@@ -218,16 +218,15 @@ def interval_trace(
     line: Mapping[str, Any],  # without its colour, as the marker
     marker: Mapping[str, Any],
     **options: Any,  # of `Scatter`
-) -> "go.Scatter":
+) -> dict[str, Any]:
     "Draw figures with their intervals as bars."
-    import plotly.graph_objects as go
-
     ends = np.array([[i.low, i.high] for i in intervals]).reshape(-1, 2)
     low, high = f32(np.nan_to_num(np.abs(ends - np.reshape(value, (-1, 1)))).T)
     bars = dict(
         type="data", symmetric=False, array=high, arrayminus=low, color=colour, thickness=1.4, width=0
     )
-    return go.Scatter(
+    return dict(
+        type="scatter",
         name=name,
         x=f32(x),
         y=f32(value),
@@ -449,7 +448,9 @@ def generalisation(
         found = Generalisation(
             table=pd.DataFrame(map(_table_row, groupings)),
             groupings=tuple(groupings),
-            answer=new_group_answer(run.truth, hardest, n_draws=n_draws, seed=run.settings.seed),
+            answer=new_group_answer(
+                run.data.training.is_leak, hardest, n_draws=n_draws, seed=run.settings.seed
+            ),
             **run.facts(sum(r.n_fits for r in results), sum(r.n_done for r in results)),
         )
         run.write(found)

@@ -156,14 +156,9 @@ def folder_lock(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #01c13c06
-def _is_summary(f: BinaryIO) -> bool:
-    summary = json.load(f)
-    return isinstance(summary, dict) and "best_epoch" in summary
-
-
 _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
-    "summary.json": _is_summary,
+    "summary.json": lambda f: "best_epoch" in dict(json.load(f)),
     "history.csv": lambda f: f.read(16) == b"epoch,step,loss,",
     "model_card.md": is_card,
 }
@@ -241,7 +236,7 @@ class DeferredSignals:
 
     def __init__(self, note: Callable[[], str] = str):  # what to say when a signal is let through
         self.note = note
-        self.came = list[tuple[int, FrameType | None]]()
+        self.came = list[int]()
         self._usual = dict[int, Any]()
 
     def __enter__(self) -> Self:
@@ -258,7 +253,7 @@ class DeferredSignals:
             self.deliver()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.came.append((number, frame))
+        self.came.append(number)
         if len(self.came) > 1:
             self.deliver()
 
@@ -271,15 +266,12 @@ class DeferredSignals:
         if not self.came:
             return
         self._restore()
-        number, frame = self.came[0]
+        number, note = self.came[0], self.note()
         self.came.clear()
-        note = self.note()
         if not callable(self._usual[number]):
             _LOG.warning("%s", note)
-            os.kill(os.getpid(), number)
-            return
         try:
-            self._usual[number](number, frame)
+            signal.raise_signal(number)
         except BaseException as e:
             e.add_note(note)
             raise
@@ -411,7 +403,7 @@ def finish_training(
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
     if choice is not None and trainer is not None and choice.kind == "blend":
-        spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
+        spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     device = str(state.stepper.device)
     chooser = None if choice is None else trainer
@@ -506,16 +498,7 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
             data.training.rows
         ]  # what the split keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
-    return FoldTrainer(
-        data.training.sources,
-        data.training.rows,
-        data.task,
-        settings,
-        groups,
-        device,
-        folder / "cross-validation",
-        data.identity["task"] + data.identity["training"],
-    )
+    return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
 
 
 def network_time(
@@ -545,9 +528,9 @@ def seconds_text(seconds: float) -> str:
 
 def _announce_time(trainer: FoldTrainer, data: TrainingData, show: str) -> None:
     "Announce how long cross-validation and training take on this machine."
-    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.rows)) or show == "none":
+    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.ds.rows)) or show == "none":
         return
-    n_fits = (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1) + 1
+    n_fits = (5 if len(trainer.ds.rows) <= MOST_FOR_FOLDS else 1) + 1
     steps, seconds = network_time(trainer.settings, data, trainer.device)
     text = f"{n_fits} networks of about {steps:,} steps each: about {seconds_text(n_fits * seconds)}"
     announce(f"{text} on this machine", show=show)
@@ -590,7 +573,7 @@ def _train_spectral(
         )
     for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
         remove_file(path)
-    fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
+    fitted = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
     record = data_record(data, settings) | {
         "device": "cpu",
         "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
@@ -601,7 +584,7 @@ def _train_spectral(
     detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
     seconds = time.perf_counter() - began
     if choice is not None:
-        seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
+        seconds += sum(t["seconds"] for t in choice.tried if t["kind"] != "blend")
     detector = replace(detector, record=detector.record | {"seconds": seconds})
     return _write_result(out, detector, data, (), 0, seconds, _FITTED)
 

@@ -13,6 +13,7 @@ __all__ = [
     "end_epoch",
     "data_record",
     "training_record",
+    "detector_facts",
     "detector_of",
     "to_checkpoint",
     "restore_checkpoint",
@@ -238,7 +239,9 @@ def end_epoch(
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
     names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
     found: dict[str, Any] = dict.fromkeys(names, math.nan)
+    is_leak = np.zeros(0, bool)
     if data.validation is not None:
+        is_leak = data.validation.is_leak
         with memory_guard(
             "memory is too small to score the validation recordings during the training",
             "free memory, use loader='stream', or device='cpu'",
@@ -246,8 +249,8 @@ def end_epoch(
             scores = score_rows(
                 detector_of(state), data.validation, device=state.stepper.device, progress=progress
             )
-        chosen = choose_rule(data.is_leak, scores, s.vote, s.vote_share)
-        found = validation_figures(scores, data.is_leak, chosen)
+        chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
+        found = validation_figures(scores, is_leak, chosen)
     evaluate_s = time.perf_counter() - began
     grad_norm, clipped_share = state.sums.gradients(s.clip_norm)
     figures = EpochFigures(
@@ -266,7 +269,7 @@ def end_epoch(
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     best = state.best_figures
-    if data.validation is None or is_better(figures, best, highest, int(data.is_leak.sum())):
+    if data.validation is None or is_better(figures, best, highest, int(is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
         state.best = BestEpoch(figures.epoch, kept, chosen)
     state.epochs.append(figures)
@@ -350,18 +353,20 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def detector_facts(data: TrainingData) -> dict[str, Any]:
+    "Return what a detector takes over from its training data: task, spec and engine."
+    source = data.training.sources[0]
+    spec, engine = None if source.legacy else source.spec, str(source.file.attrs.get("engine", ""))
+    return {"task": data.task, "spec": spec, "engine": engine}
+
+
 def detector_of(
     state: TrainingState,
     *,
     best: bool = False,  # True: weights of the best epoch, in host memory; False: current weights
 ) -> Detector:
     "Make a detector of the state of a training."
-    source = state.data.training.sources[0]
-    given: dict[str, Any] = {
-        "task": state.data.task,
-        "spec": None if source.legacy else source.spec,
-        "engine": str(source.file.attrs.get("engine", "")),
-    }
+    given = detector_facts(state.data)
     if not best or state.best is None:
         return Detector(classifier=state.stepper.net, **given)
     net = LeakNet(state.stepper.net.settings)
@@ -384,7 +389,7 @@ def to_checkpoint(
         "seconds": seconds,
         "net": state.stepper.net.state_dict(),
         "stepper": state.stepper.state_dict(),
-        "loader": state.loader.state_dict(),
+        "loader": {"kind": state.loader.kind, **state.loader.order.state_dict()},
         "rate": state.rate,
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
@@ -407,7 +412,7 @@ def restore_checkpoint(
         state.stepper.load_state_dict(values["stepper"])
         if state.settings.loader == "auto":
             state.reopen(values["loader"]["kind"])
-        state.loader.load_state_dict(values["loader"])
+        state.loader.order.load_state_dict(values["loader"])
         state.sums.load_state_dict(values["sums"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise DataError(
