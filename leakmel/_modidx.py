@@ -3033,8 +3033,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'leakmel/learn/evaluate/generalisation.py'),
                                                        'leakmel.learn.evaluate.generalisation.generalisation': ( 'learn/evaluate/generalisation.html#generalisation',
                                                                                                                  'leakmel/learn/evaluate/generalisation.py'),
-                                                       'leakmel.learn.evaluate.generalisation.generalisation_figure': ( 'learn/evaluate/generalisation.html#generalisation_figure',
-                                                                                                                        'leakmel/learn/evaluate/generalisation.py'),
                                                        'leakmel.learn.evaluate.generalisation.interval_trace': ( 'learn/evaluate/generalisation.html#interval_trace',
                                                                                                                  'leakmel/learn/evaluate/generalisation.py'),
                                                        'leakmel.learn.evaluate.generalisation.learning_curve': ( 'learn/evaluate/generalisation.html#learning_curve',

@@ -163,7 +163,8 @@ def _score_fit(
     trainer: FoldTrainer, features: Mapping[str, np.ndarray], fit: Fit
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:  # facts; [m] of detector and baselines; fits
     "Train without the recordings of a fold, and score them; runs in any process."
-    began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.ds.is_leak
+    began, n_before = time.perf_counter(), trainer.n_done
+    truth = trainer.ds.is_leak
     with single_thread():
         segments, about = _fold_scores(trainer, fit)
         seed = trainer.settings.seed + fit.seed
@@ -490,7 +491,8 @@ class Resampling:
 
     def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError
         "List the fits of cross-validations by groups, one for each seed."
-        found, classes = [], self.data.training.labels
+        found = []
+        classes = self.data.training.labels
         for seed in range(self.seeds):
             fold = outer_folds(classes, groups.code, self.n_folds, self.settings.seed + seed)
             for k in range(int(fold.max()) + 1):
@@ -506,7 +508,7 @@ class Resampling:
         baselines: bool = True,
     ) -> dict[Any, Scores]:  # of what the fits belong to
         "Fit detectors and baselines on parts of the recordings, and score the others."
-        data, n_recordings = self.data, len(self.data.training.rows)
+        data = self.data
         keep = None if self.folder is None else self.folder / "cross-validation"
         trainer = FoldTrainer(data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
         features = baseline_features(trainer.ds, progress="none") if baselines else {}
@@ -515,7 +517,7 @@ class Resampling:
             jobs = plan_processes(trainer, data, len(fits), self.jobs, self.show)
         if (jobs > 1 or self.cluster is not None) and self.settings.detector != "cnn":
             _ = trainer.features  # read once, not in each process
-        shape = (self.seeds, n_recordings)
+        shape = (self.seeds, len(data.training.rows))
         found = {}
         for of in dict.fromkeys(fit.of for fit in fits):
             empty = {name: np.full(shape, np.nan) for name in ("detector", *features)}
@@ -526,19 +528,20 @@ class Resampling:
             results = _run_fits(trainer, features, fits, jobs, self.cluster)
             for n, (k, (facts, scores, n_done)) in enumerate(results, 1):
                 fit = fits[k]
-                own, held_out = found[fit.of], fit.held_out
+                own = found[fit.of]
                 for name, values in scores.items():
-                    own.of[name][fit.seed, held_out] = values
-                own.fold[fit.seed, held_out] = fit.fold
+                    own.of[name][fit.seed, fit.held_out] = values
+                own.fold[fit.seed, fit.held_out] = fit.fold
                 own.facts.append(facts)
                 own.n_done += n_done
-                bar.update(bar.n_done + len(held_out), f"{n} of {len(fits)} fits")
+                bar.update(bar.n_done + len(fit.held_out), f"{n} of {len(fits)} fits")
         return found
 
     def cross_validation(self, groups: Groups, scores: Scores) -> CrossValidation:
         "Compute pooled figures, and compare them with those of the baselines."
-        asked, every, boot = self.settings.detector, scores.of, self.bootstrap(groups)
-        detector = score_model(boot, every["detector"], name="detector", title=asked)
+        every = scores.of
+        boot = self.bootstrap(groups)
+        detector = score_model(boot, every["detector"], name="detector", title=self.settings.detector)
         simple = {n: score_model(boot, every[n], name=n, title=t) for n, t in BASELINE_TITLES.items()}
         folds = pd.DataFrame(scores.facts).sort_values(["seed", "fold"], ignore_index=True)
         verdict, notes = judge(boot, detector, simple, set(folds["kind"]) == {"spectral"})
@@ -568,7 +571,8 @@ class Resampling:
         "Write the table, the page and the summary of a result, where a folder was given."
         if self.folder is None:
             return
-        table, name = found.table, self.name
+        name = self.name
+        table = found.table
         shown = [n for n in ("path", "label", "sensor", "group") if n in table]
         table = table.assign(**{n: [show_path(v) for v in table[n]] for n in shown})
         texts = {f"{name}.csv": table.to_csv(index=False)}
@@ -583,16 +587,16 @@ class Resampling:
 
 def _result_table(ds: Segments, groups: Groups, scores: Scores) -> pd.DataFrame:
     "Make the table of recordings with their scores."
-    facts, every = recordings_of(ds), scores.of
+    facts = recordings_of(ds)
     table = facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
         group=text_column(groups.names[k] for k in groups.code),
         leak=ds.is_leak,
         fold=scores.fold[0],
-        score=every["detector"].mean(0),
-        **{f"score_{n}": every[n].mean(0) for n in BASELINE_TITLES},
+        score=scores.of["detector"].mean(0),
+        **{f"score_{n}": scores.of[n].mean(0) for n in BASELINE_TITLES},
     )
     if len(scores.fold) > 1:
-        for k, (fold, score) in enumerate(zip(scores.fold, every["detector"]), 1):
+        for k, (fold, score) in enumerate(zip(scores.fold, scores.of["detector"]), 1):
             table = table.assign(**{f"fold_{k}": fold, f"score_{k}": score})
     return table
 

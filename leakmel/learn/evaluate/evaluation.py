@@ -522,7 +522,8 @@ def _evaluation(
         segments = score_rows(detector, ds, progress=bar.update, **how)
     seconds = time.perf_counter() - began
     ways = _score_votes(boot, detector, ds, segments, votes)
-    simple, training = {}, parts.get("training")
+    simple = {}
+    training = parts.get("training")
     if training is not None and 0 < training.is_leak.sum() < len(training.rows):
         simple = score_baselines(boot, ds, training, validation, progress=progress)
     own = ways[detector.vote]

@@ -14,7 +14,6 @@ __all__ = [
     "Answer",
     "new_group_answer",
     "interval_trace",
-    "generalisation_figure",
     "Generalisation",
     "generalisation",
     "smaller_part",
@@ -238,50 +237,6 @@ def interval_trace(
     )
 
 
-def generalisation_figure(
-    shown: Sequence[tuple[str, int, Mapping[str, ScoredModel]]],  # label, number of groups, and each model
-    answer: Answer,
-) -> "go.Figure":
-    "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest."
-    note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-    names = list(shown[0][2])
-    traces = []
-    for k, name in enumerate(names):
-        models = [own[name] for _, _, own in shown]
-        is_detector = k == 0
-        line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
-        traces.append(
-            interval_trace(
-                "detector" if is_detector else plain_text(models[0].title),
-                np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
-                [m.figures["auc"] for m in models],
-                [m.intervals["auc"] for m in models],
-                label_colour(k),
-                line=line,
-                marker=dict(size=9 if is_detector else 6),
-                customdata=[str(m.intervals["auc"]) for m in models],
-                hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
-            )
-        )
-    labels = [f"{plain_text(label)}<br>{n:,} groups" for label, n, _ in shown]
-    fig = styled_figure(
-        traces,
-        answer.title,
-        note,
-        height=460,
-        xaxis=dict(
-            title=dict(text="folds by (harder test to the right)"),
-            tickvals=list(range(len(shown))),
-            ticktext=labels,
-            range=[-0.4, len(shown) - 0.6],
-            showgrid=False,
-        ),
-        yaxis=dict(title=dict(text="AUC")),
-    )
-    fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))
-    return fig.update_layout(margin=dict(b=44))
-
-
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000015
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Generalisation(Resampled):
@@ -342,13 +297,49 @@ class Generalisation(Resampled):
         return {"generalisation": found, "answer": self.answer.summary} | self.common_values()
 
     def plots(self) -> "dict[str, go.Figure]":  # generalisation
-        "Draw the AUC against the grouping, by name."
+        "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest, by name."
         shown = [
             (" = ".join(map(_group_noun, (g.name, *g.also))), len(g.groups), _models(g.result))
             for g in self.groupings
             if g.result is not None
         ]
-        return {"generalisation": generalisation_figure(shown, self.answer)}
+        note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
+        names = list(shown[0][2])
+        traces = []
+        for k, name in enumerate(names):
+            models = [own[name] for _, _, own in shown]
+            is_detector = k == 0
+            line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
+            traces.append(
+                interval_trace(
+                    "detector" if is_detector else plain_text(models[0].title),
+                    np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
+                    [m.figures["auc"] for m in models],
+                    [m.intervals["auc"] for m in models],
+                    label_colour(k),
+                    line=line,
+                    marker=dict(size=9 if is_detector else 6),
+                    customdata=[str(m.intervals["auc"]) for m in models],
+                    hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
+                )
+            )
+        labels = [f"{plain_text(label)}<br>{n:,} groups" for label, n, _ in shown]
+        fig = styled_figure(
+            traces,
+            self.answer.title,
+            note,
+            height=460,
+            xaxis=dict(
+                title=dict(text="folds by (harder test to the right)"),
+                tickvals=list(range(len(shown))),
+                ticktext=labels,
+                range=[-0.4, len(shown) - 0.6],
+                showgrid=False,
+            ),
+            yaxis=dict(title=dict(text="AUC")),
+        )
+        fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))
+        return {"generalisation": fig.update_layout(margin=dict(b=44))}
 
 
 def _models(found: CrossValidation) -> dict[str, ScoredModel]:
@@ -640,13 +631,14 @@ _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curv
 
 def _fits(run: Resampling, groups: Groups, shares: Sequence[float]) -> list[Fit]:
     "List the fits of all points."
-    classes, code, found = run.data.training.labels, groups.code, []
+    classes, code = run.data.training.labels, groups.code
+    found = []
     for fit in run.fits(_WHOLE, groups):
         found.append(fit)
-        own, seed = fit.learned, run.settings.seed + fit.seed
+        own = fit.learned
         for curve in CURVES:
             for share in (s for s in shares if s < 1):
-                part = smaller_part(classes[own], code[own], curve, share, seed)
+                part = smaller_part(classes[own], code[own], curve, share, run.settings.seed + fit.seed)
                 found.append(replace(fit, of=(curve, share), learned=own[part]))
     return found
 
@@ -670,10 +662,10 @@ def _points(
         enough = 0.95 * part[_WHOLE]["recordings"]
         smaller = sorted(of for of in found if of[0] == curve and part[of]["recordings"] < enough)
         for of in (*smaller, _WHOLE):
-            i, own = models[of].intervals["auc"], found[of].of["detector"]
+            i = models[of].intervals["auc"]
             row = {"curve": curve, "share": of[1], **part[of], "auc": models[of].figures["auc"]}
             row |= {"auc_low": i.low, "auc_high": i.high}
-            areas = [leak_metrics(boot.truth, score)["auc"] for score in own]
+            areas = [leak_metrics(boot.truth, score)["auc"] for score in found[of].of["detector"]]
             points.append(row | {f"auc_{k}": area for k, area in enumerate(areas, 1)})
         if smaller:
             half = min(smaller, key=lambda of: abs(of[1] - 0.5))

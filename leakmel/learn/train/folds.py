@@ -182,9 +182,9 @@ class FoldTrainer:
         "Fit a detector; a network is trained for all its steps."
         seed += self.settings.seed
         if kind == "spectral":
-            classes, n_classes = self.ds.labels[chosen], len(self.data.task.model_names)
+            n_classes = len(self.data.task.model_names)
             given: dict[str, Any] = {"seed": seed, "n_threads": self.n_threads}
-            classifier = fit_spectral(self.features.of(chosen), classes, n_classes, **given)
+            classifier = fit_spectral(self.features.of(chosen), self.ds.labels[chosen], n_classes, **given)
             return Detector(classifier, **detector_facts(self.data))
         learned = self._segments(chosen, "long")
         settings = with_length(self.settings, len(learned))

@@ -266,7 +266,8 @@ class DeferredSignals:
         if not self.came:
             return
         self._restore()
-        number, note = self.came[0], self.note()
+        number = self.came[0]
+        note = self.note()
         self.came.clear()
         if not callable(self._usual[number]):
             _LOG.warning("%s", note)
@@ -507,10 +508,10 @@ def network_time(
     device: str,
 ) -> tuple[int, float]:  # optimiser steps, and their seconds on this machine
     "Measure how long the training of a network takes, by a few of its steps."
-    n_items, shape = len(data.training), data.training.item_shape
+    n_items = len(data.training)
     settings = with_length(settings, n_items)
     stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
-    x = torch.zeros((settings.batch_size, *shape), dtype=torch.float16)
+    x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
     batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
     took = []
     for _ in range(3):

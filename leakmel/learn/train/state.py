@@ -293,10 +293,13 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     "Rates and times of an epoch; the first step of a run, with what is compiled or allocated then, is counted apart."
     found = dict(times)
-    first_ms, n, warm_s = found.pop("first_wait_ms"), int(times["n_batches"]), 0.0
+    first_ms = found.pop("first_wait_ms")
+    n = int(times["n_batches"])
+    warm_s = 0.0
     if n and state.stepper.n_done - n == state.first:
         warm_s = first_ms / 1000 + (state.stepper.first_step_s or 0)
-    steady_s, n_steady = times["learn_s"] - warm_s, n - bool(warm_s)
+    steady_s = times["learn_s"] - warm_s
+    n_steady = n - bool(warm_s)
     rate = n_steady / steady_s if n_steady > 0 and steady_s > 0 else math.nan
     items_per_s = rate * state.loader.order.n_items / len(state.loader)
     return found | {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
@@ -356,8 +359,8 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
 def detector_facts(data: TrainingData) -> dict[str, Any]:
     "Return what a detector takes over from its training data: task, spec and engine."
     source = data.training.sources[0]
-    spec, engine = None if source.legacy else source.spec, str(source.file.attrs.get("engine", ""))
-    return {"task": data.task, "spec": spec, "engine": engine}
+    spec = None if source.legacy else source.spec
+    return {"task": data.task, "spec": spec, "engine": str(source.file.attrs.get("engine", ""))}
 
 
 def detector_of(

@@ -298,9 +298,10 @@ def loader_advice(
     times: Mapping[str, float],  # of `StepTimer.times`
 ) -> str | None:  # None: the loader keeps up
     "Return advice if the training waits for its batches."
-    wait_ms, ratio = times["loader_mean_ms"], times["io_to_compute"]
+    wait_ms = times["loader_mean_ms"]
     if not wait_ms >= GOAL_MS:
         return None
+    ratio = times["io_to_compute"]
     slow = "is too slow" if wait_ms > SLOW_MS else "could be faster"
     text = "" if math.isnan(ratio) else f", {ratio:.1f} times the computing time"
     return (
@@ -399,14 +400,15 @@ class StepTimer:
             torch.cuda.synchronize(self.device)
             memory["allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
             memory["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
-        first, rest = (self.waits or [math.nan])[0], self.waits[1:]
+        rest = self.waits[1:]
         wait_ms = sum(rest) / len(rest) if rest else math.nan
-        h2d_ms, compute_ms = self._mean_ms(self.moved), self._mean_ms(self.computed)
+        h2d_ms = self._mean_ms(self.moved)
+        compute_ms = self._mean_ms(self.computed)
         busy_ms = wait_ms + (0 if math.isnan(h2d_ms) else h2d_ms)
         return memory | {
             "n_batches": len(self.waits),
             "learn_s": time.perf_counter() - self.start,
-            "first_wait_ms": first,
+            "first_wait_ms": self.waits[0] if self.waits else math.nan,
             "loader_mean_ms": wait_ms,
             "loader_max_ms": max(rest, default=math.nan),
             "h2d_ms": h2d_ms,
