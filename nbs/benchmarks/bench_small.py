@@ -152,7 +152,7 @@ def measure_task(
             out = lm.cross_validate(
                 path, out=work, settings=lm.TrainSettings(detector=kind), progress="none", n_draws=1000
             )
-        is_whole = out.n_done == sum(f.n_fits for f in out.folds)  # no fit was read from an earlier run
+        is_whole = out.n_done == out.n_fits  # no fit was read from an earlier run
         found["detectors"][kind] = _figures(out.detector) | {
             "seconds": time.perf_counter() - began if is_whole else None,
             "kinds": out.kinds,

@@ -16,7 +16,7 @@ its share. The record is stored after each step, so that a run that is killed lo
 
 import math, os, time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.spectral import fit_spectral, spectral_features
 from leakmel.learn.train.inputs import open_training
-from leakmel.learn.train.step import StepTimes
 from leakmel.learn.model.settings import SMALL_SET, TrainSettings, with_length
 from leakmel.learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
@@ -98,7 +97,7 @@ class _Bench:
     log: LogLine
 
 
-def _train_epoch(state: TrainingState) -> StepTimes:
+def _train_epoch(state: TrainingState) -> dict[str, float]:
     "Train on every batch once."
     for batch in state.timer.batches(state.loader):
         with state.timer.step():
@@ -117,11 +116,11 @@ def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Det
             with Monitor(timeline, 0.1, bench.device):
                 for k in range(bench.rounds):
                     times = _train_epoch(state)
-                    speed = {"batches_per_s": times.batches_per_s, "busy_share": times.busy_share}
-                    found.append(asdict(times) | speed)
-                    bench.log(
-                        f"{name}: round {k + 1} of {bench.rounds}: {times.batches_per_s:,.1f} batches/s"
-                    )
+                    rate = times["n_batches"] / times["learn_s"]
+                    busy = min(1.0, rate * times["compute_ms"] / 1000)  # gaps between kernels count too
+                    known = {n: None if math.isnan(v) else v for n, v in times.items()}
+                    found.append(known | {"batches_per_s": rate, "busy_share": busy})
+                    bench.log(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
                     if time.monotonic() >= stop_s:
                         break
             if not math.isfinite(loss := state.sums.mean_loss()):
@@ -131,7 +130,7 @@ def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Det
             figures = {
                 "first_step_s": state.stepper.first_step_s,
                 "warmup_s": warm_s,
-                "warmup_batches": warm.n_batches,
+                "warmup_batches": warm["n_batches"],
                 "loader": repr(state.loader),
                 "half": str(state.stepper.half),
                 "gpu_percent": mean(timeline.samples, "gpu_percent"),

@@ -81,16 +81,16 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def test_each_recording_is_scored_once_for_each_seed_without_its_group(found: CrossValidation) -> None:
-    assert len(found.repetitions) == 2
+    assert len(found.seeds) == 2
     assert len(found) == len(found.groups.code)
-    for repetition in found.repetitions:
-        assert np.isfinite(repetition.score).all()
-        assert sum(f.recordings for f in repetition.folds) == len(found)
+    one, two = found.scores.of["detector"]
+    assert np.isfinite([one, two]).all()
+    assert (found.folds.groupby("seed")["recordings"].sum() == len(found)).all()
+    for fold in found.scores.fold:
         for k in range(len(found.groups)):
-            assert len(np.unique(repetition.fold[found.groups.code == k])) == 1, "a group on both sides"
-    one, two = found.repetitions
-    assert not np.array_equal(one.fold, two.fold)
-    assert np.allclose(found.table["score"], (one.score + two.score) / 2)
+            assert len(np.unique(fold[found.groups.code == k])) == 1, "a group on both sides"
+    assert not np.array_equal(*found.scores.fold)
+    assert np.allclose(found.table["score"], (one + two) / 2)
     assert found.detector.figures["auc"] > 0.7, "leaks of the demo are easy"
 
 
@@ -98,11 +98,11 @@ def test_pooled_figures_are_those_of_one_detector(found: CrossValidation) -> Non
     truth = found.table["leak"].to_numpy(bool)
     boot = Bootstrap(truth, found.groups, n_draws=200)
     for name in ("auc", "balanced_accuracy"):
-        assert found.detector.figures[name] == np.mean([getattr(r, name) for r in found.repetitions])
-        draws = [boot.draws(r.score, 0.5)[name] for r in found.repetitions]
+        assert found.detector.figures[name] == np.mean(found.seeds[name])
+        draws = [boot.draws(score, 0.5)[name] for score in found.scores.of["detector"]]
         assert np.allclose(found.detector.draws[name], np.mean(draws, 0), equal_nan=True)
     for name, baseline in found.baselines.items():
-        areas = [leak_metrics(truth, r.baselines[name])["auc"] for r in found.repetitions]
+        areas = [leak_metrics(truth, score)["auc"] for score in found.scores.of[name]]
         assert baseline.figures["auc"] == np.mean(areas)
     assert found.detector.counts.n == 2 * len(found)
 
@@ -131,7 +131,7 @@ def test_interrupted_run_of_a_kind_is_resumed(
         cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
     second = count_fits()
     resumed = cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
-    assert len(first) + len(second) == sum(f.n_fits for f in resumed.folds)
+    assert len(first) + len(second) == resumed.folds["n_fits"].sum()
     assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
 
 
@@ -169,7 +169,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     one = cross_validated(small_sets, n_folds=2)
     two = cross_validated(small_sets, n_folds=2, jobs=2, out=tmp_path)
     assert two.table.equals(one.table)
-    assert two.n_done == sum(f.n_fits for f in two.folds) == 2, "fits of other processes are counted"
+    assert two.n_done == two.n_fits == 2, "fits of other processes are counted"
     until = time.monotonic() + 60
     while left := processes_of_joblib():
         assert time.monotonic() < until, f"idle processes hold their memory: {left}"
@@ -238,7 +238,7 @@ def test_interrupted_run_is_resumed_and_fits_nothing_twice(
 def test_few_groups_are_left_out_one_by_one(small_sets: Path, found: CrossValidation) -> None:
     group = [f"pipe {k % 6}" for k in range(len(found))]
     found = cross_validated(small_sets, group=group)
-    assert found.repetitions[0].is_one_out
+    assert found.is_one_out
     assert len(found.folds) == 6
     assert found.table.groupby("fold")["group"].nunique().tolist() == [1] * 6
     assert "was left out once" in found.method
@@ -301,7 +301,7 @@ def test_network_and_choice_inside_each_fold(
     assert len(network.verdict.against) == 3
     seen = count_fits()
     chosen = cross_validated(small_sets, lm.TrainSettings(detector="blend", **TINY), n_folds=2, out=tmp_path)
-    n = sum(f.n_fits for f in chosen.folds)
+    n = chosen.n_fits
     assert chosen.kinds == {"blend": 2}
     assert len(seen) == n == chosen.n_done
     assert seen.count("cnn") == seen.count("spectral") == n / 2

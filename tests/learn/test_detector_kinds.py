@@ -41,6 +41,7 @@ from leakmel.learn.retrain.rounds import fine_tune, round_settings
 from leakmel.learn.retrain.selection import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
+from leakmel.learn.train.inputs import TrainingData
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SMALL = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
@@ -363,13 +364,17 @@ def test_a_damaged_score_file_is_computed_again(sets, alone, tmp_path):
     assert again.detector.thresholds == alone.detector.thresholds
 
 
+def data_of(ds: lm.MelDataset) -> TrainingData:
+    task = make_task(ds.class_names)
+    return TrainingData(Segments(ds, level="recording", task=task), None, task, None, {})
+
+
 def test_scores_of_another_version_are_computed_again(sets, tmp_path, monkeypatch):
     with lm.open_dataset(sets["training"]) as ds:
         n = len(ds)
         groups = Groups("recording", np.arange(n), tuple(map(str, range(n))))
         settings = lm.TrainSettings(detector="spectral")
-        given = [ds], np.arange(n), make_task(ds.class_names), settings, groups, "cpu", tmp_path
-        trainer = folds_module.FoldTrainer(*given)
+        trainer = folds_module.FoldTrainer(data_of(ds), settings, groups, "cpu", tmp_path)
         for version, n_done in (("1", 1), ("1", 1), ("2", 2)):
             monkeypatch.setattr(folds_module, "__version__", version, raising=False)
             trainer.scores("spectral", np.arange(4, n), np.arange(4))
@@ -427,12 +432,12 @@ def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch,
         rows = np.arange(len(ds))
         groups = Groups("recording", np.arange(len(rows)), tuple(map(str, rows)))
         settings = lm.TrainSettings(detector=kind, **SMALL)
-        trainer = folds_module.FoldTrainer([ds], rows, make_task(ds.class_names), settings, groups)
+        trainer = folds_module.FoldTrainer(data_of(ds), settings, groups)
         choice = folds_module.choose_kind(trainer, detector=kind)
-        truth = trainer.truth[choice.scored]
+        truth = trainer.ds.is_leak[choice.scored]
     assert choice.n_folds == n_scored
     assert set(truth.tolist()) == {False, True}
-    assert all(np.isfinite(t.auc) for t in choice.tried)
+    assert all(np.isfinite(t["auc"]) for t in choice.tried)
 
 
 def test_a_label_of_one_group_only_gives_a_spectral_detector_without_a_choice(sets, tmp_path, caplog):

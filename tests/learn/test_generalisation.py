@@ -16,6 +16,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.generalisation import Generalisation, find_grouping, new_group_answer
 from leakmel.learn.evaluate.generalisation import CURVES, Gain, find_gain, gain_text, smaller_part
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
+from leakmel.learn.metrics.significance import score_model
 from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = [
@@ -100,7 +101,7 @@ def test_counts_add_up_in_table_and_plain_values(found: Generalisation) -> None:
     assert tested["leaks"].tolist() == [18.0] * 3
     assert tested["groups"].tolist() == [36, 12, 3]
     for result in found.tested.values():
-        assert sum(f.recordings for f in result.folds) == 36
+        assert result.folds["recordings"].sum() == 36
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert [row["by"] for row in plain["generalisation"]] == list(table.index)
     assert plain["generalisation"][1]["models"]["detector"]["figures"]["auc"]["value"] == pytest.approx(
@@ -225,13 +226,14 @@ def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Pa
     some = QUIET | CURVE | {"out": tmp_path}
     found = lm.learning_curve(noises, **some)
     whole = lm.cross_validate(noises, n_folds=2, seeds=2, **QUIET)
-    ends = [p for p in found.points if p.share == 1]
-    assert [p.curve for p in ends] == ["recordings", "groups"]
-    for p in ends:
-        assert list(p.auc) == pytest.approx([r.auc for r in whole.repetitions])
-    halves = {p.curve: p for p in found.points if p.share == 0.5}
-    assert halves["recordings"].groups == ends[0].groups
-    assert halves["groups"].groups == pytest.approx(ends[0].groups / 2)
+    table = found.table.set_index("curve")
+    ends = table[table["share"] == 1]
+    assert list(ends.index) == ["recordings", "groups"]
+    for areas in ends[["auc_1", "auc_2"]].to_numpy():
+        assert areas == pytest.approx(whole.seeds["auc"])
+    halves = table[table["share"] == 0.5]
+    assert halves["groups"]["recordings"] == ends["groups"]["groups"]
+    assert halves["groups"]["groups"] == pytest.approx(ends["groups"]["groups"] / 2)
     assert found.n_fits == found.n_done == 2 * 2 * 3
     assert json.loads((tmp_path / "summary.json").read_text())["gains"].keys() == {"recordings", "groups"}
     again = lm.learning_curve(noises, **some)
@@ -275,7 +277,9 @@ def gain_of(smaller: float, whole: float, n_sensors: int = 20) -> Gain:
     rng = np.random.default_rng(0)
     truth, noise = np.tile([True, False], 40), rng.standard_normal((2, 3, 80))
     boot = Bootstrap(truth, numbered("sensor", np.arange(80) // 4 % n_sensors), n_draws=300)
-    return find_gain(boot, "groups", 0.5, truth + smaller * noise[0], truth + whole * noise[1])
+    scores = (truth + smaller * noise[0], truth + whole * noise[1])
+    models = [score_model(boot, score, name="cnn", title="cnn") for score in scores]
+    return find_gain(boot, "groups", 0.5, *models)
 
 
 def test_gain_is_stated_only_where_its_interval_shows_it() -> None:

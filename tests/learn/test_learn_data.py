@@ -721,7 +721,7 @@ def test_loaders_resume_at_their_position(small, options):
     def batches(loader: Loader) -> Iterator[tuple[list[int], dict]]:
         for _ in range(3):
             for b in loader:
-                yield b.items.tolist(), loader.state_dict()
+                yield b.items.tolist(), loader.order.state_dict()
 
     def opened() -> Loader:
         return open_loader(small, 7, seed=2, **options)
@@ -730,7 +730,7 @@ def test_loaders_resume_at_their_position(small, options):
     assert len(whole) == 3 * 6
     for stop in (1, 4, len(whole) // 3, len(whole) // 3 + 2):
         loader = opened()
-        loader.load_state_dict(json.loads(json.dumps(whole[stop - 1][1])))
+        loader.order.load_state_dict(json.loads(json.dumps(whole[stop - 1][1])))
         again = [items for _, (items, _) in zip(range(len(whole) - stop), batches(loader))]
         assert again == [items for items, _ in whole[stop:]]
 
@@ -764,7 +764,7 @@ def test_abandoned_epoch_is_resumed(small):
         loader = open_loader(small, 7, **options)
         for _ in loader:
             break
-        assert loader.state_dict()["batch"] == 1
+        assert loader.order.state_dict()["batch"] == 1
         assert len(list(loader)) == 5
         assert (loader.order.epoch, loader.order.batch) == (1, 0)
 

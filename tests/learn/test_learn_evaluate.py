@@ -23,7 +23,7 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
-from leakmel.learn.evaluate.evaluation import leak_mask, score_baselines
+from leakmel.learn.evaluate.evaluation import score_baselines
 from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
@@ -505,9 +505,9 @@ def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
     rng = np.random.default_rng(0)
     x, y, test, truth = (
         baseline_features(parts["training"])["mean_mels"],
-        leak_mask(parts["training"]),
+        parts["training"].is_leak,
         baseline_features(parts["testing"])["mean_mels"],
-        leak_mask(parts["testing"]),
+        parts["testing"].is_leak,
     )
     areas = [
         roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).predict_proba(test)[:, 1]) for _ in range(40)
@@ -595,11 +595,11 @@ def test_baseline_features_equal_mean_mels_levels_and_band_statistics(parts):
     level = levels(ds)
     assert level is not None
     np.testing.assert_array_equal(level[:, 0], table["rms_db"])
-    assert np.array_equal(leak_mask(ds), table["label"] == "LEAK")
+    assert np.array_equal(ds.is_leak, table["label"] == "LEAK")
 
 
 def test_baselines_choose_on_validation_only(parts):
-    boots = {name: Bootstrap(leak_mask(ds), groups_of(np.arange(len(ds)))) for name, ds in parts.items()}
+    boots = {name: Bootstrap(ds.is_leak, groups_of(np.arange(len(ds)))) for name, ds in parts.items()}
 
     def scored(name: str, *validation: Segments) -> dict[str, Any]:
         return score_baselines(boots[name], parts[name], parts["training"], *validation)
@@ -608,7 +608,7 @@ def test_baselines_choose_on_validation_only(parts):
     for (name, a), b in zip(scored("testing", parts["validation"]).items(), scored("testing").values()):
         assert np.array_equal(a.score, b.score)
         assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
-        score, truth = own[name].score, leak_mask(parts["validation"])
+        score, truth = own[name].score, parts["validation"].is_leak
         best = max(leak_metrics(truth, score, t)["f1"] for t in score)
         assert leak_metrics(truth, score, a.threshold)["f1"] == best
     assert [j.title for j in own.values()] == [
@@ -636,7 +636,7 @@ def informed_detectors(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
     def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
         rng = np.random.default_rng(5)
         logit = (
-            4.0 * (leak_mask(ds) - 0.5)[:, None]
+            4.0 * (ds.is_leak - 0.5)[:, None]
             + rng.normal(0, noise, (len(ds.rows), 1))
             + rng.normal(0, 0.5, (len(ds.rows), ds.row_shape[0]))
         )

@@ -20,7 +20,7 @@ import leakmel as lm
 from leakmel.audio.labels import read_labels
 from leakmel.cli import main
 from leakmel.learn.data.groups import group_values
-from leakmel.learn.data.leakage import find_shared
+from leakmel.learn.data.groups import find_shared
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import LeakySplitWarning, existing_split, group_split
 from leakmel.learn.data.task import find_label, make_task

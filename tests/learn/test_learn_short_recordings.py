@@ -23,7 +23,6 @@ from leakmel.core.errors import DataError, RecordingError, UsageError
 from leakmel.learn.data.loaders import BatchOrder, open_loader
 from leakmel.learn.data.segments import LEVELS, Segments, cut_into_rows, segments_per_row, conform_recording
 from leakmel.learn.data.task import make_task
-from leakmel.learn.evaluate.evaluation import leak_mask
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module
@@ -298,9 +297,9 @@ def test_loaders_exclude_padding_after_the_recording(rows, options):
             loader.order.set_epoch(0)
             for _ in loader:
                 break
-            place = json.loads(json.dumps(loader.state_dict()))
+            place = json.loads(json.dumps(loader.order.state_dict()))
             with open_loader(ds, 5, seed=3, **options) as other:
-                other.load_state_dict(place)
+                other.order.load_state_dict(place)
                 for a, b in zip(other, epochs[0][1:], strict=True):
                     assert torch.equal(a.items, b.items)
         with open_loader(ds, 5, epoch_share=0.5, **options) as half:
@@ -612,7 +611,7 @@ def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part)
         for name, own in sets.items()
     }
     right = {name: baseline_features(ds)["mean_mels"].mean(1, keepdims=True) for name, ds in parts.items()}
-    line = fit_logistic(right["training"], leak_mask(parts["training"]))
+    line = fit_logistic(right["training"], parts["training"].is_leak)
     e = lm.evaluate(
         made_detector(parts["testing"].sources[0].spec),
         parts["testing"].sources[0],
@@ -623,6 +622,6 @@ def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part)
     )
     assert np.allclose(e.table["score_level"], line.predict_proba(right["testing"])[:, 1], atol=1e-9)
     assert levels(parts[part]) is None
-    assert leak_mask(parts["testing"]).any()
+    assert parts["testing"].is_leak.any()
     for ds in parts.values():
         ds.close()

@@ -23,7 +23,7 @@ from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.groups import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
-from leakmel.learn.data.leakage import KINDS, find_shared, shared_values
+from leakmel.learn.data.groups import KINDS, find_shared, shared_values
 from leakmel.learn.data.splits import (
     LeakySplitWarning,
     Split,

@@ -41,7 +41,7 @@ from leakmel.learn.train.step import (
     micro_batch_slices,
     is_out_of_memory,
 )
-from leakmel.learn.train.step import StepTimer, StepTimes, loader_advice
+from leakmel.learn.train.step import StepTimer, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {
@@ -751,14 +751,15 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
         with timer.step():
             pass
     times = timer.times()
-    assert times.n_batches == n
-    assert times.n_sampled == sampled
-    for ms in (times.compute_ms, times.h2d_ms):
-        assert ms == (pytest.approx(10) if n else None)
+    assert times["n_batches"] == n
+    assert len(timer.computed) == len(timer.moved) == sampled + (n > 1)  # the first one is always marked
+    for ms in (times["compute_ms"], times["h2d_ms"]):
+        assert ms == pytest.approx(10 if n else math.nan, nan_ok=True)
     assert loads.n_moved == 0
-    assert (times.wait_ms is None) == (times.wait_max_ms is None) == (n < 2)
-    assert (times.first_wait_ms is None) == (n == 0)
-    assert times.reserved_bytes is times.allocated_bytes is None
+    assert math.isnan(times["loader_mean_ms"]) == math.isnan(times["loader_max_ms"]) == (n < 2)
+    assert math.isnan(times["first_wait_ms"]) == (n == 0)
+    assert math.isnan(times["reserved_bytes"])
+    assert math.isnan(times["allocated_bytes"])
     list(loads)
     assert loads.n_moved == n  # the loader has its own way back
 
@@ -783,8 +784,8 @@ def test_synchronous_copy_is_not_counted_as_loader_wait(monkeypatch):
         with timer.step():
             pass
     times = timer.times()
-    assert times.h2d_ms == pytest.approx(20)
-    assert times.wait_ms == pytest.approx(0)
+    assert times["h2d_ms"] == pytest.approx(20)
+    assert times["loader_mean_ms"] == pytest.approx(0)
 
 
 def test_timer_restarts_each_epoch():
@@ -793,7 +794,7 @@ def test_timer_restarts_each_epoch():
         for _ in timer.batches(LoadedBatches(n)):
             with timer.step():
                 pass
-        assert timer.times().n_batches == n
+        assert timer.times()["n_batches"] == n
 
 
 def test_interrupted_loop_restores_the_loader():
@@ -826,26 +827,19 @@ def test_a_step_that_fails_is_not_timed():
 
     with pytest.raises(KeyError):
         loop()
-    assert timer.times().n_sampled == 0
-    assert timer.times().compute_ms is None
+    assert timer.computed == {}
+    assert math.isnan(timer.times()["compute_ms"])
 
 
 def test_advice_follows_the_loader_wait():
-    def times(wait_ms: float | None) -> StepTimes:
-        return StepTimes(100, 2, 10.0, 1.0, wait_ms, wait_ms, 1.0, 20.0, None, None)
+    def times(wait_ms: float) -> dict[str, float]:
+        return {"loader_mean_ms": wait_ms, "io_to_compute": wait_ms / 20}
 
-    assert loader_advice(times(None)) is None
+    assert loader_advice(times(math.nan)) is None
     assert loader_advice(times(9.9)) is None
     assert "could be faster" in str(loader_advice(times(30)))
     assert "too slow" in str(loader_advice(times(51)))
-    assert times(39).io_ratio == 2.0
-    assert times(1).busy_share == pytest.approx(0.2)
-    assert times(1).batches_per_s == 10
-    empty = StepTimes(0, 0, 0.0, None, None, None, None, None, None, None)
-    assert empty.io_ratio is None
-    assert empty.busy_share is None
-    assert empty.batches_per_s == 0
-    assert all(v is None or isinstance(v, (int, float)) for v in asdict(empty).values())
+    assert "2.5 times the computing time" in str(loader_advice(times(50)))
 
 
 class FakeEvent:
@@ -896,8 +890,8 @@ def test_gpu_timer_does_not_synchronise_before_the_end(monkeypatch):
             pass
     assert "settle" not in calls
     times = timer.times()
-    assert (times.compute_ms, times.h2d_ms, times.n_sampled) == (2.0, 2.0, 3)
-    assert (times.allocated_bytes, times.reserved_bytes) == (7, 9)
+    assert (times["compute_ms"], times["h2d_ms"]) == (2.0, 2.0)
+    assert (times["allocated_bytes"], times["reserved_bytes"]) == (7, 9)
     assert len(FakeEvent.made) == 16  # two around each of four transfers and four steps
     assert calls.count("settle") == 1
 
@@ -951,11 +945,11 @@ def test_gpu_time_is_measured_by_events():
         with timer.step():
             stepper.step(batch)
     times = timer.times()
-    assert times.compute_ms
-    assert times.h2d_ms is not None
-    assert times.allocated_bytes
-    assert times.reserved_bytes
-    assert times.n_sampled == 10
+    assert times["compute_ms"] > 0
+    assert times["h2d_ms"] >= 0
+    assert times["allocated_bytes"] > 0
+    assert times["reserved_bytes"] > 0
+    assert len(timer.computed) == 11
 
 
 @pytest.mark.gpu

@@ -576,19 +576,24 @@ def test_model_has_the_weights_of_the_best_epoch(sets: Path, right: TrainResult)
     loaded = load_detector(right.model_path)
     with open_training(*files(sets), settings=TINY) as data:
         assert data.validation is not None
+        is_leak = data.validation.is_leak
         chosen = None
         for k, e in enumerate(right.epochs, start=1):
             highest = max(e.f1 for e in right.epochs[:k])
-            if is_better(e, chosen, highest, int(data.is_leak.sum())):
+            if is_better(e, chosen, highest, int(is_leak.sum())):
                 chosen = e
         assert chosen == best
         scores = score_rows(loaded, data.validation)
-        p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
+        p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
     output = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
     tp, fp, fn = (
         int(np.count_nonzero(c))
-        for c in (output & data.is_leak, output & ~data.is_leak, ~output & data.is_leak)
+        for c in (
+            output & is_leak,
+            output & ~is_leak,
+            ~output & is_leak,
+        )
     )
     assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
     for rule in VOTES:  # no other threshold is better on validation
@@ -596,9 +601,7 @@ def test_model_has_the_weights_of_the_best_epoch(sets: Path, right: TrainResult)
 
         def f1(t: float, values: np.ndarray = values) -> float:
             called = values >= t
-            return (
-                2 * int((called & data.is_leak).sum()) / max(1, int(called.sum()) + int(data.is_leak.sum()))
-            )
+            return 2 * int((called & is_leak).sum()) / max(1, int(called.sum()) + int(is_leak.sum()))
 
         assert (
             f1(loaded.thresholds[rule]) >= max(f1(t) for t in [0.0, 1.1, *values, *(values + 1e-6)]) - 1e-12

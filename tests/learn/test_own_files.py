@@ -219,7 +219,8 @@ def samples(tmp: Path) -> Case:
 
 def fit(tmp: Path) -> Case:
     n = 6
-    trainer = FoldTrainer([], np.arange(n), None, lm.TrainSettings(), None, folder=tmp)  # type: ignore[arg-type]
+    data = SimpleNamespace(training=SimpleNamespace(rows=np.arange(n)), identity={})
+    trainer = FoldTrainer(data, lm.TrainSettings(), None, folder=tmp)  # type: ignore[arg-type]
     trainer.ds = SimpleNamespace(row_shape=(3, 1, 1, 1))  # type: ignore[assignment]
     right = np.linspace(0, 1, 9, dtype=np.float32).reshape(3, 3)
 

@@ -49,13 +49,8 @@ class BatchOrder:
     def __len__(self) -> int:
         return -(-self.n_items // self.batch_size)
 
-    def _buffers(self, epoch: int) -> Iterator[np.ndarray]:
-        "All items in order, again and again for a share above 1: one array, or one for each buffer of a block shuffle."
-        rng = np.random.default_rng([self.seed, epoch])
-        for _ in range(max(1, math.ceil(self.epoch_share))):
-            yield from self._all_items(rng)
-
     def _all_items(self, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        "All items in order: one array, or one for each buffer of a block shuffle."
         n_rows = len(self.row_starts) - 1
         if self.shuffle and not self.block_rows:
             yield rng.permutation(int(self.row_starts[-1]))
@@ -74,7 +69,9 @@ class BatchOrder:
         "The items of an epoch (None: of this one) in order, [n_items], and where each buffer of them ends."
         epoch = self.epoch if epoch is None else epoch
         if self._made[0] != epoch:
-            parts = list(self._buffers(epoch))
+            rng = np.random.default_rng([self.seed, epoch])
+            n_times = max(1, math.ceil(self.epoch_share))  # a share above 1 draws the items again and again
+            parts = [part for _ in range(n_times) for part in self._all_items(rng)]
             ends = np.minimum(np.cumsum([len(p) for p in parts]), self.n_items)
             self._made = epoch, np.concatenate(parts)[: self.n_items], np.unique(ends)
         return self._made[1:]
@@ -140,17 +137,6 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the position in the order as plain values for a checkpoint."
-        return {"kind": self.kind, **self.order.state_dict()}
-
-    def load_state_dict(
-        self,
-        state: dict[str, Any],  # of `state_dict`
-    ) -> None:  # raises UsageError if the remaining batches would differ
-        "Resume from a stored position."
-        self.order.load_state_dict(state)
 
     def transfer(
         self,

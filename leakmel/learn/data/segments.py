@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ...audio.conform import conform, resampled_length
-from ...audio.conform import piece_count
+from ...audio.conform import conform, piece_count, resampled_length
 from ...audio.labels import CurrentLabels, check_paths
 from ...audio.wav import Recording
 from ...core.errors import DataError, RecordingError, UsageError, show_path
@@ -345,6 +344,17 @@ class Segments(Dataset):
     def segment_counts(self) -> np.ndarray:
         "[n] int64, long segments of each row that lie wholly in its recording, 1 to L."
         return _segment_counts(self.sources, self.rows)
+
+    @property
+    def is_leak(self) -> np.ndarray:
+        "[n] bool, which of the selected recordings are leaks."
+        if self.task is None:
+            raise UsageError(
+                "the recordings were opened without a task",
+                code="no-task",
+                expected="Segments(..., task=make_task(...))",
+            )
+        return self.labels == self.task.leak_in_model
 
     @property
     def segment_mask(self) -> np.ndarray:

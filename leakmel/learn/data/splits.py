@@ -11,7 +11,9 @@ __all__ = [
     "Split",
     "existing_split",
     "group_split",
+    "label_counts",
     "without_validation",
+    "can_be_left_out",
 ]
 
 # %% ../../../nbs/learn/data/splits.ipynb #03530b3a
@@ -36,15 +38,19 @@ from ...dataset.file.reader import MelDataset, read_rows
 from ...dataset.file.schema import FILE_COLUMNS
 from .segments import DataSource, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
+    GROUP_KINDS,
+    KINDS,
+    LEAKY_SPLIT,
     MAX_EXHAUSTIVE,
     Group,
+    Shared,
+    divide_groups,
+    find_shared,
     group_name,
     group_values,
     join_groups,
-    divide_groups,
     with_date,
 )
-from .leakage import GROUP_KINDS, KINDS, LEAKY_SPLIT, Shared, find_shared
 from .task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
@@ -201,10 +207,10 @@ class Split:
                 table[name]["groups"] = len(np.unique(self.groups[rows]))
         return pd.DataFrame(table).T
 
-    def _findings(self) -> list[str]:
-        "List the findings, one sentence each."
-        found = [LEAKY_SPLIT] if self.leaky else []
-        found += map(str, self.shared)
+    def report(self) -> str:
+        "Return the split and its findings as text, one finding per line."
+        found = [self.method, self.table().to_string()]
+        found += [LEAKY_SPLIT, *map(str, self.shared)] if self.leaky else []
         found += [f"{p.path}: {p.message}" for p in self.problems]
         found += [
             f"The {kind} was not checked, because it is unknown for some recordings."
@@ -212,11 +218,7 @@ class Split:
         ]
         if not self.leaky and not self.unchecked:
             found.append(f"No {', '.join(KINDS[:-1])} or {KINDS[-1]} is in more than one part.")
-        return found
-
-    def report(self) -> str:
-        "Return the split and its findings as text, one finding per line."
-        return "\n".join([self.method, self.table().to_string(), *self._findings()])
+        return "\n".join(found)
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {len(rows):,}" for name, rows in self.parts.items())
@@ -325,7 +327,9 @@ def group_split(
     part, lacking = _divide(units, label_ids[inside], shares, seed)
     if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
         apart = np.isin(units, units[np.isin(label_ids[inside], lacking)])
-        units, name = _divided_groups(units, apart, table["content"].to_numpy(object)[inside]), "recording"
+        single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
+        units = join_groups(np.array(single), table["content"].to_numpy(object)[inside])
+        name = "recording"
         part, lacking = _divide(units, label_ids[inside], shares, seed)
         names = ", ".join(show_path(class_names[k]) for k in np.unique(label_ids[inside][apart]))
         method = f"Grouped split by {group_name(group)}, seed {seed}; groups with {names} were divided between parts, because a part would have lacked a label."
@@ -337,8 +341,8 @@ def group_split(
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
         ways = list(_proposals(table, label_ids, inside, group, shares, seed, needs_validation))
-        counts = _label_counts(groups[inside], label_ids[inside])
-        if not needs_validation and len(counts) <= 10 and _can_be_left_out(counts).all():
+        counts = label_counts(groups[inside], label_ids[inside])
+        if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
             ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
         raise DataError(
             "a part of the split would lack a label",
@@ -375,24 +379,18 @@ def _joined_groups(table: "pd.DataFrame", values: np.ndarray, inside: np.ndarray
     return join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
 
 
-def _divided_groups(units: np.ndarray, apart: np.ndarray, content: np.ndarray) -> np.ndarray:
-    "[n] int: recordings that are marked are groups of their own."
-    single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
-    return join_groups(np.array(single), content)
-
-
 def _divide(
     units: np.ndarray, labels: np.ndarray, shares: Mapping[str, float], seed: int
 ) -> tuple[np.ndarray, list[int]]:
     "Return [n] part of each recording, and the labels that a part lacks."
-    counts = _label_counts(units, labels)
+    counts = label_counts(units, labels)
     code = np.unique(units, return_inverse=True)[1]
     part = divide_groups(counts, np.array(list(shares.values())), seed)[code]
     lacking = [k for k in np.unique(labels).tolist() if len(np.unique(part[labels == k])) < len(shares)]
     return part, lacking
 
 
-def _label_counts(units: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def label_counts(units: np.ndarray, labels: np.ndarray) -> np.ndarray:
     "[G, K] recordings of each label in each group."
     _, code = np.unique(units, return_inverse=True)
     counts = np.zeros((int(code.max()) + 1, int(labels.max()) + 1), np.int64)
@@ -478,7 +476,7 @@ def _remedy(
     return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
 
 
-def _can_be_left_out(
+def can_be_left_out(
     counts: np.ndarray,  # [G, K] recordings of each label in each group
 ) -> np.ndarray:  # [G] bool
     "Find groups without which all labels still have recordings."

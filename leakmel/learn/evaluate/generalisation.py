@@ -14,25 +14,20 @@ __all__ = [
     "Answer",
     "new_group_answer",
     "interval_trace",
-    "generalisation_figure",
     "Generalisation",
     "generalisation",
     "smaller_part",
     "Gain",
     "gain_text",
     "find_gain",
-    "CurvePoint",
     "LearningCurve",
     "learning_curve",
 ]
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000003
-import copy
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,27 +36,20 @@ from numpy.typing import ArrayLike
 
 from ...audio.labels import LabelTable
 from ...core.errors import DataError, UsageError, show_path
-from ...core.run_plan import RowTable, user_path
 from ...insight.plots import f32, label_colour, plain_text, styled_figure
 from ..data.groups import Group, group_name, group_values
 from ..data.splits import recordings_table
-from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
-    closing_rows,
     CrossValidation,
-    figures_text,
     Fit,
-    fits_of_folds,
-    groups_of,
-    opened_for,
-    outer_folds,
-    plan_processes,
-    require_at_least,
-    resample,
-    result_of,
+    Resampled,
+    Resampling,
     Scores,
-    trainer_of,
-    write_result,
+    figures_text,
+    groups_of,
+    open_resampling,
+    plain_rows,
+    require_at_least,
 )
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
@@ -71,14 +59,11 @@ from leakmel.learn.metrics.bootstrap import (
     differences,
     Groups,
     Interval,
-    interval_from_draws,
 )
 from ..metrics.metrics import leak_metrics
 from ..metrics.significance import plain, score_model, ScoredModel
-from ..model.baselines import baseline_features
-from ..model.devices import pick_device
 from ..model.settings import TrainSettings
-from ..train.folds import FoldTrainer, joined_groups
+from ..train.folds import joined_groups
 from ..train.inputs import Sources
 
 if TYPE_CHECKING:
@@ -232,16 +217,15 @@ def interval_trace(
     line: Mapping[str, Any],  # without its colour, as the marker
     marker: Mapping[str, Any],
     **options: Any,  # of `Scatter`
-) -> "go.Scatter":
+) -> dict[str, Any]:
     "Draw figures with their intervals as bars."
-    import plotly.graph_objects as go
-
     ends = np.array([[i.low, i.high] for i in intervals]).reshape(-1, 2)
     low, high = f32(np.nan_to_num(np.abs(ends - np.reshape(value, (-1, 1)))).T)
     bars = dict(
         type="data", symmetric=False, array=high, arrayminus=low, color=colour, thickness=1.4, width=0
     )
-    return go.Scatter(
+    return dict(
+        type="scatter",
         name=name,
         x=f32(x),
         y=f32(value),
@@ -253,66 +237,19 @@ def interval_trace(
     )
 
 
-def generalisation_figure(
-    shown: Sequence[tuple[str, int, Mapping[str, ScoredModel]]],  # label, number of groups, and each model
-    answer: Answer,
-) -> "go.Figure":
-    "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest."
-    note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-    names = list(shown[0][2])
-    traces = []
-    for k, name in enumerate(names):
-        models = [own[name] for _, _, own in shown]
-        is_detector = k == 0
-        line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
-        traces.append(
-            interval_trace(
-                "detector" if is_detector else plain_text(models[0].title),
-                np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
-                [m.figures["auc"] for m in models],
-                [m.intervals["auc"] for m in models],
-                label_colour(k),
-                line=line,
-                marker=dict(size=9 if is_detector else 6),
-                customdata=[str(m.intervals["auc"]) for m in models],
-                hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
-            )
-        )
-    labels = [f"{plain_text(label)}<br>{n:,} groups" for label, n, _ in shown]
-    fig = styled_figure(
-        traces,
-        answer.title,
-        note,
-        height=460,
-        xaxis=dict(
-            title=dict(text="folds by (harder test to the right)"),
-            tickvals=list(range(len(shown))),
-            ticktext=labels,
-            range=[-0.4, len(shown) - 0.6],
-            showgrid=False,
-        ),
-        yaxis=dict(title=dict(text="AUC")),
-    )
-    fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))
-    return fig.update_layout(margin=dict(b=44))
-
-
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000015
-@dataclass(frozen=True, eq=False, repr=False)
-class Generalisation(RowTable):
-    "Result of cross-validations of one detector by several groupings."
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Generalisation(Resampled):
+    """Result of cross-validations of one detector by several groupings.
 
-    task: Task
-    asked: str  # kind of detector in the settings
+    The table has a row for each grouping: groups, recordings, leaks, and AUC and balanced accuracy of each model with intervals.
+    """
+
+    name = "generalisation"
     groupings: tuple[
         Grouping, ...
     ]  # from the easiest (most groups) to the hardest; those left out at the end
     answer: Answer
-    seconds: float  # of this call
-    out: Path | None = None  # folder of the files
-
-    def __len__(self) -> int:
-        return len(self.tested)
 
     @property
     def tested(self) -> dict[str, CrossValidation]:
@@ -320,47 +257,16 @@ class Generalisation(RowTable):
         return {g.name: g.result for g in self.groupings if g.result is not None}
 
     @property
-    def n_done(self) -> int:
-        "Number of fits of this call; those of an interrupted call are not repeated."
-        return sum(r.n_done for r in self.tested.values())
-
-    @property
-    def _n_fits(self) -> int:
-        "Number of fits of all folds."
-        return sum(f.n_fits for r in self.tested.values() for f in r.folds)
-
-    @property
     def left_out(self) -> dict[str, str]:
         "Reason why a grouping was left out."
         return {g.name: g.reason for g in self.groupings if g.result is None}
-
-    @property
-    def table(self) -> pd.DataFrame:
-        "A row for each grouping: groups, recordings, leaks, and AUC and balanced accuracy of each model with intervals."
-        rows = []
-        for g in self.groupings:
-            row: dict[str, Any] = {"grouping": show_path(g.name), "same_groups": show_path(" ".join(g.also))}
-            row |= {
-                "groups": len(g.groups),
-                "left_out": show_path(g.reason),
-                "code": g.code,
-            }
-            if g.result is not None:
-                row |= {"recordings": len(g.result), "leaks": int(g.result.table["leak"].sum())}
-                for name, m in _models(g.result).items():
-                    for figure in ("auc", "balanced_accuracy"):
-                        i = m.intervals[figure]
-                        row |= {f"{name}_{figure}": m.figures[figure]}
-                        row |= {f"{name}_{figure}_low": i.low, f"{name}_{figure}_high": i.high}
-            rows.append(row)
-        return pd.DataFrame(rows)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield pairs of a name and a text."
         first = next(iter(self.tested.values()))
         yield (
             "detector",
-            f"{self.asked}, {len(first):,} recordings ({int(first.table['leak'].sum()):,} leaks)",
+            f"{self.asked}, {len(first):,} recordings ({int(first.truth.sum()):,} leaks)",
         )
         for g in self.groupings:
             if g.result is None:
@@ -373,7 +279,7 @@ class Generalisation(RowTable):
             if g.groups.note:
                 yield "", f"{g.groups.note}."
         yield "answer", self.answer.text
-        yield from closing_rows(self, self._n_fits, "generalisation")
+        yield from self.closing_rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -385,75 +291,106 @@ class Generalisation(RowTable):
                 found.append(row | {"left_out": {"code": g.code, "reason": g.reason}})
                 continue
             models = {n: m.summary for n, m in _models(g.result).items()}
-            row |= {"recordings": len(g.result), "leaks": int(g.result.table["leak"].sum())}
+            row |= {"recordings": len(g.result), "leaks": int(g.result.truth.sum())}
             row |= {"method": g.result.method, "kinds": g.result.kinds, "models": models}
             found.append(row | {"verdict": str(g.result.verdict), "beats": g.result.verdict.beats})
-        return {
-            "generalisation": found,
-            "answer": self.answer.summary,
-            "task": repr(self.task),
-            "detector": self.asked,
-            "fits": self._n_fits,
-            "fits_of_this_run": self.n_done,
-            "seconds": self.seconds,
-        }
+        return {"generalisation": found, "answer": self.answer.summary} | self.common_values()
 
     def plots(self) -> "dict[str, go.Figure]":  # generalisation
-        "Draw the AUC against the grouping, by name."
-        tested = [g for g in self.groupings if g.result is not None]
+        "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest, by name."
         shown = [
-            (" = ".join(map(_group_noun, (g.name, *g.also))), len(g.result.groups), _models(g.result))
-            for g in tested
+            (" = ".join(map(_group_noun, (g.name, *g.also))), len(g.groups), _models(g.result))
+            for g in self.groupings
             if g.result is not None
         ]
-        return {"generalisation": generalisation_figure(shown, self.answer)}
+        note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
+        names = list(shown[0][2])
+        traces = []
+        for k, name in enumerate(names):
+            models = [own[name] for _, _, own in shown]
+            is_detector = k == 0
+            line = dict(width=2.6) if is_detector else dict(width=1.4, dash="dot")
+            traces.append(
+                interval_trace(
+                    "detector" if is_detector else plain_text(models[0].title),
+                    np.arange(len(shown)) + 0.05 * (k - (len(names) - 1) / 2),
+                    [m.figures["auc"] for m in models],
+                    [m.intervals["auc"] for m in models],
+                    label_colour(k),
+                    line=line,
+                    marker=dict(size=9 if is_detector else 6),
+                    customdata=[str(m.intervals["auc"]) for m in models],
+                    hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
+                )
+            )
+        labels = [f"{plain_text(label)}<br>{n:,} groups" for label, n, _ in shown]
+        fig = styled_figure(
+            traces,
+            self.answer.title,
+            note,
+            height=460,
+            xaxis=dict(
+                title=dict(text="folds by (harder test to the right)"),
+                tickvals=list(range(len(shown))),
+                ticktext=labels,
+                range=[-0.4, len(shown) - 0.6],
+                showgrid=False,
+            ),
+            yaxis=dict(title=dict(text="AUC")),
+        )
+        fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))
+        return {"generalisation": fig.update_layout(margin=dict(b=44))}
 
 
 def _models(found: CrossValidation) -> dict[str, ScoredModel]:
     return {"detector": found.detector, **found.baselines}
 
 
+def _table_row(g: Grouping) -> dict[str, Any]:
+    row: dict[str, Any] = {"grouping": show_path(g.name), "same_groups": show_path(" ".join(g.also))}
+    row |= {"groups": len(g.groups), "left_out": show_path(g.reason), "code": g.code}
+    if g.result is not None:
+        row |= {"recordings": len(g.result), "leaks": int(g.result.truth.sum())}
+        for name, m in _models(g.result).items():
+            for figure in ("auc", "balanced_accuracy"):
+                i = m.intervals[figure]
+                row |= {f"{name}_{figure}": m.figures[figure]}
+                row |= {f"{name}_{figure}_low": i.low, f"{name}_{figure}_high": i.high}
+    return row
+
+
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #ge000019
-def _plan_groupings(
-    groupings: Sequence[Grouping], classes: np.ndarray, n_folds: int, seeds: Sequence[int]
-) -> list[Grouping]:
-    "Sort groupings by their number of groups, and leave out those with the groups of another and those without folds."
-    known = [g for g in groupings if len(g.groups)]
-    planned: list[tuple[Grouping, np.ndarray]] = []  # with the groups, numbered by their first recordings
-    left_out = [g for g in groupings if not len(g.groups)]
-    for g in sorted(known, key=lambda g: -len(g.groups)):
-        code = pd.factorize(g.groups.code)[0]
-        same = next((k for k, (_, other) in enumerate(planned) if np.array_equal(code, other)), None)
-        if same is not None:
-            first = planned[same][0]
-            planned[same] = (replace(first, also=(*first.also, g.name)), code)
+def _plan_groupings(run: Resampling, names: Sequence[str]) -> tuple[list[Grouping], list[Fit]]:
+    "Sort groupings by their number of groups, and list the fits of all; those left out follow at the end."
+    table = recordings_table(run.data.training.sources, progress="none")
+    table = table.iloc[run.data.training.rows].reset_index(drop=True)
+    groupings = [find_grouping(table, name) for name in names]
+    left_out = [g for g in groupings if g.code]
+    planned: dict[bytes, Grouping] = {}  # by the groups, numbered by their first recordings
+    fits = []
+    for g in sorted((g for g in groupings if not g.code), key=lambda g: -len(g.groups)):
+        code = pd.factorize(g.groups.code)[0].tobytes()
+        if (first := planned.get(code)) is not None:
+            planned[code] = replace(first, also=(*first.also, g.name))
             reason = f"Its groups are those of {show_path(first.name)}."
             left_out.append(replace(g, code="given-twice", reason=reason))
             continue
         try:
-            for seed in seeds:
-                outer_folds(classes, g.groups.code, n_folds, seed)
+            fits += run.fits(g.name, g.groups)
+            planned[code] = g
         except DataError as e:
-            left_out.append(_left_out(g, e))
-        else:
-            planned.append((g, code))
-    return [g for g, _ in planned] + left_out
-
-
-def _left_out(g: Grouping, e: DataError) -> Grouping:
-    "Leave out a grouping of which a label would be missing in training; other errors are raised."
-    if e.code != "label-in-one-part":
-        raise e
-    return replace(g, code=e.code, reason=f"A label would be missing in training: {e.found}.")
-
-
-def _no_grouping_error(groupings: Sequence[Grouping]) -> DataError:
-    return DataError(
-        "no grouping allows cross-validation",
-        code="no-group",
-        found="; ".join(f"{show_path(g.name)}: {g.reason}" for g in groupings),
-        remedy="group by another column, or build the data set with a table that has one",
-    )
+            if e.code != "label-in-one-part":
+                raise
+            reason = f"A label would be missing in training: {e.found}."
+            left_out.append(replace(g, code=e.code, reason=reason))
+    if not planned:
+        raise DataError(
+            "no grouping allows cross-validation",
+            code="no-group",
+            found="; ".join(f"{show_path(g.name)}: {g.reason}" for g in left_out),
+            remedy="group by another column, or build the data set with a table that has one",
+        )
+    return [*planned.values(), *left_out], fits
 
 
 def generalisation(
@@ -479,54 +416,35 @@ def generalisation(
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
     "Cross-validate a detector by several groupings, from the easiest test to the hardest."
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
-    require_at_least(groups=(len(names), 1), n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
-    show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = None if out is None else user_path(out)
-    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    task |= {"legacy": legacy, "labels": labels, "progress": show}
-    with opened_for("generalisation", data, folder, settings, **task) as opened:
-        table = recordings_table(opened.training.sources, progress="none")
-        table = table.iloc[opened.training.rows].reset_index(drop=True)
-        classes = opened.training.labels
-        own_seeds = [settings.seed + k for k in range(seeds)]
-        planned = _plan_groupings([find_grouping(table, n) for n in names], classes, n_folds, own_seeds)
-        usable = [g for g in planned if not g.code]
-        if not usable:
-            raise _no_grouping_error(planned)
-        trainer = trainer_of(opened, settings, usable[0].groups, on, folder)
-        folds = [[outer_folds(classes, g.groups.code, n_folds, s) for s in own_seeds] for g in usable]
-        fits = [fits_of_folds([fold for fold, _ in own]) for own in folds]
-        baselines = baseline_features(trainer.ds, progress="none")
-        if settings.detector != "cnn":
-            _ = trainer.features  # read once: the copies below share them
-        processes = plan_processes(trainer, opened, sum(map(len, fits)), jobs, show)
-        done = []
-        for k, g in enumerate(usable):
-            own, own_began = copy.copy(trainer), time.perf_counter()
-            own.groups = g.groups
-            label = f"cross-validation by {show_path(g.name)}"
-            try:
-                scores, n_done = resample(own, fits[k], baselines, processes, show, label)
-            except DataError as e:  # no folds inside a fold, for the kind "blend"
-                done.append(_left_out(g, e))
-                continue
-            result = result_of(own, (scores[""], n_done), folds[k], n_draws, own_began)
-            done.append(replace(g, result=result))
-        groupings = [g for g in done if g.result is not None]
-        groupings += [g for g in (*done, *planned) if g.code]
-        tested = [
-            ((g.name, *g.also)[-1], g.result.groups, np.stack([r.score for r in g.result.repetitions]))
-            for g in groupings
-            if g.result is not None
-        ]
-        if not tested:
-            raise _no_grouping_error(groupings)
-        answer = new_group_answer(trainer.truth, tested, n_draws=n_draws, seed=settings.seed)
-        seconds = time.perf_counter() - began
-        found = Generalisation(trainer.task, settings.detector, tuple(groupings), answer, seconds, folder)
-        if folder is not None:
-            write_result(folder, "generalisation", found)
+    require_at_least(groups=(len(names), 1))
+    with open_resampling(
+        "generalisation",
+        *(data, out, settings, device, progress),
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
+        planned, fits = _plan_groupings(run, names)
+        scores = run.scores(fits)
+        tested = [g for g in planned if not g.code]
+        results = [run.cross_validation(g.groups, scores[g.name]) for g in tested]
+        groupings = [replace(g, result=r) for g, r in zip(tested, results)] + planned[len(tested) :]
+        hardest = [((g.name, *g.also)[-1], g.groups, scores[g.name].of["detector"]) for g in tested]
+        found = Generalisation(
+            table=pd.DataFrame(map(_table_row, groupings)),
+            groupings=tuple(groupings),
+            answer=new_group_answer(
+                run.data.training.is_leak, hardest, n_draws=n_draws, seed=run.settings.seed
+            ),
+            **run.facts(sum(r.n_fits for r in results), sum(r.n_done for r in results)),
+        )
+        run.write(found)
     return found
 
 
@@ -567,13 +485,11 @@ NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly hel
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Difference):
     "Difference of the AUC between a smaller part and all of the training recordings."
 
     curve: str  # "recordings" or "groups"
     share: float  # of the smaller part
-    value: float
-    interval: Interval  # bootstrap over groups
 
     @property
     def finding(self) -> str:
@@ -586,9 +502,7 @@ class Gain:
     @property
     def summary(self) -> dict[str, Any]:
         "Return plain values."
-        i = self.interval
-        found = {"share": self.share, "value": plain(self.value), "low": plain(i.low), "high": plain(i.high)}
-        return found | {"note": i.note, "finding": self.finding}
+        return super().summary | {"share": self.share, "finding": self.finding}
 
 
 def gain_text(
@@ -612,62 +526,27 @@ def find_gain(
     boot: Bootstrap,  # of all recordings
     curve: str,
     share: float,
-    smaller: np.ndarray,  # [seeds, n] out-of-fold scores with the smaller part
-    whole: np.ndarray,  # [seeds, n] with all training recordings
+    smaller: ScoredModel,  # with the smaller part
+    whole: ScoredModel,  # with all training recordings
 ) -> Gain:
     "Compute the gain in AUC, as a mean over seeds, with its interval over groups."
-    areas = [np.mean([leak_metrics(boot.truth, s)["auc"] for s in own]) for own in (smaller, whole)]
-    draws = [np.mean([boot.auc_draws(s) for s in own], 0) for own in (smaller, whole)]
-    interval = interval_from_draws(draws[1] - draws[0], *boot.group_support("auc"))
-    return Gain(curve, share, float(areas[1] - areas[0]), interval)
+    gain = differences(boot, (whole.figures, whole.draws), (smaller.figures, smaller.draws))["auc"]
+    return Gain(**vars(gain), curve=curve, share=share)
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000011
-@dataclass(frozen=True)
-class CurvePoint:
-    "AUC of held-out recordings after training on a share of the others."
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LearningCurve(Resampled):
+    """AUC of a detector against the number of training recordings and groups.
 
-    curve: str  # "recordings" or "groups"
-    share: float
-    recordings: float  # in training, mean over folds and seeds
-    groups: float  # in training, likewise
-    auc: tuple[float, ...]  # of all recordings, for each seed
-    interval: Interval  # of the mean over seeds, bootstrap over groups
+    The table has a row for each point of both curves: curve, share, recordings and groups in training (means over folds and seeds), AUC of
+    held-out recordings as a mean over seeds with its interval, and AUC of each seed.
+    """
 
-    @property
-    def mean(self) -> float:
-        "Mean AUC over seeds."
-        return float(np.mean(self.auc))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LearningCurve(RowTable):
-    "AUC of a detector against the number of training recordings and groups."
-
-    task: Task
-    detector: str  # kind
+    name = "learning_curve"
     note: str  # on the kind, a sentence; empty: it was asked for
     groups: Groups
-    n_recordings: int
-    points: tuple[CurvePoint, ...]  # of both curves, ascending
     gains: tuple[Gain, ...]  # of each curve that has smaller parts
-    n_fits: int
-    n_done: int  # fits of this call; those of an interrupted call are not repeated
-    seconds: float  # of this call
-    out: Path | None = None  # folder of the files
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    @property
-    def table(self) -> pd.DataFrame:
-        "A row for each point: curve, share, recordings, groups, AUC with interval, and AUC of each seed."
-        rows = []
-        for p in self.points:
-            row = {"curve": p.curve, "share": p.share, "recordings": p.recordings, "groups": p.groups}
-            row |= {"auc": p.mean, "auc_low": p.interval.low, "auc_high": p.interval.high}
-            rows.append(row | {f"auc_{k + 1}": v for k, v in enumerate(p.auc)})
-        return pd.DataFrame(rows)
 
     @property
     def word(self) -> str:
@@ -686,55 +565,49 @@ class LearningCurve(RowTable):
         "Yield pairs of a name and a text."
         yield (
             "detector",
-            f"{self.detector}, {self.n_recordings:,} recordings of {self.groups.counted(len(self.groups))}",
+            f"{self.asked}, {len(self.groups.code):,} recordings of {self.groups.counted(len(self.groups))}",
         )
         for text in filter(None, (self.note, self.groups.note)):
             yield "", f"{text.rstrip('.')}."
-        for p in self.points:
-            ends = f" ({p.interval})" if p.interval.known else ""
-            spread = f", seeds {min(p.auc):.3f} to {max(p.auc):.3f}" if len(p.auc) > 1 else ""
-            part = f"{p.recordings:,.0f} recordings of {p.groups:,.0f} {self.word}s"
-            yield p.curve, f"{p.share:.0%}, {part}: AUC {p.mean:.3f}{ends}{spread}"
+        seeds = self.table.filter(regex=r"auc_\d+")
+        for p, each in zip(self.table.to_dict("records"), seeds.to_numpy()):
+            i = Interval(p["auc_low"], p["auc_high"])
+            ends = f" ({i})" if i.known else ""
+            spread = f", seeds {min(each):.3f} to {max(each):.3f}" if len(each) > 1 else ""
+            part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.word}s"
+            yield p["curve"], f"{p['share']:.0%}, {part}: AUC {p['auc']:.3f}{ends}{spread}"
         yield "answer", self.text
-        yield from closing_rows(self, self.n_fits, "learning_curve")
+        yield from self.closing_rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
-        table = self.table
-        points = [
-            {n: v if isinstance(v, str) else plain(v) for n, v in row.items()}
-            for row in table.to_dict("records")
-        ]
-        return {
-            "learning_curve": points,
+        found = {
+            "learning_curve": plain_rows(self.table),
             "answer": self.text,
             "gains": {g.curve: g.summary for g in self.gains},
-            "task": repr(self.task),
-            "detector": self.detector,
             "note": self.note,
-            "recordings": self.n_recordings,
+            "recordings": len(self.groups.code),
             "groups": {"by": self.groups.by, "n": len(self.groups)},
-            "fits": self.n_fits,
-            "fits_of_this_run": self.n_done,
-            "seconds": self.seconds,
         }
+        return found | self.common_values()
 
     def plots(self) -> "dict[str, go.Figure]":  # learning_curve
         "Draw both curves, by name."
         traces = []
         names = {"recordings": f"fewer recordings of each {self.word}", "groups": f"fewer {self.word}s"}
         for k, (curve, name) in enumerate(names.items()):
-            own = [p for p in self.points if p.curve == curve]
+            own = self.table[self.table["curve"] == curve]
+            intervals = [Interval(*ends) for ends in own[["auc_low", "auc_high"]].to_numpy()]
             traces.append(
                 interval_trace(
                     name,
-                    [p.recordings for p in own],
-                    [p.mean for p in own],
-                    [p.interval for p in own],
+                    own["recordings"],
+                    own["auc"],
+                    intervals,
                     label_colour(k),
                     line=dict(width=2.4),
                     marker=dict(size=8, symbol=("circle", "diamond")[k]),
-                    customdata=[f"{p.groups:,.0f} {self.word}s, {p.interval}" for p in own],
+                    customdata=[f"{n:,.0f} {self.word}s, {i}" for n, i in zip(own["groups"], intervals)],
                     hovertemplate="%{x:,.0f} recordings of %{customdata}: AUC %{y:.3f}<extra>%{fullData.name}</extra>",
                 )
             )
@@ -753,57 +626,55 @@ class LearningCurve(RowTable):
 
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000013
-def _fits(trainer: FoldTrainer, shares: Sequence[float], n_folds: int, seeds: int) -> list[Fit]:
-    "List the fits of all points; the whole part is of the curve `groups`, and serves both."
-    classes, code = trainer.ds.labels, trainer.groups.code
-    own_seeds = [trainer.settings.seed + k for k in range(seeds)]
+_WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curves
+
+
+def _fits(run: Resampling, groups: Groups, shares: Sequence[float]) -> list[Fit]:
+    "List the fits of all points."
+    classes, code = run.data.training.labels, groups.code
     found = []
-    for whole in fits_of_folds([outer_folds(classes, code, n_folds, s)[0] for s in own_seeds]):
-        found.append(replace(whole, of=("groups", 1.0)))
-        learned = whole.learned
+    for fit in run.fits(_WHOLE, groups):
+        found.append(fit)
+        own = fit.learned
         for curve in CURVES:
             for share in (s for s in shares if s < 1):
-                part = smaller_part(classes[learned], code[learned], curve, share, own_seeds[whole.seed])
-                found.append(replace(whole, of=(curve, share), learned=learned[part]))
+                part = smaller_part(classes[own], code[own], curve, share, run.settings.seed + fit.seed)
+                found.append(replace(fit, of=(curve, share), learned=own[part]))
     return found
 
 
 def _points(
-    trainer: FoldTrainer,
-    fits: Sequence[Fit],
-    found: Mapping[Any, Scores],  # of each curve and share
     boot: Bootstrap,
-) -> tuple[tuple[CurvePoint, ...], tuple[Gain, ...]]:
+    fits: Sequence[Fit],
+    found: Mapping[tuple[str, float], Scores],  # of each curve and share
+) -> tuple[pd.DataFrame, tuple[Gain, ...]]:
     "Compute the points of both curves and the gains."
+    sizes = pd.DataFrame(
+        [(fit.of, len(fit.learned), len(np.unique(fit.groups.code[fit.learned]))) for fit in fits],
+        columns=["of", "recordings", "groups"],
+    )
+    part: dict[Any, pd.Series] = {of: own.mean(numeric_only=True) for of, own in sizes.groupby("of")}
+    models = {
+        of: score_model(boot, own.of["detector"], name=str(of), title=str(of)) for of, own in found.items()
+    }
     points, gains = [], []
-    scores = {key: own.detector for key, own in found.items()}
-    whole = scores["groups", 1.0]
-    sizes: dict[Any, list[tuple[int, int]]] = {}
-    for fit in fits:
-        size = (len(fit.learned), len(np.unique(trainer.groups.code[fit.learned])))
-        sizes.setdefault(fit.of, []).append(size)
-    n_all = np.mean(sizes["groups", 1.0], 0)[0]
     for curve in CURVES:
-        own = sorted(share for name, share in scores if name == curve and share < 1)
-        smaller = [s for s in own if np.mean(sizes[curve, s], 0)[0] < 0.95 * n_all]
-        for share in (*smaller, 1.0):
-            key = ("groups", 1.0) if share == 1 else (curve, share)
-            areas = tuple(leak_metrics(boot.truth, s)["auc"] for s in scores[key])
-            draws = np.mean([boot.auc_draws(s) for s in scores[key]], 0)
-            interval = interval_from_draws(draws, *boot.group_support("auc"))
-            n, n_groups = np.mean(sizes[key], 0).tolist()
-            points.append(CurvePoint(curve, share, n, n_groups, areas, interval))
+        enough = 0.95 * part[_WHOLE]["recordings"]
+        smaller = sorted(of for of in found if of[0] == curve and part[of]["recordings"] < enough)
+        for of in (*smaller, _WHOLE):
+            i = models[of].intervals["auc"]
+            row = {"curve": curve, "share": of[1], **part[of], "auc": models[of].figures["auc"]}
+            row |= {"auc_low": i.low, "auc_high": i.high}
+            areas = [leak_metrics(boot.truth, score)["auc"] for score in found[of].of["detector"]]
+            points.append(row | {f"auc_{k}": area for k, area in enumerate(areas, 1)})
         if smaller:
-            half = min(smaller, key=lambda s: abs(s - 0.5))
-            gains.append(find_gain(boot, curve, half, scores[curve, half], whole))
-    return tuple(points), tuple(gains)
+            half = min(smaller, key=lambda of: abs(of[1] - 0.5))
+            gains.append(find_gain(boot, *half, models[half], models[_WHOLE]))
+    return pd.DataFrame(points), tuple(gains)
 
 
-def _checked_shares(
-    sizes: Sequence[float] | None, n_folds: int, seeds: int, jobs: int | None, detector: str
-) -> list[float]:
+def _checked_shares(sizes: Sequence[float] | None, detector: str) -> list[float]:
     "Check the arguments; return the shares, ascending, with 1."
-    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
     shares = sorted({*(float(s) for s in (SHARES if sizes is None else sizes)), 1.0})
     if len(shares) < 2 or shares[0] <= 0 or shares[-1] > 1:
         raise UsageError(
@@ -852,26 +723,28 @@ def learning_curve(
     them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
     hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
     """
-    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    shares = _checked_shares(sizes, n_folds, seeds, jobs, settings.detector)
+    settings = settings or TrainSettings()
+    shares = _checked_shares(sizes, settings.detector)
     note = _AUTO if settings.detector == "auto" else ""
     settings = replace(settings, detector="spectral") if note else settings
-    show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = None if out is None else user_path(out)
-    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    task |= {"legacy": legacy, "labels": labels, "progress": show}
-    with opened_for("learning_curve", data, folder, settings, **task) as opened:
-        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
-        fits = _fits(trainer, shares, n_folds, seeds)
-        processes = plan_processes(trainer, opened, len(fits), jobs, show)
-        if settings.detector == "spectral":
-            _ = trainer.features  # read once, not in each process
-        scores, n_done = resample(trainer, fits, {}, processes, show, "learning curve")
-        boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=settings.seed)
-        points, gains = _points(trainer, fits, scores, boot)
-        facts = (trainer.task, settings.detector, note, trainer.groups, len(trainer.rows))
-        seconds = time.perf_counter() - began
-        found = LearningCurve(*facts, points, gains, len(fits), n_done, seconds, folder)
-        if folder is not None:
-            write_result(folder, "learning_curve", found)
+    with open_resampling(
+        "learning_curve",
+        *(data, out, settings, device, progress),
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
+        groups = groups_of(run.data, group)
+        fits = _fits(run, groups, shares)
+        scores = run.scores(fits, baselines=False)
+        table, gains = _points(run.bootstrap(groups), fits, scores)
+        facts = run.facts(len(fits), sum(own.n_done for own in scores.values()))
+        found = LearningCurve(table=table, note=note, groups=groups, gains=gains, **facts)
+        run.write(found)
     return found

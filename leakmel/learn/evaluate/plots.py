@@ -24,7 +24,7 @@ __all__ = [
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f4abaf69
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from leakmel.insight.plots import (
     whole_db,
     frame_starts_s,
 )
-from ..data.leakage import LEAKY_SPLIT
+from ..data.groups import LEAKY_SPLIT
 from ..data.segments import Segments
 from ..metrics.metrics import Reliability, roc
 from ..metrics.significance import ScoredModel, Verdict
@@ -75,11 +75,15 @@ def counted(
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
-def _diagonal() -> "go.Scatter":
-    import plotly.graph_objects as go
-
-    line = dict(color=LINE_COLOUR, width=1)
-    return go.Scatter(x=[0.0, 1.0], y=[0.0, 1.0], mode="lines", line=line, showlegend=False, hoverinfo="skip")
+_DIAGONAL: dict[str, Any] = dict(
+    type="scatter",
+    x=[0.0, 1.0],
+    y=[0.0, 1.0],
+    mode="lines",
+    line=dict(color=LINE_COLOUR, width=1),
+    showlegend=False,
+    hoverinfo="skip",
+)
 
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #ac38fc5b
@@ -92,12 +96,10 @@ def roc_figure(
     stamped: bool = False,  # a leaky split
 ) -> "go.Figure":
     "Draw the ROC curves of a detector and the baselines."
-    import plotly.graph_objects as go
-
     if not np.isfinite(ways[0].figures["auc"]):
         title = f"No ROC curve: {ways[0].undefined['auc']}"
         return styled_figure([], title, leaky_note(stamped, ""), height=120)
-    traces = [_diagonal()]
+    traces = [_DIAGONAL]
     names = []
     for k, model in enumerate((*ways, *baselines)):
         colour = LABEL_COLORS[k % len(LABEL_COLORS)]
@@ -108,7 +110,8 @@ def roc_figure(
         names.append(f"AUC {model.figures['auc']:.2f}{reach}")
         own = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
         traces += [
-            go.Scatter(
+            dict(
+                type="scatter",
                 name=f"{plain_text(model.title)}: {names[-1]}",
                 x=f32(curve.false_alarm_rate[at]),
                 y=f32(curve.sensitivity[at]),
@@ -117,7 +120,8 @@ def roc_figure(
                 legendgroup=model.name,
                 hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
             ),
-            go.Scatter(
+            dict(
+                type="scatter",
                 x=f32([1 - model.figures["specificity"]]),
                 y=f32([model.figures["sensitivity"]]),
                 mode="markers",
@@ -160,13 +164,12 @@ def confusion_figure(
     stamped: bool = False,
 ) -> "go.Figure":
     "Draw the confusion matrix."
-    import plotly.graph_objects as go
-
     c = model.counts
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     leak = plain_text(leak_label)
-    cells = go.Heatmap(
+    cells = dict(
+        type="heatmap",
         z=f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
         x=[f"called {leak}", "called normal"],
         y=[f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
@@ -199,8 +202,6 @@ def reliability_figure(
     stamped: bool = False,
 ) -> "go.Figure":
     "Draw the reliability diagram: share of leaks against score, and against calibrated probability."
-    import plotly.graph_objects as go
-
     lines = []
     for name, own, colour in (("score", found, OTHER_COLOR), ("probability", calibrated, LEAK_COLOR)):
         if own is None:
@@ -208,7 +209,8 @@ def reliability_figure(
         there = own.n > 0
         n = own.n[there]
         lines.append(
-            go.Scatter(
+            dict(
+                type="scatter",
                 name=name,
                 x=f32(own.mean_score[there]),
                 y=f32(own.leak_share[there]),
@@ -226,7 +228,7 @@ def reliability_figure(
         title = f"Calibrated probability and share of leaks differ by {calibrated.error:.2f} on average"
         note += f". Scores differ by {found.error:.2f}"
     return styled_figure(
-        [_diagonal(), *lines],
+        [_DIAGONAL, *lines],
         title,
         leaky_note(stamped, note),
         height=420,
@@ -253,7 +255,6 @@ def group_figure(
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
     import pandas as pd
-    import plotly.graph_objects as go
 
     wrong = np.bincount(code, weights=(score >= threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
@@ -270,7 +271,8 @@ def group_figure(
         mid = middle[own, k]
         reach = dict(array=f32(high[own, k] - mid), arrayminus=f32(mid - low[own, k]))
         traces.append(
-            go.Scatter(
+            dict(
+                type="scatter",
                 name=name,
                 x=f32(mid),
                 y=f32(at + (0.16 if k else -0.16)),
@@ -312,7 +314,6 @@ class Misclassified:
 
     path: str
     label: str
-    sensor: str
     is_leak: bool
     score: float  # of the recording
     threshold: float
@@ -339,13 +340,9 @@ def worst_errors(
         source = int(np.searchsorted(ds.starts, ds.rows[k], side="right")) - 1
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
         mels[ds.segment_counts[k] :] = np.nan
-        path, label, sensor = (
-            str(table[n].iloc[k]) if n in table else "" for n in ("path", "label", "sensor")
-        )
+        path, label = (str(table[n].iloc[k]) if n in table else "" for n in ("path", "label"))
         score = float(model.score[k])
-        found.append(
-            Misclassified(path, label, sensor, bool(truth[k]), score, model.threshold, segments[k], mels)
-        )
+        found.append(Misclassified(path, label, bool(truth[k]), score, model.threshold, segments[k], mels))
     return tuple(found)
 
 
@@ -424,11 +421,10 @@ def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np
 
 def _traces(
     s: ScoredSpectrogram, edges: np.ndarray, times: np.ndarray, bands: np.ndarray, levels: np.ndarray
-) -> "tuple[go.Heatmap, go.Scatter]":
+) -> tuple[dict[str, Any], dict[str, Any]]:
     "Create the traces of the spectrogram and of the segment scores."
-    import plotly.graph_objects as go
-
-    heat = go.Heatmap(
+    heat = dict(
+        type="heatmap",
         z=levels,
         x=f32(times),
         y=f32(bands),
@@ -437,7 +433,8 @@ def _traces(
         hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     )
     step = -(-len(edges) // MAX_POINTS)
-    scores = go.Scatter(
+    scores = dict(
+        type="scatter",
         x=f32(edges[::step]),
         y=f32(np.append(s.scores, s.scores[-1])[::step]),
         mode="lines",
@@ -463,7 +460,11 @@ def errors_figure(
     for w in worst:
         n = int(np.isfinite(w.segment_scores).sum())
         colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
-        shown.append(ScoredSpectrogram(_error_title(w), w.mels[:n], w.segment_scores[:n], colour=colour))
+        path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
+        short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
+        error = f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}"
+        title = f"{error}<br>{plain_text(w.label)}, score {w.score:.2f}"
+        shown.append(ScoredSpectrogram(title, w.mels[:n], w.segment_scores[:n], colour=colour))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
     note = "Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold"
@@ -475,9 +476,3 @@ def errors_figure(
         note=leaky_note(stamped, note),
         n_cols=2,
     )
-
-
-def _error_title(w: Misclassified) -> str:
-    path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
-    short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
-    return f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}<br>{plain_text(w.label)}, score {w.score:.2f}"

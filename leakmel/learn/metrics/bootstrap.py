@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import UsageError
-from ..data.groups import Group, group_name, group_values
-from ..data.leakage import names_by_sensor
+from ..data.groups import Group, group_name, group_values, names_by_sensor
 from .metrics import FIGURES, check_scores, figures_of_counts
 
 if TYPE_CHECKING:
@@ -49,6 +48,11 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def of(self, chosen: np.ndarray) -> "Groups":  # [m] int, numbers of recordings
+        "Choose recordings; groups without one of them are left out."
+        used, code = np.unique(self.code[chosen], return_inverse=True)
+        return Groups(self.by, code.astype(np.int64), tuple(self.names[k] for k in used.tolist()), self.note)
 
     def counted(self, n: int) -> str:
         "Format a number of groups with their noun."

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from .provenance import Provenance, from_plain, to_plain
 FORMAT = "leakmel detector 2"
 _MAX_ITEMS_ON_CPU = 256  # of a network at once: what its layers hand on stays in the caches of a core
 _PLAIN_FIELDS = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
+# of other versions and damaged files, too
 _DETECTOR_HEADER = re.compile(
     rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL
 )
@@ -67,11 +68,6 @@ def image_shape(
 ) -> tuple[int, int]:  # M, W
     "Return bands and columns of a net's input."
     return row_shape[2], row_shape[1] * row_shape[3]
-
-
-def _is_detector(f: BinaryIO) -> bool:
-    "Check the header; detectors of other versions and damaged ones count too."
-    return _DETECTOR_HEADER.match(f.read(512)) is not None
 
 
 @dataclass(eq=False, repr=False)
@@ -218,7 +214,7 @@ class Detector:
         if self.held_out is not None:
             values["held_out"] = held_out_to_plain(self.held_out)
         target = Path(path)
-        look = partial(require_kind, target, "detector", _is_detector)
+        look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
         write_whole(target, plain_bytes(values), sync=sync, look=look)
         return target
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.leakage import LEAKY_SPLIT
+from ..data.groups import LEAKY_SPLIT
 from ..data.segments import Segments
 from ..data.splits import recordings_table
 

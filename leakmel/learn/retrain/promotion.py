@@ -29,7 +29,7 @@ import numpy as np
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
 from ...core.files import read_own_json
-from ..data.leakage import find_shared
+from ..data.groups import find_shared
 from ..data.segments import Segments
 from ..data.splits import recordings_table
 from ..metrics.bootstrap import Bootstrap, Difference, Groups, differences

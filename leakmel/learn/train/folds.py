@@ -14,7 +14,6 @@ __all__ = [
     "calibration_line",
     "FoldTrainer",
     "kinds_to_fit",
-    "KindEvaluation",
     "Choice",
     "blend_scores",
     "choose_kind",
@@ -27,36 +26,35 @@ import io
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError
 from ...core.files import read_own, sealed, write_whole
 from ...core.progress import Progress
-from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups, recordings_of
 from ..data.segments import Segments
-from ..data.task import Task
+from ..data.splits import label_counts
 from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
 from ..metrics.decisions import HeldOutScores
-from ..metrics.metrics import leak_metrics
-from ..metrics.metrics import vote_scores
-from ..metrics.significance import cautions, give_verdict, score_model
-from ..metrics.metrics import choose_rule
-from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
+from ..metrics.metrics import choose_rule, leak_metrics, vote_scores
+from ..metrics.significance import cautions, score_model
+from ..model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from ..model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
-from ..model.classifiers import BlendClassifier, BlendSettings
+from ..model.classifiers import BlendClassifier, BlendSettings, platt
 from ..model.detector import Detector, score_rows
 from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
 from .inputs import TrainingData
-from .state import TrainingState, detector_of
+from .state import TrainingState, detector_facts, detector_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,8 +95,7 @@ def make_folds(
 ):  # [n] int, fold of each recording from 0; raises DataError if fewer than two folds are possible
     "Divide recordings into folds, whole groups each, with all classes in the training recordings of every fold."
     numbers, group = np.unique(code, return_inverse=True)
-    counts = np.zeros((len(numbers), int(classes.max()) + 1), np.int64)
-    np.add.at(counts, (group, classes), 1)
+    counts = label_counts(group, classes)
     most = int((counts > 0).sum(0)[counts.sum(0) > 0].min())  # groups of the rarest class
     for k in range(min(n_folds, len(numbers)), 1, -1):
         fold = divide_groups(counts, np.full(k, 1 / k), seed)[group]
@@ -138,21 +135,18 @@ def calibration_line(
 class FoldTrainer:
     "Fits detectors on some of the recordings of data sets, and scores others."
 
-    sources: Sequence[MelDataset]
-    rows: np.ndarray  # [n] int, recordings, counted through the data sets
-    task: Task
+    data: TrainingData  # whose training recordings are numbered from 0
     settings: TrainSettings  # as given: lengths of a training follow from the recordings of each fit
     groups: Groups  # of the recordings
     device: str = "cpu"
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
-    identity: str = ""  # digest of recordings and labels, for the names of these files
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
     def ds(self) -> Segments:
         "All recordings."
-        return self._segments(np.arange(len(self.rows)), "recording")
+        return self._segments(np.arange(len(self.data.training.rows)), "recording")
 
     @cached_property
     def features(self) -> SpectralFeatures:
@@ -168,26 +162,16 @@ class FoldTrainer:
             return False
         return True
 
-    @property
-    def truth(self) -> np.ndarray:
-        "[n] bool, which recordings are leaks."
-        return self.ds.labels == self.task.leak_in_model
-
     def _segments(self, chosen: np.ndarray, level: str) -> Segments:
         return Segments(
-            self.sources,
+            self.data.training.sources,
             level=level,
-            rows=self.rows[chosen],
-            task=self.task,
+            rows=self.data.training.rows[chosen],
+            task=self.data.task,
             preload_to_ram=level == "long" and self.settings.preload_to_ram,  # others are read once
-            legacy=any(s.legacy for s in self.sources),
+            legacy=any(s.legacy for s in self.data.training.sources),
             progress="none",
         )
-
-    def _detector(self, classifier: Any) -> Detector:
-        source = self.sources[0]
-        engine = str(source.file.attrs.get("engine", ""))
-        return Detector(classifier, self.task, None if source.legacy else source.spec, engine)
 
     def fit(
         self,
@@ -198,30 +182,17 @@ class FoldTrainer:
         "Fit a detector; a network is trained for all its steps."
         seed += self.settings.seed
         if kind == "spectral":
-            n_classes = len(self.task.model_names)
-            return self._detector(
-                fit_spectral(
-                    self.features.of(chosen),
-                    self.ds.labels[chosen],
-                    n_classes,
-                    seed=seed,
-                    n_threads=self.n_threads,
-                )
-            )
+            n_classes = len(self.data.task.model_names)
+            given: dict[str, Any] = {"seed": seed, "n_threads": self.n_threads}
+            classifier = fit_spectral(self.features.of(chosen), self.ds.labels[chosen], n_classes, **given)
+            return Detector(classifier, **detector_facts(self.data))
         learned = self._segments(chosen, "long")
         settings = with_length(self.settings, len(learned))
-        none = {"task": "", "training": "", "validation": ""}
-        state = TrainingState(
-            TrainingData(learned, None, self.task, None, none),
-            replace(settings, seed=seed),
-            self.device,
-        )
-        try:
+        data = TrainingData(learned, None, self.data.task, None, {})
+        with closing(TrainingState(data, replace(settings, seed=seed), self.device)) as state:
             for _ in range(settings.epochs):
                 for batch in state.loader:
                     state.stepper.step(batch)
-        finally:
-            state.close()
         return detector_of(state)
 
     def scores(
@@ -236,12 +207,15 @@ class FoldTrainer:
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
         settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
         settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
-        about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
+        identity = {n: v for n, v in self.data.identity.items() if n != "validation"}
+        about = {"kind": kind, "seed": seed, "identity": identity, "settings": settings}
         about["leakmel"] = __version__  # another version may fit otherwise
         if kind == "spectral":  # fits of a release with other weights are not used
             about["weights"] = WEIGHTS
         facts = json.dumps(about, sort_keys=True).encode()
-        digest = digest_of(b"\0".join([facts, self.rows[learned].tobytes(), self.rows[held_out].tobytes()]))
+        digest = digest_of(
+            b"\0".join([facts, *(self.data.training.rows[some].tobytes() for some in (learned, held_out))])
+        )
         path = None if self.folder is None else self.folder / f"{kind}-{digest}.npy"
         shape = (len(held_out), self.ds.row_shape[0])
         if path is not None and path.is_file():
@@ -280,25 +254,16 @@ def kinds_to_fit(
     return ("spectral", "cnn")
 
 
-@dataclass(frozen=True)
-class KindEvaluation:
-    "A kind of detector in cross-validation."
-
-    kind: str
-    auc: float  # of the out-of-fold scores of recordings
-    error: float  # its standard error, bootstrap over groups
-    balanced_accuracy: float  # at the threshold 0.5
-    seconds: float  # of its fits
-
-
 @dataclass(frozen=True, eq=False)
 class Choice:
     "The kind of detector that was chosen, with the out-of-fold scores behind the choice."
 
     kind: str
-    tried: tuple[KindEvaluation, ...]
+    # kind, auc of the out-of-fold scores of recordings, its standard error (bootstrap over groups), balanced_accuracy
+    # at the threshold 0.5, and seconds of the fits, of each kind
+    tried: tuple[dict[str, Any], ...]
     n_folds: int  # 1: one part was held out
-    by: str  # groups that were kept together
+    groups: Groups  # of the scored recordings, which were kept together
     scored: np.ndarray  # [m] int, recordings with out-of-fold scores
     fold: np.ndarray  # [m] int, fold in which each was held out
     segment_scores: np.ndarray  # [m, L] of the chosen kind
@@ -310,9 +275,9 @@ class Choice:
         "Return plain values."
         return {
             "kind": self.kind,
-            "tried": [asdict(t) for t in self.tried],
+            "tried": list(self.tried),
             "folds": self.n_folds,
-            "by": self.by,
+            "by": self.groups.by,
             "recordings": len(self.scored),
             "reason": self.reason,
         }
@@ -320,11 +285,8 @@ class Choice:
 
 def blend_scores(members: Sequence[np.ndarray], lines: Sequence[tuple[float, float]]) -> np.ndarray:
     "Mean of calibrated segment scores, as `BlendClassifier` computes it."
-    total = np.zeros_like(members[0], dtype=np.float64)
-    for scores, (slope, offset) in zip(members, lines):
-        p = np.clip(scores.astype(np.float64), 1e-6, 1 - 1e-6)
-        total += 1 / (1 + np.exp(-(slope * np.log(p / (1 - p)) + offset)))
-    return (total / len(members)).astype(np.float32)
+    found = [platt(torch.from_numpy(own).double(), *line).numpy() for own, line in zip(members, lines)]
+    return np.mean(found, 0).astype(np.float32)
 
 
 def _scored_folds(
@@ -344,15 +306,17 @@ def choose_kind(
     trainer: FoldTrainer,
     chosen: np.ndarray | None = None,  # [k] int, recordings to use, ascending; None: all
     *,
+    groups: Groups | None = None,  # of all recordings; None: those of the trainer
     detector: str = "auto",  # "auto", or the kind whose out-of-fold scores are wanted
     seed: int = 0,  # of folds and fits
     progress: str = "none",  # as for `core.progress.Progress`
 ) -> Choice:  # raises DataError where no folds are possible
     "Score recordings by cross-validation with each kind, and choose the simplest kind within one standard error."
-    chosen = np.arange(len(trainer.rows)) if chosen is None else chosen
-    classes, code = trainer.ds.labels[chosen], trainer.groups.code[chosen]
+    chosen = np.arange(len(trainer.ds.rows)) if chosen is None else chosen
+    groups = groups or trainer.groups
+    classes, code = trainer.ds.labels[chosen], groups.code[chosen]
     fold = make_folds(classes, code, 5, seed)
-    parts = _scored_folds(fold, trainer.truth[chosen])
+    parts = _scored_folds(fold, trainer.ds.is_leak[chosen])
     scored = np.flatnonzero(np.isin(fold, parts))
     wanted = kinds_to_fit(detector, len(chosen))
     found: dict[str, np.ndarray] = {}
@@ -368,35 +332,32 @@ def choose_kind(
                 bar.update(bar.n_done + 1)
             found[kind] = out[scored]
             seconds[kind] = time.perf_counter() - began
-    truth = trainer.truth[chosen][scored]
+    truth = trainer.ds.is_leak[chosen][scored]
     lines: list[tuple[float, float]] = []
     if len(wanted) > 1:
         lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
         found["blend"] = blend_scores([found[kind] for kind in wanted], lines)
         seconds["blend"] = sum(seconds.values())
-    groups = trainer.groups
-    own = Groups(
-        groups.by, np.unique(code[scored], return_inverse=True)[1], tuple(map(str, np.unique(code[scored])))
-    )
+    own = groups.of(chosen[scored])
     tried = [_evaluate_kind(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
     kind, reason = detector, f"{detector} was asked for."
     if detector == "auto" and len(wanted) == 1:
         kind, reason = "spectral", ONE_KIND
     elif detector == "auto":
-        best = max(tried, key=lambda t: t.auc)
-        kind = next(t.kind for t in tried if t.auc >= best.auc - best.error)
+        best = max(tried, key=lambda t: t["auc"])
+        kind = next(t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"])
         reason = (
             f"{kind} is the best kind in cross-validation."
-            if kind == best.kind
+            if kind == best["kind"]
             else (
-                f"{kind} is the simplest kind within one standard error ({best.error:.3f}) of the best, {best.kind}."
+                f"{kind} is the simplest kind within one standard error ({best['error']:.3f}) of the best, {best['kind']}."
             )
         )
     return Choice(
         kind=kind,
         tried=tuple(tried),
         n_folds=len(parts),
-        by=groups.by,
+        groups=own,
         scored=chosen[scored],
         fold=fold[scored],
         segment_scores=found[kind],
@@ -407,12 +368,14 @@ def choose_kind(
 
 def _evaluate_kind(
     kind: str, segment_scores: np.ndarray, truth: np.ndarray, groups: Groups, seconds: float
-) -> KindEvaluation:
+) -> dict[str, Any]:
+    "Return the figures of a kind of detector."
     score = vote_scores(segment_scores)
     figures = leak_metrics(truth, score)
     draws = Bootstrap(truth, groups, n_draws=200).auc_draws(score)
     error = float(np.nanstd(draws)) if np.isfinite(draws).any() else 0.0
-    return KindEvaluation(kind, figures["auc"], error, figures["balanced_accuracy"], seconds)
+    quality = {"auc": figures["auc"], "error": error, "balanced_accuracy": figures["balanced_accuracy"]}
+    return {"kind": kind, **quality, "seconds": seconds}
 
 
 def blend_of(
@@ -432,7 +395,7 @@ _N_DRAWS = 1000  # of groups
 
 def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
-    truth, numbers = trainer.truth[choice.scored], np.arange(len(trainer.rows))
+    truth, numbers = trainer.ds.is_leak[choice.scored], np.arange(len(trainer.ds.rows))
     features = baseline_features(trainer.ds, progress="none")
     simple = {name: np.empty(len(truth)) for name in features}
     for k in np.unique(choice.fold):
@@ -440,22 +403,17 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         held_out = choice.scored[mine]
         learned = np.setdiff1d(numbers, held_out)
         for name, values in fold_baselines(
-            features, trainer.truth, learned, held_out, trainer.settings.seed
+            features, trainer.ds.is_leak, learned, held_out, trainer.settings.seed
         ).items():
             simple[name][mine] = values
-    used, code = np.unique(trainer.groups.code[choice.scored], return_inverse=True)
-    g = trainer.groups
-    groups = Groups(g.by, code.astype(np.int64), tuple(g.names[k] for k in used.tolist()), g.note)
+    groups = choice.groups
     boot = Bootstrap(truth, groups, n_draws=_N_DRAWS, seed=trainer.settings.seed)
     own = score_model(boot, vote_scores(choice.segment_scores), name=choice.kind, title=choice.kind)
     against = {n: score_model(boot, s, name=n, title=BASELINE_TITLES[n]) for n, s in simple.items()}
-    notes = cautions(truth, groups)
-    if choice.kind == "spectral":
-        del against["trees"]
-        notes += (NO_TREES,)
+    verdict, notes = judge(boot, own, against, choice.kind == "spectral")
+    notes = (*cautions(truth, groups), *notes)
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
-    verdict = give_verdict(boot, own, list(against.values()))
-    return evaluation_record(CROSS_VALIDATION, f"{how} by {choice.by}", truth, groups, own, verdict, notes)
+    return evaluation_record(CROSS_VALIDATION, f"{how} by {groups.by}", truth, groups, own, verdict, notes)
 
 
 def with_decision(
@@ -468,35 +426,35 @@ def with_decision(
     device: str,
 ) -> Detector:
     "Choose vote and threshold on recordings that were not trained on, and add their scores and the evaluation."
-    by = "" if trainer is None else trainer.groups.by
+    found: list[
+        tuple[np.ndarray, np.ndarray, Groups, str]
+    ] = []  # segment scores, truth, groups, and their name
+    evaluations: tuple[EvaluationRecord, ...] = ()
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
-    scores, truth, groups, names = [], [], [], []
-    if choice is not None and trainer is not None:
-        scores.append(choice.segment_scores)
-        truth.append(trainer.truth[choice.scored])
-        groups.append(np.array(trainer.groups.names)[trainer.groups.code[choice.scored]])
-        names.append(f"{len(choice.scored):,} recordings in cross-validation")
+        if choice is not None:
+            name = f"{len(choice.scored):,} recordings in cross-validation"
+            truth = trainer.ds.is_leak[choice.scored]
+            found.append((choice.segment_scores, truth, choice.groups, name))
+            evaluations = (_inner_evaluation(choice, trainer),)
     if data.validation is not None:
-        scores.append(score_rows(detector, data.validation, device=device))
-        truth.append(data.is_leak)
-        own = recording_groups(recordings_of(data.validation))
-        groups.append(np.array(own.names)[own.code])
-        by = by or own.by
-        names.append(f"{len(data.is_leak):,} validation recordings")
-    if not scores:
+        name = f"{len(data.validation.rows):,} validation recordings"
+        scores = score_rows(detector, data.validation, device=device)
+        groups = recording_groups(recordings_of(data.validation))
+        found.append((scores, data.validation.is_leak, groups, name))
+    if not found:
         return detector
-    source = " and ".join(names)
-    segments, is_leak = np.concatenate(scores), np.concatenate(truth)
+    segments, is_leak = (np.concatenate([own[k] for own in found]) for k in (0, 1))
+    source = " and ".join(name for *_, name in found)
     if trainer is not None:  # else the best epoch chose it
         rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share)
         detector = replace(detector, **rule.options() | {"threshold_from": f"highest F1 on {source}"})
+    group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
     held_out = HeldOutScores(
         np.clip(detector.recording_scores(segments), 0, 1),
         is_leak,
-        np.unique(np.concatenate(groups), return_inverse=True)[1].astype(np.int64),
-        by,
+        np.unique(group, return_inverse=True)[1].astype(np.int64),
+        (found[0][2] if trainer is None else trainer.groups).by,
         source,
     )
-    evaluations = (_inner_evaluation(choice, trainer),) if choice is not None and trainer is not None else ()
     return replace(detector, held_out=held_out, evaluations=evaluations)

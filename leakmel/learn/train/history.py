@@ -168,13 +168,12 @@ def learning_curves(
     best: int = 0,  # number of the best epoch; 0: none
 ) -> "go.Figure":
     "Draw losses and F1 by epoch."
-    import plotly.graph_objects as go
-
     if not epochs:
         return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
     x = [e.epoch for e in epochs]
     traces = [
-        go.Scatter(
+        dict(
+            type="scatter",
             name=name,
             x=x,
             y=f32(values),

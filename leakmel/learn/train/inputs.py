@@ -60,12 +60,6 @@ class TrainingData:
         return [int(ds.counts[ds.labels == k].sum()) for k in range(len(self.task.model_names))]
 
     @property
-    def is_leak(self) -> np.ndarray:
-        "[B] bool, which recordings of validation are leaks."
-        labels = np.zeros(0) if self.validation is None else self.validation.labels
-        return labels == self.task.leak_in_model
-
-    @property
     def labels_by_people(self) -> dict[str, int]:
         "Counts of labels by people in all data sets; empty without a table."
         sources = {id(s): s for ds in (self.training, self.validation) if ds is not None for s in ds.sources}
@@ -178,7 +172,7 @@ def _check_classes(learned: Segments, validation: Segments | None, task: Task) -
             found=", ".join(lacking),
             remedy="add recordings, or exclude the labels (leave_out)",
         )
-    n_leaks = 0 if validation is None else int((validation.labels == task.leak_in_model).sum())
+    n_leaks = 0 if validation is None else int(validation.is_leak.sum())
     if validation is not None and not 0 < n_leaks < len(validation.labels):
         raise DataError(
             "all validation recordings belong to one class",

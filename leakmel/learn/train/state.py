@@ -13,6 +13,7 @@ __all__ = [
     "end_epoch",
     "data_record",
     "training_record",
+    "detector_facts",
     "detector_of",
     "to_checkpoint",
     "restore_checkpoint",
@@ -20,7 +21,7 @@ __all__ = [
 
 # %% ../../../nbs/learn/train/state.ipynb #ea37141d
 import json, math, os, time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,15 +35,14 @@ from ...core.monitor import mean, peak
 from ...core.timeline import Timeline
 from ..data.loaders import Loader, open_loader
 from ..data.segments import Segments
-from ..metrics.metrics import leak_metrics
-from ..metrics.metrics import DecisionRule, choose_rule, vote_scores
+from ..metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
 from ..model.detector import Detector, image_shape, score_rows
 from ..model.devices import memory_guard
 from ..model.net import LeakNet, NetSettings, band_statistics
 from ..model.settings import TrainSettings, with_length
 from .history import EpochFigures, epochs_from, is_better, should_stop
 from .inputs import TrainingData, training_identity
-from .step import StepFigures, Stepper, StepTimer, StepTimes, seeded_random, step_seed
+from .step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 
 
 # %% ../../../nbs/learn/train/state.ipynb #bc3857a1
@@ -221,7 +221,7 @@ class TrainingState:
 # %% ../../../nbs/learn/train/state.ipynb #1aa5c1cc
 def end_epoch(
     state: TrainingState,
-    times: StepTimes,  # of the learning
+    times: Mapping[str, float],  # of `StepTimer`, of the learning
     progress: Callable[[int], object] | None = None,  # called with the number of validation recordings scored
 ) -> EpochFigures:  # raises DataError if the loss is NaN or infinite
     "Evaluate validation, and keep the best epoch."
@@ -239,7 +239,9 @@ def end_epoch(
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
     names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
     found: dict[str, Any] = dict.fromkeys(names, math.nan)
+    is_leak = np.zeros(0, bool)
     if data.validation is not None:
+        is_leak = data.validation.is_leak
         with memory_guard(
             "memory is too small to score the validation recordings during the training",
             "free memory, use loader='stream', or device='cpu'",
@@ -247,11 +249,10 @@ def end_epoch(
             scores = score_rows(
                 detector_of(state), data.validation, device=state.stepper.device, progress=progress
             )
-        chosen = choose_rule(data.is_leak, scores, s.vote, s.vote_share)
-        found = validation_figures(scores, data.is_leak, chosen)
+        chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
+        found = validation_figures(scores, is_leak, chosen)
     evaluate_s = time.perf_counter() - began
     grad_norm, clipped_share = state.sums.gradients(s.clip_norm)
-    measured = _speed(state, times) | _machine_use(state.timeline.samples)
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
         step=state.stepper.n_done,
@@ -259,17 +260,16 @@ def end_epoch(
         segment_accuracy=state.sums.share_correct(),
         learning_rate=state.rate,
         **found,
-        seconds=times.seconds + evaluate_s,
-        learn_s=times.seconds,
+        seconds=times["learn_s"] + evaluate_s,
         evaluate_s=evaluate_s,
-        n_batches=times.n_batches,
         grad_norm=grad_norm,
         clipped_share=clipped_share,
-        **{name: math.nan if value is None else float(value) for name, value in measured.items()},
+        **_speed(state, times),
+        **_machine_use(state.timeline.samples),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     best = state.best_figures
-    if data.validation is None or is_better(figures, best, highest, int(data.is_leak.sum())):
+    if data.validation is None or is_better(figures, best, highest, int(is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
         state.best = BestEpoch(figures.epoch, kept, chosen)
     state.epochs.append(figures)
@@ -281,35 +281,28 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    return {
+    found = {
         "mean_rss_bytes": mean(seen, "rss_bytes"),
         "peak_rss_bytes": peak(seen, "rss_bytes"),
         "mean_gpu_percent": mean(seen, "gpu_percent"),
         "peak_vram_bytes": peak(seen, "vram_bytes"),
     }
+    return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
-def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
+def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     "Rates and times of an epoch; the first step of a run, with what is compiled or allocated then, is counted apart."
-    n = times.n_batches
+    found = dict(times)
+    first_ms = found.pop("first_wait_ms")
+    n = int(times["n_batches"])
     warm_s = 0.0
     if n and state.stepper.n_done - n == state.first:
-        warm_s = (times.first_wait_ms or 0) / 1000 + (state.stepper.first_step_s or 0)
-    steady_s = times.seconds - warm_s
+        warm_s = first_ms / 1000 + (state.stepper.first_step_s or 0)
+    steady_s = times["learn_s"] - warm_s
     n_steady = n - bool(warm_s)
     rate = n_steady / steady_s if n_steady > 0 and steady_s > 0 else math.nan
-    return {
-        "warm_up_s": warm_s,
-        "batches_per_s": rate,
-        "items_per_s": rate * state.loader.order.n_items / len(state.loader),
-        "loader_mean_ms": times.wait_ms,
-        "loader_max_ms": times.wait_max_ms,
-        "h2d_ms": times.h2d_ms,
-        "compute_ms": times.compute_ms,
-        "io_to_compute": times.io_ratio,
-        "allocated_bytes": times.allocated_bytes,
-        "reserved_bytes": times.reserved_bytes,
-    }
+    items_per_s = rate * state.loader.order.n_items / len(state.loader)
+    return found | {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
 
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
@@ -363,18 +356,20 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def detector_facts(data: TrainingData) -> dict[str, Any]:
+    "Return what a detector takes over from its training data: task, spec and engine."
+    source = data.training.sources[0]
+    spec = None if source.legacy else source.spec
+    return {"task": data.task, "spec": spec, "engine": str(source.file.attrs.get("engine", ""))}
+
+
 def detector_of(
     state: TrainingState,
     *,
     best: bool = False,  # True: weights of the best epoch, in host memory; False: current weights
 ) -> Detector:
     "Make a detector of the state of a training."
-    source = state.data.training.sources[0]
-    given: dict[str, Any] = {
-        "task": state.data.task,
-        "spec": None if source.legacy else source.spec,
-        "engine": str(source.file.attrs.get("engine", "")),
-    }
+    given = detector_facts(state.data)
     if not best or state.best is None:
         return Detector(classifier=state.stepper.net, **given)
     net = LeakNet(state.stepper.net.settings)
@@ -397,7 +392,7 @@ def to_checkpoint(
         "seconds": seconds,
         "net": state.stepper.net.state_dict(),
         "stepper": state.stepper.state_dict(),
-        "loader": state.loader.state_dict(),
+        "loader": {"kind": state.loader.kind, **state.loader.order.state_dict()},
         "rate": state.rate,
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
@@ -420,7 +415,7 @@ def restore_checkpoint(
         state.stepper.load_state_dict(values["stepper"])
         if state.settings.loader == "auto":
             state.reopen(values["loader"]["kind"])
-        state.loader.load_state_dict(values["loader"])
+        state.loader.order.load_state_dict(values["loader"])
         state.sums.load_state_dict(values["sums"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise DataError(

@@ -13,14 +13,13 @@ __all__ = [
     "micro_batch_slices",
     "StepFigures",
     "Stepper",
-    "StepTimes",
     "loader_advice",
     "StepTimer",
 ]
 
 # %% ../../../nbs/learn/train/step.ipynb #df05bfe9
 import logging, math, time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -295,51 +294,18 @@ GOAL_MS = 10.0
 SLOW_MS = 50.0
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    "Times of an epoch; those of a batch in milliseconds, None: not seen."
-
-    n_batches: int
-    n_sampled: int  # batches whose transfer and computing were timed
-    seconds: float  # of the whole epoch
-    first_wait_ms: float | None  # time until the first batch was ready
-    wait_ms: float | None  # mean over the batches after the first
-    wait_max_ms: float | None
-    h2d_ms: float | None  # mean of the sample: from host to device
-    compute_ms: float | None  # mean of the sample: forward, backward, new weights
-    allocated_bytes: int | None  # most in use on the device
-    reserved_bytes: int | None  # held by torch's allocator
-
-    @property
-    def io_ratio(self) -> float | None:
-        "Waiting and transfer, divided by computing; 0 is a loader that is never waited for."
-        if self.wait_ms is None or not self.compute_ms:
-            return None
-        return (self.wait_ms + (self.h2d_ms or 0)) / self.compute_ms
-
-    @property
-    def busy_share(self) -> float | None:
-        "Share of the epoch that steps took on the device, by the mean of the sample; gaps between kernels count too."
-        if self.compute_ms is None or not self.seconds:
-            return None
-        return min(1.0, self.compute_ms * self.n_batches / (1000 * self.seconds))
-
-    @property
-    def batches_per_s(self) -> float:
-        return self.n_batches / self.seconds if self.seconds else 0.0
-
-
-# %% ../../../nbs/learn/train/step.ipynb #0a41bc94
 def loader_advice(
-    times: StepTimes,
+    times: Mapping[str, float],  # of `StepTimer.times`
 ) -> str | None:  # None: the loader keeps up
     "Return advice if the training waits for its batches."
-    if times.wait_ms is None or times.wait_ms < GOAL_MS:
+    wait_ms = times["loader_mean_ms"]
+    if not wait_ms >= GOAL_MS:
         return None
-    slow = "is too slow" if times.wait_ms > SLOW_MS else "could be faster"
-    ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times the computing time"
+    ratio = times["io_to_compute"]
+    slow = "is too slow" if wait_ms > SLOW_MS else "could be faster"
+    text = "" if math.isnan(ratio) else f", {ratio:.1f} times the computing time"
     return (
-        f"the loader {slow}: {times.wait_ms:.0f} ms of waiting for a batch{ratio} (goal: under {GOAL_MS:.0f} ms); "
+        f"the loader {slow}: {wait_ms:.0f} ms of waiting for a batch{text} (goal: under {GOAL_MS:.0f} ms); "
         "hold the rows in memory or on the device"
     )
 
@@ -421,26 +387,31 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _mean_ms(self, marks: dict[int, tuple[Any, Any]]) -> float | None:
+    def _mean_ms(self, marks: dict[int, tuple[Any, Any]]) -> float:
         "Mean of the times between marks, without the first batch where there are others."
         pairs = [marks[i] for i in marks if i or len(marks) == 1]
         found = [a.elapsed_time(b) if self.on_gpu else 1000 * (b - a) for a, b in pairs]
-        return sum(found) / len(found) if found else None
+        return sum(found) / len(found) if found else math.nan
 
-    def times(self) -> StepTimes:
-        "Return the times of the epoch so far; waits once for the device."
+    def times(self) -> dict[str, float]:
+        "Return the times of the epoch so far, named as in `EpochFigures`; NaN: not seen. Waits once for the device."
+        memory = {"allocated_bytes": math.nan, "reserved_bytes": math.nan}
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+            memory["allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            memory["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         rest = self.waits[1:]
-        return StepTimes(
-            n_batches=len(self.waits),
-            n_sampled=len(self.computed) - (0 in self.computed and len(self.computed) > 1),
-            seconds=time.perf_counter() - self.start,
-            first_wait_ms=self.waits[0] if self.waits else None,
-            wait_ms=sum(rest) / len(rest) if rest else None,
-            wait_max_ms=max(rest, default=None),
-            h2d_ms=self._mean_ms(self.moved),
-            compute_ms=self._mean_ms(self.computed),
-            allocated_bytes=torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None,
-            reserved_bytes=torch.cuda.max_memory_reserved(self.device) if self.on_gpu else None,
-        )
+        wait_ms = sum(rest) / len(rest) if rest else math.nan
+        h2d_ms = self._mean_ms(self.moved)
+        compute_ms = self._mean_ms(self.computed)
+        busy_ms = wait_ms + (0 if math.isnan(h2d_ms) else h2d_ms)
+        return memory | {
+            "n_batches": len(self.waits),
+            "learn_s": time.perf_counter() - self.start,
+            "first_wait_ms": self.waits[0] if self.waits else math.nan,
+            "loader_mean_ms": wait_ms,
+            "loader_max_ms": max(rest, default=math.nan),
+            "h2d_ms": h2d_ms,
+            "compute_ms": compute_ms,
+            "io_to_compute": busy_ms / compute_ms if compute_ms else math.nan,
+        }
