@@ -16,12 +16,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/learn/reports.ipynb #c150f6fc
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ..audio.wav import read_wav
 from ..core.errors import RecordingError, UsageError, show_path
@@ -58,8 +56,6 @@ def score_histogram(
     predictions: Predictions,
 ) -> "go.Figure":
     "Draw the histogram of the scores."
-    import plotly.graph_objects as go
-
     if not len(predictions):
         return styled_figure([], "No recording was scored", height=120)
     table = predictions.table
@@ -67,7 +63,8 @@ def score_histogram(
     edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [
-        go.Bar(
+        dict(
+            type="bar",
             name=f"{name} ({len(mine):,})",
             x=f32(edges[:-1] + np.diff(edges) / 2),
             y=np.histogram(mine, edges)[0],
@@ -97,8 +94,6 @@ def score_by_level(
     predictions: Predictions,
 ) -> "go.Figure":
     "Draw the score of each recording over its level."
-    import plotly.graph_objects as go
-
     table = predictions.table
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
     if not len(audible):
@@ -108,7 +103,8 @@ def score_by_level(
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
     shown = audible.iloc[:: -(-len(audible) // (MAX_POINTS // 2))]
     traces = [
-        go.Scatter(
+        dict(
+            type="scatter",
             name=name,
             x=f32(mine["rms_db"]),
             y=f32(mine["score"]),
@@ -235,7 +231,6 @@ def cross_validation_report(
     margin = np.abs(table["score"] - 0.5)
     wrong = table[(table["score"] >= 0.5) != table["leak"]].assign(margin=margin)
     wrong = wrong.sort_values("margin", ascending=False, kind="stable").head(_MOST).drop(columns="margin")
-    folds = pd.DataFrame([asdict(f) for f in found.folds]).round(3)
     sections = [
         Section("Summary", [found]),
         Section("Figures", [*found.plots().values()]),
@@ -243,7 +238,7 @@ def cross_validation_report(
             "Misclassified recordings, the worst first",
             [wrong.reset_index(drop=True).round(3) if len(wrong) else "No recording was misclassified."],
         ),
-        Section("Folds", [folds]),
+        Section("Folds", [found.folds.round(3)]),
     ]
     title = f"Cross-validation of a detector: {found.asked}"
     return write_report(path, title, str(found.verdict), sections, ok=found.verdict.beats)

@@ -8,40 +8,33 @@ __all__ = [
     "WORKER_IDLE_S",
     "WORTH_PROCESSES",
     "outer_folds",
-    "FoldFigures",
-    "Repetition",
-    "single_thread",
     "Fit",
-    "fits_of_folds",
+    "single_thread",
     "Scores",
-    "resample",
     "result_files",
-    "require_result",
-    "write_result",
-    "closing_rows",
+    "Resampled",
     "CrossValidation",
+    "plain_rows",
     "figures_text",
     "plan_processes",
-    "result_of",
     "groups_of",
-    "trainer_of",
+    "Resampling",
     "require_at_least",
-    "opened_for",
+    "open_resampling",
     "cross_validate",
 ]
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000003
 import importlib.util
 import json
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -50,7 +43,6 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from ...audio.labels import LabelTable, counts_text
-from ...audio.wav import digest_of
 from ...core.cluster import Cluster, open_cluster, run_tasks
 from ...core.comparison import text_column
 from ...core.errors import DataError, UsageError, show_path
@@ -59,7 +51,8 @@ from ...core.threads import safe_module_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
-from ..data.splits import _can_be_left_out, _label_counts, recordings_table
+from ..data.segments import Segments
+from ..data.splits import can_be_left_out, label_counts, recordings_table
 from ..data.task import Task
 from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
@@ -69,15 +62,14 @@ from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
     cautions,
-    give_verdict,
     plain,
     score_model,
 )
-from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
+from ..model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from ..model.devices import pick_device
 from ...core.files import write_whole
 from ..model.files import require_kind
-from ..model.settings import TrainSettings, with_length
+from ..model.settings import TrainSettings
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     ONE_KIND,
@@ -89,7 +81,7 @@ from leakmel.learn.train.folds import (
     make_folds,
 )
 from ..train.inputs import Sources, TrainingData, open_training
-from ..train.loop import folder_lock, step_seconds
+from ..train.loop import folder_lock, network_time, seconds_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -103,73 +95,56 @@ def outer_folds(
     code: np.ndarray,  # [n] int, group of each recording
     n_folds: int = 5,  # at most, where groups are many
     seed: int = 0,
-) -> tuple[np.ndarray, bool]:  # [n] int, fold of each recording; whether each fold is one group
+) -> np.ndarray:  # [n] int, fold of each recording
     "Leave one group out where groups are few, else divide the groups into folds."
     numbers, each = np.unique(code, return_inverse=True)
-    if 1 < len(numbers) <= MOST_LEFT_OUT and _can_be_left_out(_label_counts(each, classes)).all():
-        return each, True
-    return make_folds(classes, code, n_folds, seed), False
+    if 1 < len(numbers) <= MOST_LEFT_OUT and can_be_left_out(label_counts(each, classes)).all():
+        return each
+    return make_folds(classes, code, n_folds, seed)
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000011
-@dataclass(frozen=True)
-class FoldFigures:
-    "A fold of one repetition."
-
-    seed: int  # number of the repetition, from 0
-    fold: int
-    recordings: int  # held out
-    leaks: int  # of them
-    kind: str  # of the detector
-    reason: str  # why this kind, a sentence
-    auc: float  # of the held-out recordings; NaN: they have one label only
-    balanced_accuracy: float  # at the threshold 0.5; NaN likewise
-    n_fits: int  # of detectors, with those that chose the kind
-    seconds: float
-
-
 _NO_CHOICE = "Where training recordings have too few groups to choose a kind, it is spectral."
 
 
-def _fold_scores(
-    trainer: FoldTrainer,
-    learned: np.ndarray,  # [k] int
-    held_out: np.ndarray,  # [m] int
-    seed: int,
-) -> tuple[np.ndarray, str, str, int]:  # [m, L] segment scores, kind, reason, number of fits
-    "Choose the kind on the training recordings where that is asked for, and score held-out recordings."
+@dataclass(frozen=True, eq=False)
+class Fit:
+    "A fit of a resampling: the recordings it learns from, and those that it scores."
+
+    of: Any  # what it belongs to: name of a grouping, or curve and share of a learning curve
+    groups: Groups  # of all recordings
+    seed: int  # number of the repetition, from 0
+    fold: int
+    learned: np.ndarray  # [k] int
+    held_out: np.ndarray  # [m] int
+
+
+def _fold_scores(trainer: FoldTrainer, fit: Fit) -> tuple[np.ndarray, dict[str, Any]]:
+    "Return [m, L] segment scores of held-out recordings; kind, reason and number of fits. The kind is chosen on the training recordings."
     asked = trainer.settings.detector
-    if asked in ("spectral", "cnn"):
-        return trainer.scores(asked, learned, held_out, seed), asked, f"{asked} was asked for.", 1
-    if kinds_to_fit(asked, len(learned)) == ("spectral",):
-        return trainer.scores("spectral", learned, held_out, seed), "spectral", ONE_KIND, 1
+    wanted = kinds_to_fit(asked, len(fit.learned))
+
+    def scores(kind: str) -> np.ndarray:
+        return trainer.scores(kind, fit.learned, fit.held_out, fit.seed)
+
+    if len(wanted) == 1:
+        reason = ONE_KIND if asked == "auto" else f"{asked} was asked for."
+        return scores(wanted[0]), {"kind": wanted[0], "reason": reason, "n_fits": 1}
     try:
-        choice = choose_kind(trainer, learned, detector=asked, seed=seed)
+        choice = choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed)
     except DataError as e:
         if e.code != "label-in-one-part" or asked == "blend":
             raise
-        return trainer.scores("spectral", learned, held_out, seed), "spectral", _NO_CHOICE, 1
-    members = ("spectral", "cnn") if choice.kind == "blend" else (choice.kind,)
-    found = [trainer.scores(kind, learned, held_out, seed) for kind in members]
-    n_fits = len(kinds_to_fit(asked, len(learned))) * choice.n_folds + len(members)
+        return scores("spectral"), {"kind": "spectral", "reason": _NO_CHOICE, "n_fits": 1}
+    members = wanted if choice.kind == "blend" else (choice.kind,)
+    found = [scores(kind) for kind in members]
+    n_fits = len(wanted) * choice.n_folds + len(members)
+    about = {"kind": choice.kind, "reason": choice.reason, "n_fits": n_fits}
     if choice.kind == "spectral":
-        return found[0], choice.kind, choice.reason, n_fits
+        return found[0], about
     # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
-    lines = dict(zip(("spectral", "cnn"), choice.lines))
-    return blend_scores(found, [lines[kind] for kind in members]), choice.kind, choice.reason, n_fits
-
-
-@dataclass(frozen=True, eq=False)
-class Repetition:
-    "Scores of all recordings with one seed."
-
-    fold: np.ndarray  # [n] int, fold in which a recording was held out
-    is_one_out: bool  # each fold is one group
-    score: np.ndarray  # [n] of the detector, mean over the segments
-    baselines: Mapping[str, np.ndarray]  # [n] of each baseline
-    folds: tuple[FoldFigures, ...]
-    auc: float  # of all recordings
-    balanced_accuracy: float
+    lines = dict(zip(wanted, choice.lines))
+    return blend_scores(found, [lines[kind] for kind in members]), about
 
 
 @contextmanager
@@ -184,41 +159,27 @@ def single_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
-    "A fit of a resampling: the recordings it learns from, and those that it scores."
-
-    of: Hashable  # what it belongs to: a point of a learning curve, or the only result
-    seed: int  # number of the repetition, from 0
-    fold: int
-    learned: np.ndarray  # [k] int
-    held_out: np.ndarray  # [m] int
-
-
-def fits_of_folds(folds: Sequence[np.ndarray]) -> list[Fit]:  # [n] int fold of each recording, for each seed
-    "List the fits of a cross-validation."
-    return [
-        Fit("", seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
-        for seed, fold in enumerate(folds)
-        for k in range(int(fold.max()) + 1)
-    ]
-
-
 def _score_fit(
     trainer: FoldTrainer, features: Mapping[str, np.ndarray], fit: Fit
-) -> tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]:  # [m] of detector and baselines; fits
+) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:  # facts; [m] of detector and baselines; fits
     "Train without the recordings of a fold, and score them; runs in any process."
-    began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.truth
-    learned, held_out = fit.learned, fit.held_out
+    began, n_before = time.perf_counter(), trainer.n_done
+    truth = trainer.ds.is_leak
     with single_thread():
-        segments, kind, reason, n_fits = _fold_scores(trainer, learned, held_out, fit.seed)
-        simple = fold_baselines(features, truth, learned, held_out, trainer.settings.seed + fit.seed, 1)
-    score = vote_scores(segments)
-    figures = leak_metrics(truth[held_out], score)
-    facts = (fit.seed, fit.fold, len(held_out), int(truth[held_out].sum()), kind, reason)
-    quality = (figures["auc"], figures["balanced_accuracy"])
-    found = FoldFigures(*facts, *quality, n_fits, time.perf_counter() - began)
-    return found, score, simple, trainer.n_done - n_before
+        segments, about = _fold_scores(trainer, fit)
+        seed = trainer.settings.seed + fit.seed
+        scores = fold_baselines(features, truth, fit.learned, fit.held_out, seed, 1)
+    scores["detector"] = vote_scores(segments)
+    mine = truth[fit.held_out]
+    facts = {"seed": fit.seed, "fold": fit.fold, "recordings": len(mine), "leaks": int(mine.sum())}
+    facts |= about | _quality(mine, scores["detector"]) | {"seconds": time.perf_counter() - began}
+    return facts, scores, trainer.n_done - n_before
+
+
+def _quality(truth: np.ndarray, score: np.ndarray) -> dict[str, float]:
+    "AUC, and balanced accuracy at the threshold 0.5; NaN of one label only."
+    found = leak_metrics(truth, score)
+    return {name: found[name] for name in ("auc", "balanced_accuracy")}
 
 
 WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
@@ -230,7 +191,7 @@ def _run_fits(
     fits: Sequence[Fit],
     jobs: int,  # processes; 1: this one
     cluster: Cluster | None,  # None: processes of this machine
-) -> Iterator[tuple[int, tuple[FoldFigures, np.ndarray, dict[str, np.ndarray], int]]]:
+) -> Iterator[tuple[int, tuple[dict[str, Any], dict[str, np.ndarray], int]]]:
     "Score fits in processes of this machine, in order, or on a cluster, as they come; yield numbers and results."
     if cluster is None:
         run = Parallel(
@@ -246,60 +207,12 @@ def _run_fits(
 
 @dataclass(eq=False)
 class Scores:
-    "Scores of all recordings with each seed, by detectors that were trained without them."
+    "Scores of all recordings with each seed, by a detector and baselines that were fitted without them."
 
-    detector: np.ndarray  # [S, n]
-    baselines: dict[str, np.ndarray]  # [S, n] of each
-    folds: list[FoldFigures] = field(default_factory=list)
-
-
-def resample(
-    trainer: FoldTrainer,
-    fits: Sequence[Fit],  # each recording is held out once for each seed
-    features: Mapping[str, np.ndarray],  # of the baselines; empty: none is fitted
-    jobs: int,  # processes; 1: this one
-    show: str,  # as for `core.progress.Progress`
-    label: str = "cross-validation",  # of the progress
-    cluster: Cluster | None = None,  # None: processes of this machine
-) -> tuple[dict[Hashable, Scores], int]:  # of what the fits belong to; fits of this call
-    "Fit detectors on parts of the recordings, and score the others."
-    if (jobs > 1 or cluster is not None) and trainer.settings.detector != "cnn":
-        _ = trainer.features  # read once, not in each process
-    shape = (1 + max(fit.seed for fit in fits), len(trainer.rows))
-    found = {
-        of: Scores(np.full(shape, np.nan), {name: np.full(shape, np.nan) for name in features})
-        for of in dict.fromkeys(fit.of for fit in fits)
-    }
-    n_done = 0
-    total = sum(len(fit.held_out) for fit in fits)
-    with Progress(total, unit="recordings", label=label, show=show) as bar:
-        for k, (figures, score, baselines, n) in _run_fits(trainer, features, fits, jobs, cluster):
-            fit = fits[k]
-            own = found[fit.of]
-            own.detector[fit.seed, fit.held_out] = score
-            for name, values in baselines.items():
-                own.baselines[name][fit.seed, fit.held_out] = values
-            own.folds.append(figures)
-            n_done += n
-            bar.update(
-                bar.n_done + len(score), f"{sum(len(s.folds) for s in found.values())} of {len(fits)} fits"
-            )
-    return found, n_done
-
-
-def _repetitions(
-    trainer: FoldTrainer, scores: Scores, folds: Sequence[tuple[np.ndarray, bool]]
-) -> tuple[Repetition, ...]:
-    "Divide scores by their seeds."
-    found = []
-    for seed, (fold, is_one_out) in enumerate(folds):
-        score = scores.detector[seed]
-        all_of = leak_metrics(trainer.truth, score)
-        mine = tuple(sorted((f for f in scores.folds if f.seed == seed), key=lambda f: f.fold))
-        quality = (all_of["auc"], all_of["balanced_accuracy"])
-        baselines = {name: values[seed] for name, values in scores.baselines.items()}
-        found.append(Repetition(fold, is_one_out, score, baselines, mine, *quality))
-    return tuple(found)
+    of: dict[str, np.ndarray]  # [S, n] of "detector" and of each baseline
+    fold: np.ndarray  # [S, n] int, fold in which a recording was held out
+    facts: list[dict[str, Any]] = field(default_factory=list)  # of each fit
+    n_done: int = 0  # fits of this call
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #ge000017
@@ -320,112 +233,91 @@ def result_files(
     return files | {"summary.json": ""}
 
 
-def require_result(
-    folder: Path,
-    name: str,  # of the result
-) -> None:  # raises OutputError
-    "Refuse to replace files of others."
-    for file, mark in result_files(name).items():
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Resampled(RowTable):
+    "Result of a resampling: what all kinds of them have."
 
-        def is_one(f: BinaryIO, mark: str = mark) -> bool:
-            return mark.encode() in f.readline(4096) if mark else name in json.load(f)
+    name: ClassVar[str]  # also the first key of summary.json
+    task: Task
+    asked: str  # kind of detector in the settings
+    table: pd.DataFrame
+    n_fits: int  # of all folds
+    n_done: int  # fits of this call; those of an interrupted call are not repeated
+    seconds: float  # duration of this call
+    out: Path | None = None  # folder of the files
 
-        require_kind(folder / file, f"result of a {name.replace('_', '-')}", is_one)
+    def __len__(self) -> int:
+        return len(self.table)
 
+    def closing_rows(self) -> Iterator[tuple[str, str]]:
+        "Yield the last rows: the time and the files."
+        n_read = self.n_fits - self.n_done
+        again = f", {n_read:,} of them read from an earlier run" if n_read else ""
+        yield "time", f"{self.n_fits:,} fits{again}, {self.seconds:,.1f} s"
+        if self.out is not None:
+            yield "written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"
 
-def write_result(
-    folder: Path,
-    name: str,  # of the result
-    found: Any,  # with `table`, `plots` and `to_dict`
-) -> None:  # raises OutputError, SpaceError
-    "Write the table, the page and the summary of a result."
-    table = found.table
-    shown = [n for n in ("path", "label", "sensor", "group") if n in table]
-    texts = {
-        f"{name}.csv": table.assign(**{n: [show_path(v) for v in table[n]] for n in shown}).to_csv(
-            index=False
-        )
-    }
-    for file in result_files(name):
-        if file.endswith(".html"):
-            figure = found.plots()[name]
-            shown_figure = figure.to_html(
-                full_html=False, include_plotlyjs=True, config={"displaylogo": False}
-            )
-            texts[file] = f"{result_files(name)[file]}{found._repr_html_()}{shown_figure}\n"
-    for file, text in texts.items():
-        write_whole(folder / file, text.encode("utf-8", "backslashreplace"))
-    write_summary(folder, found.to_dict())
-
-
-def closing_rows(
-    found: Any,  # a result with `n_done`, `seconds` and `out`
-    n_fits: int,
-    name: str = "cross_validation",  # of the result
-) -> Iterator[tuple[str, str]]:
-    "Yield the last rows of a result: the time and the files."
-    again = "" if found.n_done == n_fits else f", {n_fits - found.n_done:,} of them read from an earlier run"
-    yield "time", f"{n_fits:,} fits{again}, {found.seconds:,.1f} s"
-    if found.out is not None:
-        yield "written", f"{show_path(found.out)}: {', '.join(result_files(name))}"
+    def common_values(self) -> dict[str, Any]:
+        "Return plain values that all results have."
+        values = {"task": repr(self.task), "detector": self.asked, "fits": self.n_fits}
+        return values | {"fits_of_this_run": self.n_done, "seconds": self.seconds}
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000013
-@dataclass(frozen=True, eq=False, repr=False)
-class CrossValidation(RowTable):
-    "Result of a cross-validation: a score for each recording, pooled figures, and the spread over folds and seeds."
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class CrossValidation(Resampled):
+    """Result of a cross-validation: a score for each recording, pooled figures, and the spread over folds and seeds.
 
-    task: Task
-    asked: str  # kind of detector in the settings
-    # a row per recording: path, label, sensor, group, leak, fold, score and a score of each baseline (means over seeds)
-    table: pd.DataFrame
+    The table has a row for each recording: path, label, sensor, group, leak, fold, score and a score of each baseline (means over seeds).
+    """
+
+    name = "cross_validation"
     groups: Groups  # groups that are kept together in folds and resampled as a whole
     detector: ScoredModel  # figures are means over seeds
     baselines: Mapping[str, ScoredModel]
     verdict: Verdict
     cautions: tuple[str, ...]  # what the recordings cannot prove
-    repetitions: tuple[Repetition, ...]  # one for each seed
-    n_done: int  # fits in this call; finished fits of an interrupted call are not repeated
-    seconds: float  # duration of this call
-    out: Path | None = None  # folder of the files
+    scores: Scores  # of each seed
+    # a row for each fold of each seed: recordings held out, leaks of them, kind of the detector and why,
+    # auc and balanced_accuracy at the threshold 0.5 (NaN: one label only), n_fits with those that chose the kind, seconds
+    folds: pd.DataFrame
+    seeds: pd.DataFrame  # auc and balanced_accuracy of all recordings, a row for each seed
     labels_by_people: Mapping[str, int] = field(default_factory=dict)  # counts, where a table was given
 
-    def __len__(self) -> int:
-        return len(self.table)
-
     @property
-    def folds(self) -> tuple[FoldFigures, ...]:
-        "All folds of all seeds."
-        return tuple(f for r in self.repetitions for f in r.folds)
+    def truth(self) -> np.ndarray:
+        "[n] bool, which recordings are leaks."
+        return self.table["leak"].to_numpy(bool)
 
     @property
     def kinds(self) -> dict[str, int]:
         "Number of folds with each kind of detector."
-        return dict(Counter(f.kind for f in self.folds))
+        return dict(Counter(self.folds["kind"]))
+
+    @property
+    def is_one_out(self) -> bool:
+        "Whether each fold is one group."
+        return int(self.scores.fold[0].max()) + 1 == len(self.groups)
 
     @property
     def method(self) -> str:
         "How the folds were made, a sentence."
-        first = self.repetitions[0]
-        n = len(first.folds)
-        how = (
-            f"each of {self.groups.counted(n)} was left out once"
-            if first.is_one_out
-            else f"{n} folds, no {self.groups.by} in two"
-        )
-        seeds = "" if len(self.repetitions) == 1 else f", with {len(self.repetitions)} seeds"
-        return f"{len(self):,} recordings ({int(self.table['leak'].sum()):,} leaks) of {self.groups.counted(len(self.groups))}: {how}{seeds}"
+        n = int(self.scores.fold[0].max()) + 1
+        how = f"{n} folds, no {self.groups.by} in two"
+        if self.is_one_out:
+            how = f"each of {self.groups.counted(n)} was left out once"
+        seeds = "" if len(self.seeds) == 1 else f", with {len(self.seeds)} seeds"
+        return f"{len(self):,} recordings ({int(self.truth.sum()):,} leaks) of {self.groups.counted(len(self.groups))}: {how}{seeds}"
 
     @property
     def spread(self) -> dict[str, dict[str, float | int | None]]:
         "Least, largest and standard deviation of AUC and balanced accuracy over folds and over seeds; n of each."
         found = {}
-        for name, parts in (("folds", self.folds), ("seeds", self.repetitions)):
+        for name, parts in (("folds", self.folds), ("seeds", self.seeds)):
             for figure in ("auc", "balanced_accuracy"):
-                values = np.array([getattr(p, figure) for p in parts], np.float64)
-                values = values[np.isfinite(values)]
-                some = [float(f(values)) for f in (np.min, np.max, np.std)] if len(values) else [None] * 3
-                found[f"{name}_{figure}"] = dict(zip(("low", "high", "sd"), some)) | {"n": len(values)}
+                values = parts[figure].dropna()
+                ends = {"low": values.min(), "high": values.max(), "sd": values.std(ddof=0)}
+                found[f"{name}_{figure}"] = {n: plain(v) for n, v in ends.items()} | {"n": len(values)}
         return found
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -434,21 +326,22 @@ class CrossValidation(RowTable):
         yield "method", self.method
         if self.labels_by_people:
             yield "labels", counts_text(dict(self.labels_by_people))
-        for model in (self.detector, *self.baselines.values()):
+        yield "detector", f"{self.detector.title}: {figures_text(self.detector)}"
+        for model in self.baselines.values():
             name = "baseline" if model.title in compared else "reference"
-            yield "detector" if model is self.detector else name, f"{model.title}: {figures_text(model)}"
+            yield name, f"{model.title}: {figures_text(model)}"
         yield "verdict", str(self.verdict)
         for text in self.cautions:
             yield "caution", text
         yield "folds", self._spread_text("folds", len(self.folds))
-        if len(self.repetitions) > 1:
-            yield "seeds", self._spread_text("seeds", len(self.repetitions))
+        if len(self.seeds) > 1:
+            yield "seeds", self._spread_text("seeds", len(self.seeds))
         if self.asked == "auto":
             found = ", ".join(f"{kind} in {n} of {len(self.folds)} folds" for kind, n in self.kinds.items())
             yield "kind", found
-            if any(f.reason == _NO_CHOICE for f in self.folds):
+            if (self.folds["reason"] == _NO_CHOICE).any():
                 yield "", _NO_CHOICE
-        yield from closing_rows(self, sum(f.n_fits for f in self.folds))
+        yield from self.closing_rows()
 
     def _spread_text(self, name: str, n: int) -> str:
         auc, other = self.spread[f"{name}_auc"], self.spread[f"{name}_balanced_accuracy"]
@@ -462,63 +355,49 @@ class CrossValidation(RowTable):
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
-        folds = [
-            asdict(f) | {n: plain(getattr(f, n)) for n in ("auc", "balanced_accuracy")} for f in self.folds
-        ]
-        return {
+        by_title = {t: d.summary for t, d in self.verdict.against}
+        found = {
             "cross_validation": self.method,
-            "task": repr(self.task),
-            "detector": self.asked,
             "recordings": len(self),
-            "leaks": int(self.table["leak"].sum()),
+            "leaks": int(self.truth.sum()),
             "groups": {"by": self.groups.by, "n": len(self.groups)},
-            "leave_one_group_out": self.repetitions[0].is_one_out,
+            "leave_one_group_out": self.is_one_out,
             "beats": self.verdict.beats,
             "verdict": str(self.verdict),
             "cautions": list(self.cautions),
             "pooled": self.detector.summary,
             "baselines": {n: m.summary for n, m in self.baselines.items()},
-            "differences": {
-                n: d.summary
-                for n, m in self.baselines.items()
-                for t, d in self.verdict.against
-                if t == m.title
-            },
+            "differences": {n: by_title[m.title] for n, m in self.baselines.items() if m.title in by_title},
             "spread": self.spread,
             "kinds": self.kinds,
-            "folds": folds,
-            "seeds": [
-                {"auc": plain(r.auc), "balanced_accuracy": plain(r.balanced_accuracy)}
-                for r in self.repetitions
-            ],
-            "fits": sum(f.n_fits for f in self.folds),
-            "fits_of_this_run": self.n_done,
-            "seconds": self.seconds,
-        } | ({"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {})
+            "folds": plain_rows(self.folds),
+            "seeds": plain_rows(self.seeds),
+        }
+        people = {"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {}
+        return found | self.common_values() | people
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
-        n_seeds = len(self.repetitions)
-        truth = np.tile(self.table["leak"].to_numpy(bool), n_seeds)
-        score = np.concatenate([r.score for r in self.repetitions])
-        own = replace(self.detector, score=score)
-        models = [
-            replace(m, score=np.concatenate([r.baselines[n] for r in self.repetitions]))
-            for n, m in self.baselines.items()
-        ]
-        n, by = len(self.table), self.groups.by
+        every = self.scores.of  # of all seeds
+        truth = np.tile(self.truth, len(self.seeds))
+        own = replace(self.detector, score=every["detector"].ravel())
+        models = [replace(m, score=every[n].ravel()) for n, m in self.baselines.items()]
+        facts = (self.truth, self.groups.code, self.groups.by, self.method)
         p = np.concatenate(  # of each seed by its own calibration
-            [
-                cross_calibrated(HeldOutScores(r.score, truth[:n], self.groups.code, by, self.method))
-                for r in self.repetitions
-            ]
+            [cross_calibrated(HeldOutScores(score, *facts)) for score in every["detector"]]
         )
         known = np.isfinite(p)
         calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {
             "roc": roc_figure(truth, [own], models, verdict=self.verdict),
-            "reliability": reliability_figure(reliability(truth, score), calibrated),
+            "reliability": reliability_figure(reliability(truth, own.score), calibrated),
         }
+
+
+def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    "Return the rows of a table as plain values for JSON; None where a value is not defined."
+    found: list[Any] = table.astype(object).where(table.notna(), None).to_dict("records")
+    return found
 
 
 def figures_text(model: ScoredModel) -> str:
@@ -542,7 +421,7 @@ def _spectral_seconds(trainer: FoldTrainer) -> float:
     import sklearn.linear_model  # noqa: F401  # loading it is not part of a fit
 
     _ = trainer.features  # read once, also for the fits
-    n = len(trainer.rows)
+    n = len(trainer.ds.rows)
     some = np.linspace(0, n - 1, min(n, _MOST_TIMED)).astype(np.int64)
     some = np.union1d(some, np.unique(trainer.ds.labels, return_index=True)[1])  # with each class
     began = time.perf_counter()
@@ -562,82 +441,24 @@ def plan_processes(
         most = max(1, min(most, free_memory() // 2 // (data.training.n_bytes + _PROCESS_BYTES)))
     if show == "none" and (jobs is not None or most == 1):
         return most
-    settings, asked = trainer.settings, trainer.settings.detector
-    n, kinds = n_outer, kinds_to_fit(asked, len(trainer.rows))
+    n, kinds = n_outer, kinds_to_fit(trainer.settings.detector, len(trainer.ds.rows))
     if len(kinds) > 1:
-        n *= 1 + (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1)
+        n *= 1 + (5 if len(trainer.ds.rows) <= MOST_FOR_FOLDS else 1)
     seconds, parts = 0.0, []
     if "spectral" in kinds:
         seconds += n * _spectral_seconds(trainer)
         parts.append(f"{n} spectral detectors")
     if "cnn" in kinds:
-        lengths = with_length(settings, len(data.training))
-        steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
         with single_thread():
-            seconds += n * steps * step_seconds(lengths, data, trainer.device)
+            steps, each_s = network_time(trainer.settings, data, trainer.device)
+        seconds += n * each_s
         parts.append(f"{n} networks of about {steps:,} steps")
     if jobs is None and seconds < WORTH_PROCESSES:
         most = 1
-    seconds /= most
-    text = f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
     note = "" if trainer.folder is None else "; fits of an interrupted run are not repeated"
     on = "this machine" if most == 1 else f"{most} processes of this machine"
-    announce(f"at most {' and '.join(parts)}: about {text} on {on}{note}", show=show)
+    announce(f"at most {' and '.join(parts)}: about {seconds_text(seconds / most)} on {on}{note}", show=show)
     return most
-
-
-def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd.DataFrame:
-    "Make the table of recordings with their scores."
-    facts = recordings_of(trainer.ds)
-    names = [n for n in ("path", "label", "sensor") if n in facts]
-    table = facts[names].assign(
-        group=text_column(trainer.groups.names[k] for k in trainer.groups.code),
-        leak=trainer.truth,
-        fold=repetitions[0].fold,
-        score=np.mean([r.score for r in repetitions], 0),
-        **{f"score_{n}": np.mean([r.baselines[n] for r in repetitions], 0) for n in BASELINE_TITLES},
-    )
-    if len(repetitions) > 1:
-        for k, r in enumerate(repetitions):
-            table = table.assign(**{f"fold_{k + 1}": r.fold, f"score_{k + 1}": r.score})
-    return table
-
-
-def result_of(
-    trainer: FoldTrainer,
-    fits: tuple[Scores, int],  # of `resample`, with the number of fits of this call
-    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
-    n_draws: int,
-    began: float,
-    folder: Path | None = None,
-    labels_by_people: Mapping[str, int] | None = None,
-) -> CrossValidation:
-    "Compute pooled figures, and compare them with those of the baselines."
-    scores, n_done = fits
-    repetitions, asked = _repetitions(trainer, scores, folds), trainer.settings.detector
-    boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
-    detector = score_model(boot, scores.detector, name="detector", title=asked)
-    simple = {n: score_model(boot, scores.baselines[n], name=n, title=t) for n, t in BASELINE_TITLES.items()}
-    notes = cautions(trainer.truth, trainer.groups)
-    against = dict(simple)
-    if all(f.kind == "spectral" for f in scores.folds):
-        del against["trees"]
-        notes += (NO_TREES,)
-    return CrossValidation(
-        task=trainer.task,
-        asked=asked,
-        table=_result_table(trainer, repetitions),
-        groups=trainer.groups,
-        detector=detector,
-        baselines=simple,
-        verdict=give_verdict(boot, detector, list(against.values())),
-        cautions=notes,
-        repetitions=repetitions,
-        n_done=n_done,
-        seconds=time.perf_counter() - began,
-        out=folder,
-        labels_by_people=labels_by_people or {},
-    )
 
 
 def groups_of(data: TrainingData, group: Group) -> Groups:
@@ -647,14 +468,137 @@ def groups_of(data: TrainingData, group: Group) -> Groups:
     return joined_groups(table.iloc[rows].reset_index(drop=True), own)
 
 
-def trainer_of(
-    data: TrainingData, settings: TrainSettings, groups: Groups, device: str, folder: Path | None
-) -> FoldTrainer:
-    "Make the trainer of all folds."
-    sources, rows = data.training.sources, data.training.rows
-    identity = digest_of("\0".join([data.identity["training"], data.identity["task"]]).encode())
-    keep = None if folder is None else folder / "cross-validation"
-    return FoldTrainer(sources, rows, data.task, settings, groups, device, keep, identity, n_threads=1)
+@dataclass(frozen=True, eq=False)
+class Resampling:
+    "The open recordings of a resampling, and how detectors are fitted on parts of them."
+
+    name: str  # of the result
+    data: TrainingData
+    settings: TrainSettings
+    device: str
+    show: str  # as for `core.progress.Progress`
+    folder: Path | None  # of the files; None: none is written
+    jobs: int | None
+    cluster: Cluster | None  # it fits, instead of processes of this machine
+    n_folds: int
+    seeds: int
+    n_draws: int
+    began: float
+
+    def bootstrap(self, groups: Groups) -> Bootstrap:
+        "Draw groups for intervals."
+        return Bootstrap(self.data.training.is_leak, groups, n_draws=self.n_draws, seed=self.settings.seed)
+
+    def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError
+        "List the fits of cross-validations by groups, one for each seed."
+        found = []
+        classes = self.data.training.labels
+        for seed in range(self.seeds):
+            fold = outer_folds(classes, groups.code, self.n_folds, self.settings.seed + seed)
+            for k in range(int(fold.max()) + 1):
+                fit = Fit(of, groups, seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
+                if self.settings.detector == "blend":  # it needs folds inside each fold
+                    make_folds(classes[fit.learned], groups.code[fit.learned], 5, seed)
+                found.append(fit)
+        return found
+
+    def scores(
+        self,
+        fits: Sequence[Fit],  # each recording is held out once for each seed
+        baselines: bool = True,
+    ) -> dict[Any, Scores]:  # of what the fits belong to
+        "Fit detectors and baselines on parts of the recordings, and score the others."
+        data = self.data
+        keep = None if self.folder is None else self.folder / "cross-validation"
+        trainer = FoldTrainer(data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
+        features = baseline_features(trainer.ds, progress="none") if baselines else {}
+        jobs = 1
+        if self.cluster is None:
+            jobs = plan_processes(trainer, data, len(fits), self.jobs, self.show)
+        if (jobs > 1 or self.cluster is not None) and self.settings.detector != "cnn":
+            _ = trainer.features  # read once, not in each process
+        shape = (self.seeds, len(data.training.rows))
+        found = {}
+        for of in dict.fromkeys(fit.of for fit in fits):
+            empty = {name: np.full(shape, np.nan) for name in ("detector", *features)}
+            found[of] = Scores(empty, np.zeros(shape, np.int64))
+        total = sum(len(fit.held_out) for fit in fits)
+        label = self.name.replace("_", " ")
+        with Progress(total, unit="recordings", label=label, show=self.show) as bar:
+            results = _run_fits(trainer, features, fits, jobs, self.cluster)
+            for n, (k, (facts, scores, n_done)) in enumerate(results, 1):
+                fit = fits[k]
+                own = found[fit.of]
+                for name, values in scores.items():
+                    own.of[name][fit.seed, fit.held_out] = values
+                own.fold[fit.seed, fit.held_out] = fit.fold
+                own.facts.append(facts)
+                own.n_done += n_done
+                bar.update(bar.n_done + len(fit.held_out), f"{n} of {len(fits)} fits")
+        return found
+
+    def cross_validation(self, groups: Groups, scores: Scores) -> CrossValidation:
+        "Compute pooled figures, and compare them with those of the baselines."
+        every = scores.of
+        boot = self.bootstrap(groups)
+        detector = score_model(boot, every["detector"], name="detector", title=self.settings.detector)
+        simple = {n: score_model(boot, every[n], name=n, title=t) for n, t in BASELINE_TITLES.items()}
+        folds = pd.DataFrame(scores.facts).sort_values(["seed", "fold"], ignore_index=True)
+        verdict, notes = judge(boot, detector, simple, set(folds["kind"]) == {"spectral"})
+        return CrossValidation(
+            table=_result_table(self.data.training, groups, scores),
+            groups=groups,
+            detector=detector,
+            baselines=simple,
+            verdict=verdict,
+            cautions=(*cautions(boot.truth, groups), *notes),
+            scores=scores,
+            folds=folds,
+            seeds=pd.DataFrame([_quality(boot.truth, own) for own in every["detector"]]),
+            labels_by_people=self.data.labels_by_people,
+            **self.facts(int(folds["n_fits"].sum()), scores.n_done),
+        )
+
+    def facts(self, n_fits: int, n_done: int) -> dict[str, Any]:
+        "Return what all results have."
+        facts = {"task": self.data.task, "asked": self.settings.detector, "n_fits": n_fits, "n_done": n_done}
+        return facts | {"seconds": time.perf_counter() - self.began, "out": self.folder}
+
+    def write(
+        self,
+        found: Any,  # result with `table`, `plots` and `to_dict`
+    ) -> None:  # raises OutputError, SpaceError
+        "Write the table, the page and the summary of a result, where a folder was given."
+        if self.folder is None:
+            return
+        name = self.name
+        table = found.table
+        shown = [n for n in ("path", "label", "sensor", "group") if n in table]
+        table = table.assign(**{n: [show_path(v) for v in table[n]] for n in shown})
+        texts = {f"{name}.csv": table.to_csv(index=False)}
+        if head := result_files(name).get(f"{name}.html"):
+            options: dict[str, Any] = {"full_html": False, "config": {"displaylogo": False}}
+            figure = found.plots()[name].to_html(include_plotlyjs=True, **options)
+            texts[f"{name}.html"] = f"{head}{found._repr_html_()}{figure}\n"
+        for file, text in texts.items():
+            write_whole(self.folder / file, text.encode("utf-8", "backslashreplace"))
+        write_summary(self.folder, found.to_dict())
+
+
+def _result_table(ds: Segments, groups: Groups, scores: Scores) -> pd.DataFrame:
+    "Make the table of recordings with their scores."
+    facts = recordings_of(ds)
+    table = facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
+        group=text_column(groups.names[k] for k in groups.code),
+        leak=ds.is_leak,
+        fold=scores.fold[0],
+        score=scores.of["detector"].mean(0),
+        **{f"score_{n}": scores.of[n].mean(0) for n in BASELINE_TITLES},
+    )
+    if len(scores.fold) > 1:
+        for k, (fold, score) in enumerate(zip(scores.fold, scores.of["detector"]), 1):
+            table = table.assign(**{f"fold_{k}": fold, f"score_{k}": score})
+    return table
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000016
@@ -668,22 +612,40 @@ def require_at_least(
 
 
 @contextmanager
-def opened_for(
-    name: str,  # of the result, also the first key of its summary.json
+def open_resampling(
+    name: str,  # of the result
     data: Sources,
-    folder: Path | None,  # of the files; None: none is written
-    settings: TrainSettings,
+    out: str | os.PathLike | None,  # folder of the files; None: none is written
+    settings: TrainSettings | None,  # None: the defaults
+    device: str,
+    progress: bool | str,
+    *,
+    n_folds: int,
+    seeds: int,
+    n_draws: int,
+    jobs: int | None,
+    cluster: Cluster | None = None,
     **how: Any,  # other arguments of `open_training`
-) -> Iterator[TrainingData]:  # raises UsageError, DataError, OutputError
+) -> Iterator[Resampling]:  # raises UsageError, DataError, OutputError
     "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
+    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
+    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
+    show = progress if isinstance(progress, str) else "auto" if progress else "none"
+    folder = None if out is None else user_path(out)
     unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
-    with (
-        open_training(data, settings=unloaded, **how) as opened,
-        nullcontext() if folder is None else folder_lock(folder, name.replace("_", "-")),
-    ):
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_training(data, settings=unloaded, progress=show, **how))
         if folder is not None:
-            require_result(folder, name)
-        yield opened
+            title = name.replace("_", "-")
+            stack.enter_context(folder_lock(folder, title))
+            for file, mark in result_files(name).items():
+
+                def is_one(f: BinaryIO, mark: str = mark) -> bool:
+                    return mark.encode() in f.readline(4096) if mark else name in json.load(f)
+
+                require_kind(folder / file, f"result of a {title}", is_one)
+        how_many = (n_folds, seeds, n_draws)
+        yield Resampling(name, opened, settings, on, show, folder, jobs, cluster, *how_many, began)
 
 
 def cross_validate(
@@ -710,22 +672,21 @@ def cross_validate(
     | None = None,  # an Executor, a Dask client or the address of a scheduler: it fits the folds, instead of `jobs`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
-    show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = None if out is None else user_path(out)
-    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
-    task: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out}
-    task |= {"legacy": legacy, "labels": labels, "progress": show}
-    with opened_for("cross_validation", data, folder, settings, **task) as opened:
-        trainer = trainer_of(opened, settings, groups_of(opened, group), on, folder)
-        labels_of, code = trainer.ds.labels, trainer.groups.code
-        folds = [outer_folds(labels_of, code, n_folds, settings.seed + seed) for seed in range(seeds)]
-        fits = fits_of_folds([fold for fold, _ in folds])
-        features = baseline_features(trainer.ds, progress="none")
-        processes = 1 if cluster is not None else plan_processes(trainer, opened, len(fits), jobs, show)
-        scores, n_done = resample(trainer, fits, features, processes, show, cluster=cluster)
-        by_people = opened.labels_by_people
-        found = result_of(trainer, (scores[""], n_done), folds, n_draws, began, folder, by_people)
-        if folder is not None:
-            write_result(folder, "cross_validation", found)
+    with open_resampling(
+        "cross_validation",
+        *(data, out, settings, device, progress),
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        cluster=cluster,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
+        groups = groups_of(run.data, group)
+        found = run.cross_validation(groups, run.scores(run.fits("", groups))[""])
+        run.write(found)
     return found

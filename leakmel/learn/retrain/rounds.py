@@ -36,7 +36,7 @@ from ...core.parameters import check_types, field_kinds
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable
 from ..data.groups import Group, recordings_of
-from ..data.leakage import LEAKY_SPLIT
+from ..data.groups import LEAKY_SPLIT
 from ..data.segments import DataSource, Segments, source_list
 from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT, Task

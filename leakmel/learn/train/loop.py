@@ -14,7 +14,8 @@ __all__ = [
     "TrainResult",
     "steps_after",
     "finish_training",
-    "step_seconds",
+    "network_time",
+    "seconds_text",
     "train_network",
     "train",
 ]
@@ -156,14 +157,9 @@ def folder_lock(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #01c13c06
-def _is_summary(f: BinaryIO) -> bool:
-    summary = json.load(f)
-    return isinstance(summary, dict) and "best_epoch" in summary
-
-
 _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
-    "summary.json": _is_summary,
+    "summary.json": lambda f: "best_epoch" in dict(json.load(f)),
     "history.csv": lambda f: f.read(16) == b"epoch,step,loss,",
     "model_card.md": is_card,
 }
@@ -241,7 +237,7 @@ class DeferredSignals:
 
     def __init__(self, note: Callable[[], str] = str):  # what to say when a signal is let through
         self.note = note
-        self.came = list[tuple[int, FrameType | None]]()
+        self.came = list[int]()
         self._usual = dict[int, Any]()
 
     def __enter__(self) -> Self:
@@ -258,7 +254,7 @@ class DeferredSignals:
             self.deliver()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.came.append((number, frame))
+        self.came.append(number)
         if len(self.came) > 1:
             self.deliver()
 
@@ -271,15 +267,13 @@ class DeferredSignals:
         if not self.came:
             return
         self._restore()
-        number, frame = self.came[0]
-        self.came.clear()
+        number = self.came[0]
         note = self.note()
+        self.came.clear()
         if not callable(self._usual[number]):
             _LOG.warning("%s", note)
-            os.kill(os.getpid(), number)
-            return
         try:
-            self._usual[number](number, frame)
+            signal.raise_signal(number)
         except BaseException as e:
             e.add_note(note)
             raise
@@ -316,7 +310,7 @@ def train_epochs(
                 between(bool(by_step or by_time))
         times = state.timer.times()
         figures = end_epoch(state, times, evaluated)
-        watch.epoch(figures, loader_advice(times) if (times.wait_ms or 0) > SLOW_MS else None)
+        watch.epoch(figures, loader_advice(times) if times["loader_mean_ms"] > SLOW_MS else None)
         between(is_due=True)
         if after_epoch is not None:
             after_epoch(figures)
@@ -411,7 +405,7 @@ def finish_training(
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
     if choice is not None and trainer is not None and choice.kind == "blend":
-        spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
+        spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     device = str(state.stepper.device)
     chooser = None if choice is None else trainer
@@ -506,45 +500,42 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
             data.training.rows
         ]  # what the split keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
-    return FoldTrainer(
-        data.training.sources,
-        data.training.rows,
-        data.task,
-        settings,
-        groups,
-        device,
-        folder / "cross-validation",
-        data.identity["task"] + data.identity["training"],
-    )
+    return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
 
 
-def step_seconds(
-    settings: TrainSettings,  # of `with_length`
+def network_time(
+    settings: TrainSettings,
     data: TrainingData,
     device: str,
-) -> float:
-    "Measure the seconds of an optimiser step of a network on this machine."
-    shape = data.training.item_shape
+) -> tuple[int, float]:  # optimiser steps, and their seconds on this machine
+    "Measure how long the training of a network takes, by a few of its steps."
+    n_items = len(data.training)
+    settings = with_length(settings, n_items)
     stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
-    x = torch.zeros((settings.batch_size, *shape), dtype=torch.float16)
+    x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
     batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
     took = []
     for _ in range(3):
         began = time.perf_counter()
         float(stepper.step(batch).loss)  # waits for the device
         took.append(time.perf_counter() - began)
-    return min(took)
+    n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
+    return n_steps, n_steps * min(took)
 
 
-def _announce_time(trainer: FoldTrainer, data: TrainingData, lengths: TrainSettings, show: str) -> None:
+def seconds_text(seconds: float) -> str:
+    "Format an estimated duration."
+    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+
+
+def _announce_time(trainer: FoldTrainer, data: TrainingData, show: str) -> None:
     "Announce how long cross-validation and training take on this machine."
-    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.rows)) or show == "none":
+    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.ds.rows)) or show == "none":
         return
-    steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
-    n_fits = (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1) + 1
-    seconds = n_fits * steps * step_seconds(lengths, data, trainer.device)
-    text = f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-    announce(f"{n_fits} networks of about {steps:,} steps each: about {text} on this machine", show=show)
+    n_fits = (5 if len(trainer.ds.rows) <= MOST_FOR_FOLDS else 1) + 1
+    steps, seconds = network_time(trainer.settings, data, trainer.device)
+    text = f"{n_fits} networks of about {steps:,} steps each: about {seconds_text(n_fits * seconds)}"
+    announce(f"{text} on this machine", show=show)
 
 
 def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, show: str) -> Choice | None:
@@ -584,7 +575,7 @@ def _train_spectral(
         )
     for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
         remove_file(path)
-    fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
+    fitted = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
     record = data_record(data, settings) | {
         "device": "cpu",
         "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
@@ -595,7 +586,7 @@ def _train_spectral(
     detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
     seconds = time.perf_counter() - began
     if choice is not None:
-        seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
+        seconds += sum(t["seconds"] for t in choice.tried if t["kind"] != "blend")
     detector = replace(detector, record=detector.record | {"seconds": seconds})
     return _write_result(out, detector, data, (), 0, seconds, _FITTED)
 
@@ -733,7 +724,7 @@ def train(
         _check_folder(folder, resume)
         trainer = _fold_trainer(data, settings, on, folder)
         if settings.detector != "cnn":
-            _announce_time(trainer, data, lengths, show)
+            _announce_time(trainer, data, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
                 return _train_spectral(data, lengths, trainer, choice, folder, resume)
