@@ -495,8 +495,9 @@ def test_children_that_the_system_removes(copy: Callable) -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("missed", [False, True])
+@each(
+    ("number", "missed"), [(n, missed) for n in (signal.SIGINT, signal.SIGTERM) for missed in (False, True)]
+)
 def test_a_signal_ends_the_examination_at_once(copy: Callable, number: signal.Signals, missed: bool) -> None:
     "Also one that does not wake the wait: it came just before it, or to another thread, as here."
     path = copy()

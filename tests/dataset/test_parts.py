@@ -912,7 +912,7 @@ def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_pa
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
 
 
-@pytest.mark.parametrize("kind", ["changed", "unreadable"])
+@each("kind", ["changed", "unreadable"])
 def test_a_recording_that_a_worker_cannot_read_is_read_by_the_join(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(parts_module, "PART_SIZE", 10)
     write_demo(tmp_path / "d", n_files=40)
