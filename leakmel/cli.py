@@ -534,10 +534,6 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "similar": (None, "leakmel similar new.wav --in recordings --n 10"),
     "embed": (None, "leakmel embed recordings --out recordings.npz"),
     "review": (None, "leakmel review recordings --model model --by ann"),
-    "retrain": (
-        "out,champion,replay,testing,validation,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
-        "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
-    ),
     "fetch": (None, "leakmel fetch dongguan"),
     "correlate": (
         None,

@@ -54,9 +54,20 @@ def option(
     positional: bool = False,
     # a shell gives it several times, or as several arguments; otherwise its values are separated by commas
     several: bool = False,
+    # the field is a mapping of those fields of this dataclass that are given; their defaults depend on other parameters
+    of: type | None = None,
+    # fields of the dataclass that are no parameters
+    leave_out: tuple[str, ...] = (),
 ) -> Any:
     "Return a field of an operation that a command shows in another way than by its name."
-    shown = {"name": name, "metavar": metavar, "positional": positional, "several": several}
+    shown = {
+        "name": name,
+        "metavar": metavar,
+        "positional": positional,
+        "several": several,
+        "of": of,
+        "leave_out": leave_out,
+    }
     return dataclasses.field(default=default, metadata=shown)
 
 
@@ -142,24 +153,31 @@ def _settings(
 ) -> dict[str, type]:
     "Return the fields of an operation that stand for the fields of a dataclass."
     hints: dict[str, Any] = typing.get_type_hints(cls)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    named = {f.name: f.metadata.get("of") or hints[f.name] for f in fields(cls)}
+    return {name: kind for name, kind in named.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def parameter_kinds(
     cls: type,  # an operation
 ) -> Kinds:
     "Return names and types of the parameters of an operation, as a notebook gives them: None where a value is found, texts for lists."
-    nested, own = _settings(cls), field_kinds(cls)
+    nested = _settings(cls)
     kinds: Kinds = {}
     for f in fields(cls):
-        is_found = f.default is MISSING or f.default == ()
-        kinds |= (
-            field_kinds(nested[f.name]) if f.name in nested else {f.name: (*own[f.name], *[None] * is_found)}
-        )
-    return {
-        n: tuple(dict.fromkeys(str if typing.get_origin(k) is tuple else k for k in found))
-        for n, found in kinds.items()
-    }
+        found = field_kinds(nested.get(f.name, cls))
+        if f.name not in nested:
+            found = {f.name: found[f.name]}
+        may_lack = f.default is MISSING or f.default == ()
+        kinds |= {
+            n: tuple(
+                dict.fromkeys(
+                    [*(str if typing.get_origin(k) is tuple else k for k in own), *[None] * may_lack]
+                )
+            )
+            for n, own in found.items()
+            if n not in f.metadata.get("leave_out", ())
+        }
+    return kinds
 
 
 def parameter_defaults(
@@ -170,7 +188,11 @@ def parameter_defaults(
     found: dict[str, Any] = {}
     for f in fields(cls):
         if f.name in nested:
-            found |= {g.name: g.default for g in fields(nested[f.name])}
+            is_open = bool(f.metadata.get("of"))
+            left = f.metadata.get("leave_out", ())
+            found |= {
+                g.name: None if is_open else g.default for g in fields(nested[f.name]) if g.name not in left
+            }
         elif isinstance(f.default, tuple):
             found[f.name] = None if f.metadata.get("several") else ",".join(map(str, f.default))
         else:
@@ -194,7 +216,7 @@ def _given(
             except ValueError:
                 raise UsageError(
                     f"{name} must be whole numbers separated by commas",
-                    code=f"invalid-{name}",
+                    code="invalid-channels",  # the only list of numbers
                     found=repr(value),
                     expected="for example '48,96,192'",
                 ) from None
@@ -211,8 +233,15 @@ def make(
     nested = _settings(cls)
     given: dict[str, Any] = {}
     for f in fields(cls):
-        if f.name in nested:
-            given[f.name] = nested[f.name](**_given(nested[f.name], values))
+        if f.name not in nested:
+            continue
+        own = {
+            n: v
+            for n, v in _given(nested[f.name], values).items()
+            if n not in f.metadata.get("leave_out", ())
+        }
+        is_open = bool(f.metadata.get("of"))
+        given[f.name] = {n: v for n, v in own.items() if v is not None} if is_open else nested[f.name](**own)
     return cls(
         **given
         | _given(cls, values)
@@ -232,14 +261,16 @@ def add_options(
         field_choices(cls),
         field_kinds(cls),
     )
+    how: dict[str, Any]
     for f in fields(cls):
         text = comments[f.name]
         if f.name in nested:
-            add_field_options(parser, nested[f.name], text)
+            how = {"show_defaults": not f.metadata.get("of"), "leave_out": f.metadata.get("leave_out", ())}
+            add_field_options(parser, nested[f.name], text, **how)
             continue
         shown = f.metadata or {"name": "", "metavar": "", "positional": False, "several": False}
         word = shown["metavar"] or (None if shown["positional"] else option_metavar(f.name, kinds[f.name]))
-        how: dict[str, Any] = {
+        how = {
             "type": text_converter(kinds[f.name]),
             "metavar": word,
             "default": argparse.SUPPRESS,

@@ -13,6 +13,7 @@ __all__ = [
     "training_report",
     "cross_validation_report",
     "prediction_report",
+    "promotion_plot",
 ]
 
 # %% ../../nbs/learn/reports.ipynb #c150f6fc
@@ -46,6 +47,8 @@ from ..mel.engines import log_mel
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from leakmel.learn.retrain.rounds import Round
 
 # %% ../../nbs/learn/reports.ipynb #b36576f0
 _N_BINS = 40  # of the histogram
@@ -278,3 +281,44 @@ def prediction_report(
     ]
     title = f"Prediction for {show_path(predictions.folder)}"
     return write_report(path, title, text.partition("\n")[0], sections)
+
+
+# %% ../../nbs/learn/reports.ipynb #8fbd898d
+def promotion_plot(
+    done: "Round",
+) -> "go.Figure":
+    "Draw the figures of champion and challenger on the test set, with confidence intervals."
+    import plotly.graph_objects as go
+
+    from leakmel.insight.plots import label_colour, f32, styled_figure
+    from leakmel.learn.metrics.metrics import FIGURES
+    from leakmel.learn.metrics.significance import figure_title
+
+    c = done.duels["testing"]
+    traces = []
+    for k, scored in enumerate((c.champion, c.challenger)):
+        values = [scored.figures[f] for f in FIGURES]
+        known = [scored.intervals[f] for f in FIGURES]
+        up = [i.high - v if i.known else 0.0 for i, v in zip(known, values)]
+        down = [v - i.low if i.known else 0.0 for i, v in zip(known, values)]
+        traces.append(
+            go.Scatter(
+                name=scored.title,
+                x=f32(values),
+                y=[figure_title(f) for f in FIGURES],
+                mode="markers",
+                marker=dict(color=label_colour(k), size=9),
+                error_x=dict(
+                    type="data", array=f32(up), arrayminus=f32(down), color=label_colour(k), thickness=1
+                ),
+            )
+        )
+    return styled_figure(
+        traces,
+        "The challenger is the new champion" if done.replaced else "The champion stays",
+        f"{len(c.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
+        height=340,
+        xaxis=dict(title=dict(text="value"), range=[0, 1.02]),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+        scattermode="group",
+    )

@@ -539,7 +539,7 @@ def test_options_of_retrain_reach_the_call(
         "replay": [training, far["TRAINING"]],
         "testing": [testing, far["TESTING"]],
         "validation": [validation, far["VALIDATION"]],
-        "out": str(tmp_path / "x"),
+        "out": tmp_path / "x",
         "human_labels": "h.csv",
         "group": "folder",
         "allow_leaky_split": True,

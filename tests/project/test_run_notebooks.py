@@ -16,14 +16,8 @@ from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_
 
 import leakmel as lm
 from leakmel.core.parameters import Kinds
-from leakmel.core.operation import parameter_defaults, parameter_kinds
-from leakmel.learn.operations import Evaluate, Nightly, Search
-from leakmel.learn.run_plans import (
-    RETRAINING_DEFAULTS,
-    plan_retraining,
-    retraining_kinds,
-)
-from leakmel.learn.retrain.rounds import RoundRules
+from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
+from leakmel.learn.operations import Evaluate, Nightly, Retrain, Search
 from leakmel.locate.plans import correlation_kinds
 from leakmel.ops.tune import tune_kinds
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
@@ -34,7 +28,7 @@ KINDS: dict[str, Callable[[], Kinds]] = {
     "start": start_kinds,
     "evaluate": partial(parameter_kinds, Evaluate),
     "search": partial(parameter_kinds, Search),
-    "retrain": retraining_kinds,
+    "retrain": partial(parameter_kinds, Retrain),
     "nightly": partial(parameter_kinds, Nightly),
     "tune": tune_kinds,
     "correlate": correlation_kinds,
@@ -158,7 +152,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
         "evaluate": parameter_defaults(Evaluate),
         "search": parameter_defaults(Search),
         "nightly": parameter_defaults(Nightly),
-        "retrain": RETRAINING_DEFAULTS | vars(RoundRules()) | {"seed": None},
+        "retrain": parameter_defaults(Retrain),
     }.get(name, {})
     assert {n: given[n] for n in given if n in defaults} == {n: defaults[n] for n in given if n in defaults}
 
@@ -197,6 +191,6 @@ def test_the_champion_of_the_folder_is_retrained(made: Path, tmp_path: Path) -> 
     "Only before the first round a model is searched."
     asked = {"data": str(made / "new.H5"), "replay": str(made / "sets"), "device": "cpu"}
     (tmp_path / "champion.json").write_text("{}")
-    plan = plan_retraining(asked | {"out": str(tmp_path)})
+    plan = make(Retrain, asked | {"out": str(tmp_path)}).plan(Run("none", keeps=True))
     assert plan.given["champion"] is None
     assert plan.inputs["champion"] == f"the champion of {tmp_path}"

@@ -12,6 +12,7 @@ __all__ = [
     "AugmentSettings",
     "LoaderSettings",
     "TrainSettings",
+    "RoundRules",
     "with_length",
     "settings_from",
 ]
@@ -212,6 +213,44 @@ class TrainSettings(AugmentSettings, LoaderSettings):
                 code="usage",
                 found=self.label_smoothing,
                 remedy="use loss='ce' or label_smoothing=0",
+            )
+
+
+# %% ../../../nbs/learn/model/settings.ipynb #20b148ab
+@dataclass(frozen=True)
+class RoundRules:
+    "Rules of a round: shares of the training data, and the metric that decides on the champion."
+
+    # share of the long segments of a pseudo-labelled recording that are trained on, those with the clearest scores
+    keep_share: float = 0.5
+    # share of the long segments of a recording with a human label that are trained on; 1: all of them
+    keep_share_human: float = 1.0
+    replay_share: float = 0.5  # share of the old recordings that are replayed, drawn at random in each round
+    # metric that decides on the champion: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
+    metric: str = "auc"
+    n_draws: int = 2000  # number of bootstrap draws of groups for confidence intervals
+    seed: int = 0  # seed of the random draws
+
+    def __post_init__(self):
+        from leakmel.learn.metrics.metrics import FIGURES
+
+        check_types(vars(self), field_kinds(type(self)))
+        for name in ("keep_share", "keep_share_human", "replay_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(
+                    f"{name} must be above 0 and at most 1", code="out-of-range", found=getattr(self, name)
+                )
+        for name, least in (("n_draws", 100), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(
+                    f"{name} must be at least {least}", code="out-of-range", found=getattr(self, name)
+                )
+        if self.metric not in FIGURES:
+            raise UsageError(
+                "the metric is unknown",
+                code="unknown-value",
+                found=repr(self.metric),
+                expected=", ".join(FIGURES),
             )
 
 

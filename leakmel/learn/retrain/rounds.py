@@ -6,7 +6,6 @@
 __all__ = [
     "SELECTION_FILE",
     "Part",
-    "RoundRules",
     "round_settings",
     "open_parts",
     "fine_tune",
@@ -32,7 +31,6 @@ from ... import __version__
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.files import sealed_json, write_whole
-from ...core.parameters import check_types, field_kinds
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable
 from ..data.groups import Group, recordings_of
@@ -42,7 +40,7 @@ from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT, Task
 from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.decisions import HeldOutScores
-from ..metrics.metrics import FIGURES, DecisionRule, choose_rule
+from ..metrics.metrics import DecisionRule, choose_rule
 from ..model.cards import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, check_features, class_scores, load_detector, score_rows
@@ -59,7 +57,7 @@ from leakmel.learn.model.locate import (
 )
 from ..model.net import LeakNet
 from ..model.provenance import provenance_of
-from ..model.settings import RESUME, CheckpointSettings, TrainSettings, settings_from
+from ..model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from ..model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.retrain.promotion import (
     Comparison,
@@ -101,43 +99,7 @@ if TYPE_CHECKING:
 
 SELECTION_FILE = "kept.csv"
 
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #910813c8
-@dataclass(frozen=True)
-class RoundRules:
-    "Rules of a round: shares of the training data, and the metric that decides on the champion."
-
-    # share of the long segments of a pseudo-labelled recording that are trained on, those with the clearest scores
-    keep_share: float = 0.5
-    # share of the long segments of a recording with a human label that are trained on; 1: all of them
-    keep_share_human: float = 1.0
-    replay_share: float = 0.5  # share of the old recordings that are replayed, drawn at random in each round
-    # metric that decides on the champion: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
-    metric: str = "auc"
-    n_draws: int = 2000  # number of bootstrap draws of groups for confidence intervals
-    seed: int = 0  # seed of the random draws
-
-    def __post_init__(self):
-        check_types(vars(self), field_kinds(type(self)))
-        for name in ("keep_share", "keep_share_human", "replay_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UsageError(
-                    f"{name} must be above 0 and at most 1", code="out-of-range", found=getattr(self, name)
-                )
-        for name, least in (("n_draws", 100), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(
-                    f"{name} must be at least {least}", code="out-of-range", found=getattr(self, name)
-                )
-        if self.metric not in FIGURES:
-            raise UsageError(
-                "the metric is unknown",
-                code="unknown-value",
-                found=repr(self.metric),
-                expected=", ".join(FIGURES),
-            )
-
-
 _NETWORK_SETTINGS = ("channels", "dropout")
 
 
