@@ -3845,6 +3845,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'leakmel/learn/operations.py'),
                                           'leakmel.learn.operations.Predict': ( 'learn/operations.html#predict',
                                                                                 'leakmel/learn/operations.py'),
+                                          'leakmel.learn.operations.Predict._check': ( 'learn/operations.html#predict._check',
+                                                                                       'leakmel/learn/operations.py'),
                                           'leakmel.learn.operations.Predict.execute': ( 'learn/operations.html#predict.execute',
                                                                                         'leakmel/learn/operations.py'),
                                           'leakmel.learn.operations.Predict.plan': ( 'learn/operations.html#predict.plan',

@@ -530,6 +530,26 @@ class Predict(Operation):
     # reader threads
     read_workers: int | None = None
 
+    def _check(self, run: Run) -> None:
+        "Report what is wrong before the model is read."
+        from leakmel.learn.reports import MOST_RECORDINGS
+
+        if not 0 <= self.n_shown <= MOST_RECORDINGS:
+            expected = f"0 to {MOST_RECORDINGS}"
+            raise UsageError(
+                "n_shown is out of range", code="out-of-range", found=self.n_shown, expected=expected
+            )
+        if not self.report:
+            return
+        import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
+
+        if not self.out and not run.keeps:
+            raise UsageError(
+                "The option --report needs a file for the scores",
+                code="invalid-arguments",
+                expected="--out scores.csv",
+            )
+
     def plan(self, run: Run) -> Any:
         "Find the recordings and the model, choose the rule and the file."
         from leakmel.dataset.run.pipeline import find_data
@@ -537,24 +557,8 @@ class Predict(Operation):
         from leakmel.learn.model.devices import pick_device
         from leakmel.learn.plans import find_model
         from leakmel.learn.predict.predict import rule_of
-        from leakmel.learn.reports import MOST_RECORDINGS
 
-        if not 0 <= self.n_shown <= MOST_RECORDINGS:
-            raise UsageError(
-                "n_shown is out of range",
-                code="out-of-range",
-                found=self.n_shown,
-                expected=f"0 to {MOST_RECORDINGS}",
-            )
-        if self.report:
-            import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
-
-            if not self.out and not run.keeps:
-                raise UsageError(
-                    "The option --report needs a file for the scores",
-                    code="invalid-arguments",
-                    expected="--out scores.csv",
-                )
+        self._check(run)
         model, model_note = find_model(self.model)
         detector = load_detector(model)
         folder, data_note = find_data(self.data_root, progress=run.progress)
