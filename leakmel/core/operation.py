@@ -58,6 +58,8 @@ def option(
     of: type | None = None,
     # fields of the dataclass that are no parameters
     leave_out: tuple[str, ...] = (),
+    # an option of the command only: a notebook refuses it
+    command_only: bool = False,
 ) -> Any:
     "Return a field of an operation that a command shows in another way than by its name."
     shown = {
@@ -67,6 +69,7 @@ def option(
         "several": several,
         "of": of,
         "leave_out": leave_out,
+        "command_only": command_only,
     }
     return dataclasses.field(default=default, metadata=shown)
 
@@ -164,6 +167,8 @@ def parameter_kinds(
     nested = _settings(cls)
     kinds: Kinds = {}
     for f in fields(cls):
+        if f.metadata.get("command_only"):
+            continue
         found = field_kinds(nested.get(f.name, cls))
         if f.name not in nested:
             found = {f.name: found[f.name]}
@@ -187,6 +192,8 @@ def parameter_defaults(
     nested = _settings(cls)
     found: dict[str, Any] = {}
     for f in fields(cls):
+        if f.metadata.get("command_only"):
+            continue
         if f.name in nested:
             is_open = bool(f.metadata.get("of"))
             left = f.metadata.get("leave_out", ())
@@ -206,6 +213,7 @@ def _given(
 ) -> dict[str, Any]:
     "Return the values of fields; lists come as texts, separated by commas, as lists or not at all."
     found: dict[str, Any] = {}
+    several = {f.name for f in fields(cls) if f.metadata.get("several")}
     for name, kinds in field_kinds(cls).items():
         if name not in values:
             continue
@@ -220,6 +228,8 @@ def _given(
                     found=repr(value),
                     expected="for example '48,96,192'",
                 ) from None
+        if name in several:
+            value = [word for word in value if word]
         found[name] = tuple(value) if isinstance(value, list) else value
     return found
 
@@ -250,6 +260,16 @@ def make(
 
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
+def _some_text(text: str) -> str:
+    "Refuse an empty text, for example of a variable that is not set."
+    if not text:
+        raise ValueError
+    return text
+
+
+_some_text.__name__ = "text (not empty):"  # argparse puts it into its message
+
+
 def add_options(
     parser: argparse.ArgumentParser,
     cls: type,  # an operation
@@ -271,16 +291,18 @@ def add_options(
         shown = f.metadata or {"name": "", "metavar": "", "positional": False, "several": False}
         word = shown["metavar"] or (None if shown["positional"] else option_metavar(f.name, kinds[f.name]))
         how = {
-            "type": text_converter(kinds[f.name]),
+            "type": str if str in kinds[f.name] else text_converter(kinds[f.name]),
             "metavar": word,
             "default": argparse.SUPPRESS,
         }
         if f.default is not MISSING and (f.default or f.default == 0) and not isinstance(f.default, bool):
             text += f" (default {','.join(f.default) if isinstance(f.default, tuple) else f.default})"
+        if f.default is MISSING and str in kinds[f.name]:
+            how["type"] = _some_text
         if f.name in choices:
             how["choices"] = choices[f.name]
         if shown["several"]:
-            how |= {"type": str, "nargs": "+"} if shown["positional"] else {"type": str, "action": "append"}
+            how |= {"type": _some_text} | ({"nargs": "+"} if shown["positional"] else {"action": "append"})
         if isinstance(f.default, bool):
             how = {"action": f"store_{str(not f.default).lower()}", "default": argparse.SUPPRESS}
         how["help"] = text.replace("%", "%%")

@@ -360,7 +360,7 @@ def text_converter(allowed: tuple[type | None, ...]) -> Any:
             raise ValueError(text)
         if typing.get_origin(kind) is tuple:
             part = typing.get_args(kind)[0]
-            return tuple(part(word.strip()) for word in text.split(",")) if text else ()
+            return tuple(part(word.strip()) for word in text.split(",")) if text or part is int else ()
         return kind(text)
 
     words = {int: "whole number", float: "number", bool: "true or false", str: "text"}

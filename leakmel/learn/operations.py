@@ -35,7 +35,7 @@ class DetectorPlan(RowTable):
     out: Path
     # arguments of the function
     given: Mapping[str, Any]
-    # data sets by part
+    # data sets by part, or the file of the model
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -49,8 +49,7 @@ class DetectorPlan(RowTable):
 class _Training(Operation):
     "What a training and a search of its settings have in common."
 
-    # validation set, which selects the best epoch and the decision threshold, or on which trials are compared (default: the one in the
-    # folder); leakmel train: none: train all epochs; the threshold is chosen in cross-validation
+    # validation set (default: the one in the folder)
     validation: str | None = option(None, metavar="FILE")
     # split all recordings again by this column (sensor, session, date ...), so that no group is in two splits
     group: str | None = None
@@ -76,7 +75,8 @@ class _Training(Operation):
     @property
     def of_task(self) -> dict[str, Any]:
         "The parameters of the task."
-        return {"leak_label": self.leak_label, "kind": self.kind, "leave_out": self.leave_out}
+        left = tuple(word for word in self.leave_out if word)
+        return {"leak_label": self.leak_label, "kind": self.kind, "leave_out": left}
 
     def find(
         self,
@@ -188,25 +188,28 @@ class Train(_Training):
     data: str | None = option(positional=True)
     # folder of the model (model.pt), its history and its checkpoints; an interrupted training in this folder is resumed
     out: str | None = option(metavar="DIR")
+    # validation set, which selects the best epoch and the decision threshold (default: the one in the folder); none: train all epochs; the
+    # threshold is chosen in cross-validation
+    validation: str | None = option(None, metavar="FILE")
     # test set, on which the detector is evaluated at the end (default: the one in the folder)
     testing: str | None = option(None, metavar="FILE")
     # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people
     # disagree keep theirs
     labels: str | None = option(None, metavar="FILE")
-    # evaluate by cross-validation over all recordings, by --group (default sensor), and train no detector (the notebook does both); several
-    # groups separated by commas (recording,session,sensor,site) show what happens on a new pipe
+    # evaluate by cross-validation over all recordings, by group (default sensor): a command then trains no detector; several groups separated
+    # by commas (recording,session,sensor,site) show what happens on a new pipe
     cross_validate: bool = False
-    # evaluate by cross-validation with 1/4 to all of the training recordings and of the groups, and train no detector: would more labels or
-    # more sensors help?
+    # evaluate by cross-validation with 1/4 to all of the training recordings and of the groups: would more labels or more sensors help? A
+    # command then trains no detector
     learning_curve: bool = False
-    # --cross-validate, --learning-curve: number of folds; with at most 10 groups each group is a fold (default 5)
+    # of a cross-validation or a learning curve: number of folds; with at most 10 groups each group is a fold (default 5)
     n_folds: int | None = option(None, name="folds")
-    # --cross-validate, --learning-curve: repetitions with other folds and other seeds (default 1, with --learning-curve 3)
+    # of a cross-validation or a learning curve: repetitions with other folds and other seeds (default 1, of a learning curve 3)
     seeds: int | None = None
     # do not evaluate on the test set
     evaluation: bool = True
     # also write results and figures as one HTML file (report.html)
-    report: bool = False
+    report: bool = option(False, command_only=True)
 
     def plan(self, run: Run) -> Any:
         "Find the data sets, and choose the folder."
@@ -214,10 +217,12 @@ class Train(_Training):
         plan = self.plan_training(
             self.data, self.testing, run_folder(self.out, "train"), run, parts, self.labels
         )
-        if not self.cross_validate:
+        if not (self.cross_validate or self.learning_curve):
             return plan
-        how = f"of all recordings by {self.group or 'sensor'}, folds {self.n_folds or 5}, seeds {self.seeds or 1}"
-        return replace(plan, inputs=plan.inputs | {"cross-validation": how})
+        self._check_resampling()
+        name, seeds = ("learning curve", 3) if self.learning_curve else ("cross-validation", 1)
+        how = f"of all recordings by {self.group or 'sensor'}, folds {self.n_folds or 5}, seeds {self.seeds or seeds}"
+        return replace(plan, inputs=plan.inputs | {name: how})
 
     def train(self, plan: Any, run: Run) -> "TrainResult":
         "Train, and write the files of the model."
@@ -284,18 +289,7 @@ class Train(_Training):
         return "," in (self.group or "") and not (self.group or "").startswith("re:")
 
     def _check_resampling(self) -> None:
-        "Refuse options that a command would ignore."
-        unused = {
-            "--resume": self.resume != "auto",
-            "--allow-leaky-split": self.allow_leaky_split,
-            "--no-evaluation": not self.evaluation,
-        }
-        for f in fields(self.checkpoints):
-            value = getattr(self.checkpoints, f.name)
-            unused[f"--{'no-' if value is False else ''}{f.name.replace('_', '-')}"] = value != f.default
-        refuse_unused(
-            unused, f"together with --{'learning-curve' if self.learning_curve else 'cross-validate'}"
-        )
+        "Refuse what cannot be combined."
         if self.learning_curve and (self.cross_validate or self._is_several):
             raise UsageError(
                 "The option --learning-curve cannot be combined with --cross-validate or several groups",
@@ -308,6 +302,20 @@ class Train(_Training):
                 code="invalid-arguments",
                 remedy="leave it out: the figure is written as a page anyway",
             )
+
+    def _refuse_unused(self) -> None:
+        "Refuse options that a command without a training would ignore."
+        unused = {
+            "--resume": self.resume != "auto",
+            "--allow-leaky-split": self.allow_leaky_split,
+            "--no-evaluation": not self.evaluation,
+        }
+        for f in fields(self.checkpoints):
+            value = getattr(self.checkpoints, f.name)
+            unused[f"--{'no-' if value is False else ''}{f.name.replace('_', '-')}"] = value != f.default
+        refuse_unused(
+            unused, f"together with --{'learning-curve' if self.learning_curve else 'cross-validate'}"
+        )
 
     def __call__(self, run: Run) -> Outcome:
         "Train, or evaluate by resampling."
@@ -322,6 +330,7 @@ class Train(_Training):
                         remedy="add one of them, or leave the option out",
                     )
             return super().__call__(run)
+        self._refuse_unused()
         self._check_resampling()
         out = run_folder(self.out, "train")
         found = self.resample(list(self.find(self.data, self.testing, run).files.values()), out, run)
@@ -349,6 +358,10 @@ class Search(_Training):
     data: str | None = option(positional=True)
     # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
     out: str | None = option(metavar="DIR")
+    # validation set, on which trials are compared (default: the one in the folder)
+    validation: str | None = option(None, metavar="FILE")
+    # as for leakmel train: split all recordings again by this column; the test split is not read
+    group: str | None = None
     # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
     # in their usual ranges)
     space: str | None = option(None, metavar="JSON")
@@ -388,6 +401,7 @@ class Search(_Training):
 @operation(
     "evaluate",
     example="leakmel evaluate mels --model model --out report --figures",
+    status="exit status: 0 evaluated (--json reports whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n",
     short="model,out,figures,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
 )
 class Evaluate(Operation):
@@ -406,7 +420,7 @@ class Evaluate(Operation):
     # folder for summary.json, report.txt and recordings.csv (score of each recording)
     out: str | None = option(None, metavar="DIR")
     # also save all figures as one page (evaluation.html); requires --out
-    figures: bool = False
+    figures: bool = option(False, command_only=True)
     # voting rules from segments to a recording, separated by commas, in addition to the rule of the model: mean, long_vote, any_long,
     # frac_vote
     votes: Texts = ("mean", "long_vote")
@@ -434,7 +448,7 @@ class Evaluate(Operation):
 
     def _writes(self, run: Run) -> bool:
         "Whether results are written to a folder: a notebook always has one."
-        return run.keeps or self.out is not None
+        return run.keeps or bool(self.out)
 
     def plan(self, run: Run) -> Any:
         "Find detector and data sets, and choose the folder."
@@ -450,10 +464,11 @@ class Evaluate(Operation):
             )
         device = pick_device(self.device)
         model, note = find_model(self.model)
-        detector = load_detector(model)  # errors are raised now, not after a demo set is built
+        # errors are raised now, not after a demo set is built; a command shows no plan
+        task = {"task": repr(load_detector(model).task)} if run.keeps else {}
         data = self.data or (find_data_sets(None, progress=run.progress).files["training"].parent,)
         parts = find_test_sets(data, self.training, self.validation)
-        inputs = {"model": f"{show_path(model)}: {note}", "task": repr(detector.task)}
+        inputs = {"model": f"{show_path(model)}: {note}"} | task
         inputs |= {part: ", ".join(map(show_path, parts[part])) for part in PARTS if part in parts}
         inputs |= {"votes": ", ".join(self.votes), "intervals": f"over each {self.group}", "device": device}
         given = {"model": model, "data": parts["testing"], "device": self.device, "labels": None}
@@ -499,9 +514,9 @@ class Predict(Operation):
     # for scores.csv)
     out: str | None = option(None, metavar="FILE")
     # also write results and figures as one HTML file (scores.report.html for scores.csv); requires --out
-    report: bool = False
+    report: bool = option(False, command_only=True)
     # most suspicious recordings in the report, 0 to 24
-    n_shown: int = option(4, name="shown")
+    n_shown: int = 4
     # score one split only: training, validation or testing
     split: str | None = None
     # CSV file (columns path and label; a label can be empty): score only the recordings it lists
@@ -540,6 +555,8 @@ class Predict(Operation):
                 "n_shown is out of range", code="out-of-range", found=self.n_shown, expected=expected
             )
         if not self.report:
+            if not run.keeps:
+                refuse_unused({"--n-shown": self.n_shown != 4}, "without --report")
             return
         import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
 
@@ -601,12 +618,12 @@ class Predict(Operation):
             "cluster",
         )
         given |= {name: getattr(self, name) for name in names}
-        return DetectorPlan(inputs, Path(out or "").parent, given)
+        return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
 
     def execute(self, plan: Any, run: Run) -> Outcome:
         "Score; a notebook also writes summary.json, and stops where nothing could be scored."
         done = lm.predict(progress=run.progress, **plan.given)
-        done = replace(done, model=plan.inputs["model"].partition(": ")[0])
+        done = replace(done, model=show_path(plan.files["model"]))
         if run.keeps and not len(done):
             first = done.rejections[0]
             raise DataError(
@@ -661,7 +678,7 @@ class Nightly(Operation):
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
     # exit status 4 if sensors have evidence for a leak
-    exit_code: bool = False
+    exit_code: bool = option(False, command_only=True)
     # auto, cpu, cuda or cuda:1
     device: str = "auto"
 
@@ -672,7 +689,8 @@ class Nightly(Operation):
         from leakmel.learn.plans import find_model
 
         model, model_note = find_model(self.model)
-        detector = load_detector(model)  # errors are raised now, not after a demo set is built
+        # errors are raised now, not after a demo set is built; a command shows no plan
+        task = {"task": repr(load_detector(model).task)} if run.keeps else {}
         folder, data_note = find_data(self.data_root, progress=run.progress)
         manifest = None
         if self.table is not None or self.pattern is not None or self.columns:
@@ -682,7 +700,7 @@ class Nightly(Operation):
         inputs = {
             "data": f"{show_path(folder)}: {data_note}",
             "model": f"{show_path(model)}: {model_note}",
-            "task": repr(detector.task),
+            **task,
             "budget": f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits",
         }
         given = {"folder": folder, "model": model, "state": state, "manifest": manifest}

@@ -37,7 +37,7 @@ def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
         comments, choices = field_comments(cls), field_choices(cls)
         defaults = parameter_defaults(cls)
         for f in fields(cls):
-            if f.name in passed_over:
+            if f.name in passed_over or f.metadata.get("command_only"):
                 continue
             default = "as in the preset" if cls is MelSpec else defaults[f.name]
             meaning = comments[f.name]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -486,7 +487,7 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
     assert not tuned_path(data).exists()
 
 
-@pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
+@each("budget_s", [0, -1, float("nan"), float("inf")])
 def test_invalid_time_is_refused(data, budget_s):
     with raises("invalid-effort"):
         tune(data, budget_s=budget_s)

@@ -402,7 +402,7 @@ def test_hostile_names_are_shown_on_one_line(tmp_path, make_wav, say):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["DEBUG", "warning", "nonsense", "", "17", "  info "])
+@each("level", ["DEBUG", "warning", "nonsense", "", "17", "  info "])
 def test_log_level(data, level):
     done = shell("scan", data, env={"LEAKMEL_LOG_LEVEL": level})
     assert done.returncode == 0
