@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from leakmel.learn.evaluate.cross_validation import CrossValidation
     from leakmel.learn.evaluate.evaluation import Evaluation
     from leakmel.learn.evaluate.generalisation import Generalisation, LearningCurve
+    from leakmel.learn.plans import DataSets
     from leakmel.learn.train.loop import TrainResult
 
 
@@ -83,7 +84,7 @@ class _Training(Operation):
         data: str | None,
         testing: str | None,
         run: Run,
-    ) -> Any:
+    ) -> "DataSets":
         "Find the data sets."
         from leakmel.learn.plans import find_data_sets
 
@@ -101,7 +102,7 @@ class _Training(Operation):
         labels: str | None = None,
         # as for `group_split`
         needs_validation: bool = False,
-    ) -> Any:
+    ) -> DetectorPlan:
         "Find the data sets, split them by groups if requested, and check what can be checked before the work."
         from leakmel.audio.labels import read_labels
         from leakmel.learn.data.segments import Segments, close_opened, open_sources
@@ -211,7 +212,7 @@ class Train(_Training):
     # also write results and figures as one HTML file (report.html)
     report: bool = option(False, command_only=True)
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
         parts = ("training", "validation", *["testing"] * self.evaluation)
         plan = self.plan_training(
@@ -222,13 +223,13 @@ class Train(_Training):
         self._check_resampling()
         name, seeds = ("learning curve", 3) if self.learning_curve else ("cross-validation", 1)
         how = f"of all recordings by {self.group or 'sensor'}, folds {self.n_folds or 5}, seeds {self.seeds or seeds}"
-        return replace(plan, inputs=plan.inputs | {name: how})
+        return replace(plan, inputs={**plan.inputs, name: how})
 
-    def train(self, plan: Any, run: Run) -> "TrainResult":
+    def train(self, plan: DetectorPlan, run: Run) -> "TrainResult":
         "Train, and write the files of the model."
         return lm.train(out=plan.out, progress=run.progress, **plan.given)
 
-    def evaluate(self, plan: Any, result: "TrainResult", run: Run) -> "Evaluation | None":
+    def evaluate(self, plan: DetectorPlan, result: "TrainResult", run: Run) -> "Evaluation | None":
         "Evaluate the detector on the test set, where there is one, and add the figures to summary.json."
         from leakmel.learn.evaluate.evaluation import record_evaluation
         from leakmel.learn.plans import run_summary
@@ -249,7 +250,7 @@ class Train(_Training):
         write_summary(plan.out, run_summary(result, found))
         return found
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
         from leakmel.learn.plans import run_summary
 
@@ -378,7 +379,7 @@ class Search(_Training):
     # train several trials at the same time on a Dask cluster, for example tls://head:8786; all its workers reach the data sets and --out
     cluster: str | None = option(None, metavar="ADDRESS")
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
         out = run_folder(self.out, "search")
         training = self.plan_training(
@@ -391,7 +392,7 @@ class Search(_Training):
         limit = "" if self.hours is None else f", at most {self.hours} hours in this call"
         return replace(training, inputs=inputs | {"trials": f"{self.trials}{limit}"}, given=given)
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
         return Outcome(result, result.summary, wrap_text(repr(result), run.width))
@@ -450,7 +451,7 @@ class Evaluate(Operation):
         "Whether results are written to a folder: a notebook always has one."
         return run.keeps or bool(self.out)
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find detector and data sets, and choose the folder."
         from leakmel.learn.model.detector import load_detector
         from leakmel.learn.model.devices import pick_device
@@ -489,7 +490,7 @@ class Evaluate(Operation):
         given |= {name: getattr(self, name) for name in same}
         return DetectorPlan(inputs, run_folder(self.out, "evaluation"), given)
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Evaluate, write the files of the folder, and record the result in the model file."
         from leakmel.learn.evaluate.evaluation import try_to_record
 
@@ -567,7 +568,7 @@ class Predict(Operation):
                 expected="--out scores.csv",
             )
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find the recordings and the model, choose the rule and the file."
         from leakmel.dataset.run.pipeline import find_data
         from leakmel.learn.model.detector import load_detector
@@ -620,7 +621,7 @@ class Predict(Operation):
         given |= {name: getattr(self, name) for name in names}
         return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score; a notebook also writes summary.json, and stops where nothing could be scored."
         done = lm.predict(progress=run.progress, **plan.given)
         done = replace(done, model=show_path(plan.files["model"]))
@@ -682,7 +683,7 @@ class Nightly(Operation):
     # auto, cpu, cuda or cuda:1
     device: str = "auto"
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find recordings, detector and state folder."
         from leakmel.dataset.run.pipeline import find_data
         from leakmel.learn.model.detector import load_detector
@@ -709,7 +710,7 @@ class Nightly(Operation):
         }
         return DetectorPlan(inputs, state, given)
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
@@ -762,7 +763,7 @@ class Retrain(Operation):
     # training (defaults: the champion's, with 1/3 of epochs and learning rate / 4)
     settings: Mapping[str, Any] = option((), of=TrainSettings, leave_out=("seed", "channels", "dropout"))
 
-    def plan(self, run: Run) -> Any:
+    def plan(self, run: Run) -> DetectorPlan:
         "Find champion and data sets."
         from leakmel.learn.model.devices import pick_device
         from leakmel.learn.model.locate import CHAMPION_FILE
@@ -799,7 +800,7 @@ class Retrain(Operation):
         inputs |= {"decided by": self.rules.metric, "device": device}
         return DetectorPlan(inputs, out, given)
 
-    def execute(self, plan: Any, run: Run) -> Outcome:
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Run a round of retraining, and write summary.json into its folder."
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
