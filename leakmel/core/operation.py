@@ -221,9 +221,9 @@ def _given(
         if any(typing.get_origin(k) is tuple for k in kinds) and not isinstance(value, (list, tuple)):
             try:
                 value = text_converter(kinds)(value or "")
-            except ValueError:
+            except (ValueError, AttributeError):  # no numbers, or no text
                 raise UsageError(
-                    f"{name} must be whole numbers separated by commas",
+                    f"{name} must be a text: {'whole numbers' if name == 'channels' else 'words'} separated by commas",
                     code="invalid-channels",  # the only list of numbers
                     found=repr(value),
                     expected="for example '48,96,192'",

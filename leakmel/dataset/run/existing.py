@@ -191,7 +191,7 @@ _MISMATCHES = {
     "folders": "the recordings' folders have changed",
     "decoders": "packages that decode or resample have other versions",
     "fingerprint": "the settings of the features, the engine or its processor differ",
-    "leakmel_version": "it was started by another release of leakmel",
+    **dict.fromkeys(("leakmel_version", "schema", "known"), "it was started by another release of leakmel"),
 }
 
 
