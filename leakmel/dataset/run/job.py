@@ -782,7 +782,7 @@ def _join_parts(
             found = open_existing(path, own, *settings, was_listed=is_new)
             if found is None:
                 raise DataError(
-                    "the data set of a part is damaged, or was built with other settings",
+                    "the data set of a part is damaged, or was built with other settings or by another release",
                     code="part-unusable",
                     path=path,
                     remedy=f"move this file elsewhere and build the part again (--part {number}/{parts.n_parts})",
