@@ -15,7 +15,9 @@ class RecordServer:
     def __init__(self, files: Mapping[str, bytes]):
         self.files = dict(files)
         self.claimed: dict[str, str] = {}  # path -> checksum that the record states instead of the right one
-        self.cut: dict[str, list[int]] = {}  # path -> lengths after which the next answers break off
+        self.cut: dict[
+            str, list[int]
+        ] = {}  # path -> lengths after which the next answers break off; -1: before the headers
         self.status = 0  # of all answers, if not 0
         self.has_etag = True
         self.requests: list[tuple[str, str]] = []  # path and range of each request of a file
@@ -110,6 +112,11 @@ class RecordServer:
         etag = f'"{hashlib.md5(data).hexdigest()}"'
         wanted = request.headers.get("Range", "")
         self.requests.append((path, wanted))
+        cuts = self.cut.get(path, [])
+        if cuts and cuts[0] < 0:
+            cuts.pop(0)
+            request.close_connection = True
+            return
         start = 0
         if wanted and request.headers.get("If-Range") == etag:
             start = int(wanted.removeprefix("bytes=").rstrip("-"))
@@ -121,7 +128,6 @@ class RecordServer:
             request.send_header("ETag", etag)
         request.send_header("Content-Length", str(len(data) - start))
         request.end_headers()
-        cuts = self.cut.get(path, [])
         end = start + cuts.pop(0) if cuts else len(data)
         request.wfile.write(data[start:end])
         request.close_connection = True

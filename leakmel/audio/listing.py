@@ -222,16 +222,20 @@ def holds_recording(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
             for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
         )
-
-    def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # a label that this split lacks
-            raise list_error(error, error.filename) from error
-
-    for at, folders, names in os.walk(os.fsencode(folder), onerror=fail):
-        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-        found = (os.path.join(at, name) for name in names if is_recording_name(name))
-        if any(os.path.isfile(path) and not os.path.islink(path) for path in found):
-            return True
+    waiting = [os.fsencode(folder)]
+    while waiting:
+        path = waiting.pop()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if is_recording_name(entry.name) and entry.is_file(follow_symlinks=False):
+                        return True
+                    if entry.is_dir(follow_symlinks=False) and not is_system_folder(os.fsdecode(entry.name)):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # a label that this split does not have
+        except OSError as e:
+            raise list_error(e, path) from e
     return False
 
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, binascii, codecs, csv, io, math, os, re
+import base64, binascii, codecs, csv, io, math, os, re, stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,6 @@ from .problems import Problem, how_many
 from .wav import digest_of
 from ..core.comparison import match_texts, text_key
 from ..core.errors import DataError, UsageError, explain, show_path
-from ..core.files import open_regular_file
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
 TABLE_COLUMNS = (
@@ -208,7 +207,10 @@ def read_table_bytes(
 ) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
-        with open(open_regular_file(file), "rb") as f:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as f:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DataError("the table is not a regular file", code="table-unreadable", path=file)
             data = f.read(MAX_TABLE_BYTES + 1)
     except OSError as e:
         cause, remedy = explain(e, file)

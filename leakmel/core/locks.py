@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from .errors import OutputError, show_path, write_error
-from .files import require_space, sync_folder, sync_tree
+from .files import require_space, sync_folder, sync_tree, write_errors
 from .monitor import read_small_file
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
@@ -305,7 +305,7 @@ def new_folder(
     n_bytes: int = 0,  # that will at least be written
 ) -> Iterator[Path]:  # raises OutputError, SpaceError
     "Yield a folder with a temporary name for the body to fill; give it its name when the body is done."
-    try:
+    with write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         require_space(out.parent, n_bytes)
         with OutputLock(out):
@@ -324,9 +324,8 @@ def new_folder(
                 yield new
                 sync_tree(new)
                 os.rename(new, out)
-            except BaseException:
+            except OSError as e:  # names a file of the temporary folder
+                raise write_error(e, out) from e
+            finally:
                 shutil.rmtree(new, ignore_errors=True)
-                raise
             sync_folder(out.parent)
-    except OSError as e:
-        raise write_error(e, out) from e

@@ -120,15 +120,19 @@ class Recordings:
         "Return the rows that match a filter."
         fits = np.ones(len(self), bool)
         for name, word in asdict(wanted).items():
-            if word and word not in self.value_counts[name]:
+            if not word:
+                continue
+            if word not in self.value_counts[name]:
                 raise UsageError(
                     f"no recording has this {name}",
                     code="no-matching-recording",
                     found=repr(word),
                     expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
                 )
-            values = self.table["flags"] if name == "flag" else self.table[name].map(lambda value: (value,))
-            fits &= np.array([not word or word in own for own in values])
+            if name == "flag":
+                fits &= np.array([word in flags for flags in self.table["flags"]])
+            else:
+                fits &= (self.table[name] == word).to_numpy()
         if not fits.any():
             raise UsageError(
                 "no recording matches the filter", code="no-matching-recording", found=repr(wanted)

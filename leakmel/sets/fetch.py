@@ -108,7 +108,8 @@ def _requests() -> Any:  # raises MissingPackageError
 def _request(s: LeakSet, url: str, more: Mapping[str, str] | None = None) -> Any:  # answer of requests
     """Request a record or, with more headers, a file.
 
-    Raises MachineError if no server answers, DataError if it answers with something else.
+    Raises MachineError if no server answers, DataError if it answers with something else, and an error of `requests`
+    if the answer with a file breaks off.
     """
     requests = _requests()
     server = urlsplit(url).netloc
@@ -116,12 +117,17 @@ def _request(s: LeakSet, url: str, more: Mapping[str, str] | None = None) -> Any
     try:
         answer = requests.get(url, headers=_HEADERS | dict(more or {}), timeout=_TIMEOUT_S, stream=is_file)
     except requests.RequestException as e:
+        ended = requests.packages.urllib3.exceptions.ProtocolError  # a connection that was there
+        is_broken = isinstance(e, requests.ReadTimeout) or any(isinstance(x, ended) for x in e.args)
+        if is_file and is_broken:
+            raise
         raise MachineError(
             f"the server {server} cannot be reached ({type(e).__name__})",
             code="set-unreachable",
             remedy=f"check the network and run the same command again, which continues, {_by_hand(s)}",
         ) from e
     if answer.status_code not in ((200, 206, 416) if is_file else (200,)):
+        answer.close()
         raise DataError(
             f"the server {server} refused the request",
             code="set-refused",
@@ -224,7 +230,7 @@ class _Download:
         "Request what is missing; return the number of bytes that have arrived, fewer than all if the answer broke off."
         have, validator = self.known()
         ask = {"Range": f"bytes={have}-", "If-Range": validator} if have else {}
-        with _request(self.set, self.file.url, ask) as answer:
+        with suppress(_requests().RequestException), _request(self.set, self.file.url, ask) as answer:
             if answer.status_code == 200:
                 have, tag = 0, answer.headers.get("ETag", "")
                 # a weak one does not promise the same bytes
@@ -236,7 +242,7 @@ class _Download:
             elif not (have and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")):
                 self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
                 return 0
-            with suppress(_requests().RequestException), self.partial.open("ab" if have else "wb") as f:
+            with self.partial.open("ab" if have else "wb") as f:
                 for block in answer.iter_content(1 << 14):
                     if have + len(block) > self.file.size:
                         self.partial.unlink()
@@ -560,11 +566,12 @@ def fetch(
     downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
     with new_folder(target) as made:
         if given is not None:
-            return _make(s, given, None, show_path(given), made, target, progress)
-        remote = published_files(s)
-        require_checksums(remote, accept_unverified)
-        require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
-        files = download_files(s, remote, downloads, progress=progress)
-        found = _make(s, downloads, files, s.page, made, target, progress)
+            found = _make(s, given, None, show_path(given), made, target, progress)
+        else:
+            remote = published_files(s)
+            require_checksums(remote, accept_unverified)
+            require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
+            files = download_files(s, remote, downloads, progress=progress)
+            found = _make(s, downloads, files, s.page, made, target, progress)
     shutil.rmtree(downloads.parent, ignore_errors=True)
     return found

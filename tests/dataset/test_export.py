@@ -291,6 +291,15 @@ def test_empty_folder_and_remains_of_a_killed_export(hostile: Path, tmp_path: Pa
     (tmp_path / ".out.partial" / "all-000000.tar").write_text("torn")
     done = lm.export_dataset(hostile, out=tmp_path / "out", to="webdataset", progress="none")
     assert (done.rows, [p.name for p in tmp_path.iterdir()]) == (len(HOSTILE), ["out"])
+    for path in (tmp_path / "file", tmp_path / ".y.partial"):  # what is in the way is named
+        path.write_text("mine")
+    for out, path in (
+        (tmp_path / "file" / "y", tmp_path / "file"),
+        (tmp_path / "y", tmp_path / ".y.partial"),
+    ):
+        with raises("write-failed", OutputError, path=path):
+            lm.export_dataset(hostile, out=out, to="webdataset", progress="none")
+        assert path.read_text() == "mine"
 
 
 @each("to", formats.FORMATS)

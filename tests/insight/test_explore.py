@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ def test_recordings_are_found_by_filter(recordings):
     ):
         assert len(recordings.matching(choice)) == n
     table = recordings.table
+    without_columns = replace(recordings, table=table[["path"]])
+    assert len(without_columns.matching(RecordingFilter())) == len(recordings)  # no filter reads no column
     assert set(table["label"].iloc[recordings.matching(RecordingFilter(label="LEAK"))]) == {"LEAK"}
     assert recordings.n_left_out == 6  # five that cannot be read, one without a label
     assert {

@@ -755,6 +755,9 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
     assert len(timer.computed) == len(timer.moved) == sampled + (n > 1)  # the first one is always marked
     for ms in (times["compute_ms"], times["h2d_ms"]):
         assert ms == pytest.approx(10 if n else math.nan, nan_ok=True)
+    # a wait without its copy is two readings of the clock, so 20 ms of waiting and 10 of copying for 10 of computing
+    assert times["loader_mean_ms"] == pytest.approx(20 if n > 1 else math.nan, nan_ok=True)
+    assert times["io_to_compute"] == pytest.approx(3 if n > 1 else math.nan, nan_ok=True)
     assert loads.n_moved == 0
     assert math.isnan(times["loader_mean_ms"]) == math.isnan(times["loader_max_ms"]) == (n < 2)
     assert math.isnan(times["first_wait_ms"]) == (n == 0)

@@ -4,12 +4,14 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import requests
 from errors import raises
 from made_archives import rar_of, zip_of
 from made_sets import wav
@@ -71,11 +73,20 @@ def test_a_broken_connection_goes_on_where_it_ended(
     server: RecordServer, tmp_path: Path, has_etag: bool
 ) -> None:
     server.has_etag = has_etag
-    server.cut[LEAK_RAR] = [6 * BLOCK, 4 * BLOCK]
-    fetch(tmp_path)
+    server.cut[LEAK_RAR] = [6 * BLOCK, -1, 4 * BLOCK] if has_etag else [6 * BLOCK, 4 * BLOCK]
+    late = [False, False, has_etag]  # before the headers of the third answer
+
+    def get(url: str, **given: Any) -> requests.Response:
+        if "/data/" in url and late and late.pop(0):
+            raise requests.ReadTimeout("too late")
+        return answered(url, **given)
+
+    answered = requests.get
+    with mock.patch("requests.get", get):
+        fetch(tmp_path)
     ranges = [wanted for name, wanted in server.requests if name == LEAK_RAR]
     if has_etag:
-        assert ranges == ["", f"bytes={6 * BLOCK}-", f"bytes={10 * BLOCK}-"]
+        assert ranges == ["", f"bytes={6 * BLOCK}-", f"bytes={6 * BLOCK}-", f"bytes={10 * BLOCK}-"]
     else:  # nothing says that the rest is of the same version
         assert ranges == ["", "", ""]
 
@@ -92,6 +103,14 @@ def test_an_interrupted_download_is_resumed_by_the_next_call(
     assert not (work / "made").exists()
     server.cut.clear()
     server.requests.clear()
+    by_hand = tmp_path / "by hand"
+    shutil.copytree(work, tmp_path / "other" / work.name)
+    by_hand.mkdir()
+    for name, data in ARCHIVES.items():
+        (by_hand / name).write_bytes(data)
+    assert fetch(tmp_path / "other", source=by_hand).facts["counts"]["recordings"] == 31
+    assert os.listdir(tmp_path / "other") == ["set"]
+    assert server.requests == []
     assert fetch(tmp_path).facts["counts"]["recordings"] == 31
     assert server.requests[0] == (LEAK_RAR, f"bytes={6 * BLOCK}-")
 
@@ -180,11 +199,21 @@ def test_a_server_that_refuses_is_named(server: RecordServer, tmp_path: Path, st
         fetch(tmp_path)
     assert "--from PATH" in str(caught.value)
     assert os.listdir(tmp_path) == []
+    server.status = 0
+    with (
+        mock.patch.object(server, "_send_file", lambda request, path: request.send_error(status)),
+        mock.patch.object(
+            requests.Response, "close", autospec=True, side_effect=requests.Response.close
+        ) as closed,
+        raises("set-refused", DataError, found=f"HTTP status {status}"),
+    ):
+        fetch(tmp_path)
+    assert closed.call_count == 1  # of the answer with the file
 
 
 def test_offline_names_the_page_and_the_way_by_hand(server: RecordServer, tmp_path: Path) -> None:
     with (
-        mock.patch("requests.get", side_effect=__import__("requests").ConnectionError),
+        mock.patch("requests.get", side_effect=requests.ConnectionError),
         raises("set-unreachable", MachineError) as caught,
     ):
         fetch(tmp_path)

@@ -91,7 +91,8 @@ def playback(
 # %% ../../../nbs/learn/review/listening.ipynb #2a39d107
 MAX_COLUMNS = 900
 MAX_BARS = 300  # of segments; from more, the largest of each group
-_SVG = """{% set left, top, wide, high, room = 66, 8, 1122, 250, 74 -%}
+_WIDTH = 1122  # of the spectrogram, without its axes
+_SVG = """{% set left, top, high, room = 66, 8, 250, 74 -%}
 {% set below, end = top + high, top + high + (room + 20 if bars else 0) -%}
 {% macro text(x, y, what, anchor="middle") -%}
 <text x='{{ x | round(1) }}' y='{{ y | round(1) }}' text-anchor='{{ anchor }}'>{{ what }}</text>
@@ -126,7 +127,7 @@ if(event.target.closest('svg')&amp;&amp;event.clientX>=r.left&amp;&amp;event.cli
 <div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px;margin:4px 0'>
 <audio controls preload='auto' src='{{ sound.url }}' style='width:min(100%,460px);height:40px'
  ontimeupdate="const h=this.closest('.lm-recording').querySelector('.lm-head');
-h.setAttribute('transform','translate('+(1122*this.currentTime/{{ duration_s }})+' 0)')"></audio><span>{{ sound.text }}</span></div>{{ svg }}</div>"""
+h.setAttribute('transform','translate('+({{ wide }}*this.currentTime/{{ duration_s }})+' 0)')"></audio><span>{{ sound.text }}</span></div>{{ svg }}</div>"""
 
 
 def spectrogram_levels(
@@ -166,6 +167,7 @@ def spectrogram_svg(
     return filled(
         _SVG,
         url=f"data:image/png;base64,{base64.b64encode(png_bytes(grey)).decode()}",
+        wide=_WIDTH,
         bars=bars if segment_s > 0 else [],
         step_s=n * segment_s,
         threshold=threshold,
@@ -182,4 +184,4 @@ def player_html(
     duration_s: float,
 ) -> str:
     "Return a player above a spectrogram, with a line that shows the time; a click into the spectrogram moves it."
-    return filled(_PLAYER, sound=sound, svg=Markup(svg), duration_s=round(duration_s, 6))
+    return filled(_PLAYER, sound=sound, svg=Markup(svg), wide=_WIDTH, duration_s=round(duration_s, 6))
