@@ -553,6 +553,8 @@ def fetch(
     given = None if source is None else user_path(source)
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
+    if (existing := _existing(target, s)) is not None:  # of another process meanwhile
+        return existing
     if given is not None and not given.exists():
         remedy = missing_remedy(given)
         raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
