@@ -271,9 +271,9 @@ def test_selected_items_can_be_loaded_and_resumed(networks, kind):
             walk = iter(two)
             for _ in range(3):
                 next(walk)
-            state = two.state_dict()
+            state = two.order.state_dict()
         with loader() as three_:
-            three_.load_state_dict(state)
+            three_.order.load_state_dict(state)
             assert torch.equal(torch.cat([b.items for b in three_]), items[150:])
 
 

@@ -151,7 +151,7 @@ if __name__ == "__main__":
     lm.build_all(".", out_dir="../sets", check=2, progress="none")
     given = {"settings": settings, "device": "cpu", "progress": "none", "jobs": 2, "n_folds": 2}
     print(lm.cross_validate(sets, n_draws=100, **given).n_done)
-    print(len(lm.learning_curve(sets, sizes=(0.5, 1.0), seeds=1, n_draws=100, **given).points))
+    print(len(lm.learning_curve(sets, sizes=(0.5, 1.0), seeds=1, n_draws=100, **given).table))
 """
 
 

@@ -249,7 +249,7 @@ class Resampled(RowTable):
     def __len__(self) -> int:
         return len(self.table)
 
-    def closing_rows(self) -> Iterator[tuple[str, str]]:
+    def _closing_rows(self) -> Iterator[tuple[str, str]]:
         "Yield the last rows: the time and the files."
         n_read = self.n_fits - self.n_done
         again = f", {n_read:,} of them read from an earlier run" if n_read else ""
@@ -257,7 +257,7 @@ class Resampled(RowTable):
         if self.out is not None:
             yield "written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"
 
-    def common_values(self) -> dict[str, Any]:
+    def _common_values(self) -> dict[str, Any]:
         "Return plain values that all results have."
         values = {"task": repr(self.task), "detector": self.asked, "fits": self.n_fits}
         return values | {"fits_of_this_run": self.n_done, "seconds": self.seconds}
@@ -341,7 +341,7 @@ class CrossValidation(Resampled):
             yield "kind", found
             if (self.folds["reason"] == _NO_CHOICE).any():
                 yield "", _NO_CHOICE
-        yield from self.closing_rows()
+        yield from self._closing_rows()
 
     def _spread_text(self, name: str, n: int) -> str:
         auc, other = self.spread[f"{name}_auc"], self.spread[f"{name}_balanced_accuracy"]
@@ -374,7 +374,7 @@ class CrossValidation(Resampled):
             "seeds": plain_rows(self.seeds),
         }
         people = {"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {}
-        return found | self.common_values() | people
+        return found | self._common_values() | people
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."

@@ -279,7 +279,7 @@ class Generalisation(Resampled):
             if g.groups.note:
                 yield "", f"{g.groups.note}."
         yield "answer", self.answer.text
-        yield from self.closing_rows()
+        yield from self._closing_rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -294,7 +294,7 @@ class Generalisation(Resampled):
             row |= {"recordings": len(g.result), "leaks": int(g.result.truth.sum())}
             row |= {"method": g.result.method, "kinds": g.result.kinds, "models": models}
             found.append(row | {"verdict": str(g.result.verdict), "beats": g.result.verdict.beats})
-        return {"generalisation": found, "answer": self.answer.summary} | self.common_values()
+        return {"generalisation": found, "answer": self.answer.summary} | self._common_values()
 
     def plots(self) -> "dict[str, go.Figure]":  # generalisation
         "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest, by name."
@@ -577,7 +577,7 @@ class LearningCurve(Resampled):
             part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.word}s"
             yield p["curve"], f"{p['share']:.0%}, {part}: AUC {p['auc']:.3f}{ends}{spread}"
         yield "answer", self.text
-        yield from self.closing_rows()
+        yield from self._closing_rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -589,7 +589,7 @@ class LearningCurve(Resampled):
             "recordings": len(self.groups.code),
             "groups": {"by": self.groups.by, "n": len(self.groups)},
         }
-        return found | self.common_values()
+        return found | self._common_values()
 
     def plots(self) -> "dict[str, go.Figure]":  # learning_curve
         "Draw both curves, by name."

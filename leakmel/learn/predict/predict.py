@@ -430,11 +430,12 @@ class Predictions:
             yield self._columns(slice(start, last))
             start = last
 
-    def rows(
-        self,
-        part: slice = slice(None),  # of the recordings
-    ) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
+        return self._rows(slice(None))
+
+    def _rows(self, part: slice) -> Iterator[dict[str, Any]]:
+        "Yield rows of some recordings."
         for page in self._pages(part):
             columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
             for row in zip(*columns):
@@ -486,7 +487,7 @@ class Predictions:
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         most = [
-            next(self.rows(slice(k, k + 1)))
+            next(self._rows(slice(k, k + 1)))
             for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist()
         ]
         shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
