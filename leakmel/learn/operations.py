@@ -16,7 +16,7 @@ from ..core.errors import DataError, UsageError, show_path
 from ..core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
 from ..core.progress import wrap_text
 from ..core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
-from .model.settings import CheckpointSettings, RoundRules, TrainSettings
+from .model.settings import CheckpointSettings, Metric, RoundRules, TrainSettings
 
 if TYPE_CHECKING:
     from leakmel.learn.evaluate.cross_validation import CrossValidation
@@ -428,9 +428,7 @@ class Evaluate(Operation):
     # column whose groups are resampled as a whole for bootstrap confidence intervals
     group: str = "sensor"
     # metric by which the detector is compared with the baselines: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1, auc
-    metric: Literal[
-        "accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc"
-    ] = option("auc", metavar="NAME")
+    metric: Metric = option("auc", metavar="NAME")
     # bootstrap draws of groups for confidence intervals
     n_draws: int = option(2000, name="draws")
     # seed of the bootstrap draws

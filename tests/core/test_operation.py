@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from each import each
@@ -11,6 +11,8 @@ from errors import raises
 from leakmel.core.errors import UsageError
 from leakmel.core.operation import Run, add_options, make, parameter_kinds
 from leakmel.core.parameters import check_types
+from leakmel.learn.metrics.metrics import FIGURES
+from leakmel.learn.model.settings import Metric
 from leakmel.learn.operations import Evaluate, Nightly, Predict, Retrain, Search, Train
 
 NEEDED: dict[Any, list[str]] = {
@@ -54,6 +56,7 @@ def test_command_and_notebook_give_the_same(
     cls: Any, words: list[str], given: dict[str, Any], name: str, value: object
 ) -> None:
     check_types(given, parameter_kinds(cls))
+    assert get_args(Metric) == tuple(FIGURES)
     assert getattr(by_command(cls, *words), name) == value
     assert getattr(make(cls, given), name) == value
 

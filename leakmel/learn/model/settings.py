@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "RESUME",
+    "Metric",
     "SMALL_SET",
     "MIN_STEPS",
     "SPEED_ONLY",
@@ -20,7 +21,7 @@ __all__ = [
 # %% ../../../nbs/learn/model/settings.ipynb #0ef5a820
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from ...core.errors import UsageError
 from ...core.parameters import check_types, field_choices, field_kinds
@@ -217,6 +218,10 @@ class TrainSettings(AugmentSettings, LoaderSettings):
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #20b148ab
+# of `metrics.FIGURES`, which needs NumPy
+Metric = Literal["accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc"]
+
+
 @dataclass(frozen=True)
 class RoundRules:
     "Rules of a round: shares of the training data, and the metric that decides on the champion."
@@ -232,8 +237,6 @@ class RoundRules:
     seed: int = 0  # seed of the random draws
 
     def __post_init__(self):
-        from leakmel.learn.metrics.metrics import FIGURES
-
         check_types(vars(self), field_kinds(type(self)))
         for name in ("keep_share", "keep_share_human", "replay_share"):
             if not 0 < getattr(self, name) <= 1:
@@ -245,12 +248,12 @@ class RoundRules:
                 raise UsageError(
                     f"{name} must be at least {least}", code="out-of-range", found=getattr(self, name)
                 )
-        if self.metric not in FIGURES:
+        if self.metric not in get_args(Metric):
             raise UsageError(
                 "the metric is unknown",
                 code="unknown-value",
                 found=repr(self.metric),
-                expected=", ".join(FIGURES),
+                expected=", ".join(get_args(Metric)),
             )
 
 
