@@ -581,6 +581,9 @@ def write_demo(
     "Write synthetic recordings below `root`; raises OutputError, SpaceError or UsageError before it writes."
     start_s = time.perf_counter()
     root = Path(os.path.realpath(root))
+    if isinstance(n_files, int):  # before the plan, which takes memory for each recording
+        with write_errors(root):
+            require_space(next(p for p in root.parents if p.exists()), n_files * WAV_BYTES)
     plan = plan_set(n_files, seed)
     planted = plan_faults(plan, seed) if faults else []
     n_bytes = n_files * WAV_BYTES + sum(len(content) for _, _, content in planted)

@@ -97,6 +97,10 @@ class _Bench:
     log: LogLine
 
 
+# names in the records, which stay
+OF_RECORDS = {"loader_mean_ms": "wait_ms", "loader_max_ms": "wait_max_ms", "learn_s": "seconds"}
+
+
 def _train_epoch(state: TrainingState) -> dict[str, float]:
     "Train on every batch once."
     for batch in state.timer.batches(state.loader):
@@ -118,7 +122,7 @@ def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Det
                     times = _train_epoch(state)
                     rate = times["n_batches"] / times["learn_s"]
                     busy = min(1.0, rate * times["compute_ms"] / 1000)  # gaps between kernels count too
-                    known = {n: None if math.isnan(v) else v for n, v in times.items()}
+                    known = {OF_RECORDS.get(n, n): None if math.isnan(v) else v for n, v in times.items()}
                     found.append(known | {"batches_per_s": rate, "busy_share": busy})
                     bench.log(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
                     if time.monotonic() >= stop_s:

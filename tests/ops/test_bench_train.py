@@ -174,19 +174,19 @@ def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatc
 KILLED = """
 import os, signal, sys
 from functools import partial
-from pathlib import Path
 sys.path.append(sys.argv[4])
 from bench_train import bench_train
+from leakmel.core import files
 from leakmel.ops.bench import store
-real, stored = Path.write_text, [0]
-def write_text(path, text, *given, **named):
-    if path.suffix != ".partial": return real(path, text, *given, **named)
+real, stored = files.write_all, [0]
+def write_all(fd, content):
+    if b'"made_utc"' not in content: return real(fd, content)
     stored[0] += 1
     if stored[0] > int(sys.argv[3]):
-        real(path, text[: len(text) // 2])
+        real(fd, content[: len(content) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(path, text, *given, **named)
-Path.write_text = write_text
+    return real(fd, content)
+files.write_all = write_all
 keep = partial(store, folder=sys.argv[2])
 bench_train(sys.argv[1], n_files=6, rounds=1, rehearse=True, commit_id="abc", keep=keep)
 """
