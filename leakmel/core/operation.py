@@ -22,6 +22,7 @@ __all__ = [
 # %% ../../nbs/core/operation.ipynb #d4f43ca4
 import argparse
 import dataclasses
+import importlib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -31,6 +32,7 @@ from .errors import UsageError
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
+    count_converter,
     field_choices,
     field_comments,
     field_kinds,
@@ -54,12 +56,16 @@ def option(
     positional: bool = False,
     # a shell gives it several times, or as several arguments; otherwise its values are separated by commas
     several: bool = False,
-    # the field is a mapping of those fields of this dataclass that are given; their defaults depend on other parameters
-    of: type | None = None,
+    # the field is a mapping of those fields of this dataclass that are given; a name is one of `leakmel`, which is imported when it is needed
+    of: type | str = "",
+    # the defaults of these fields are shown; they do not depend on other parameters
+    has_defaults: bool = False,
     # fields of the dataclass that are no parameters
     leave_out: tuple[str, ...] = (),
     # an option of the command only: a notebook refuses it
     command_only: bool = False,
+    # the word of the command for None, where the field may be None; with "all" the others are counts, 0 or more
+    none: str = "none",
 ) -> Any:
     "Return a field of an operation that a command shows in another way than by its name."
     shown = {
@@ -68,8 +74,10 @@ def option(
         "positional": positional,
         "several": several,
         "of": of,
+        "has_defaults": has_defaults,
         "leave_out": leave_out,
         "command_only": command_only,
+        "none": none,
     }
     return dataclasses.field(default=default, metadata=shown)
 
@@ -157,7 +165,9 @@ def _settings(
     "Return the fields of an operation that stand for the fields of a dataclass."
     hints: dict[str, Any] = typing.get_type_hints(cls)
     named = {f.name: f.metadata.get("of") or hints[f.name] for f in fields(cls)}
-    return {name: kind for name, kind in named.items() if isinstance(kind, type) and is_dataclass(kind)}
+    package = importlib.import_module("leakmel")
+    found = {name: getattr(package, kind) if isinstance(kind, str) else kind for name, kind in named.items()}
+    return {name: kind for name, kind in found.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def parameter_kinds(
@@ -252,11 +262,8 @@ def make(
         }
         is_open = bool(f.metadata.get("of"))
         given[f.name] = {n: v for n, v in own.items() if v is not None} if is_open else nested[f.name](**own)
-    return cls(
-        **given
-        | _given(cls, values)
-        | {f.name: None for f in fields(cls) if f.default is MISSING and f.name not in values}
-    )
+    not_given = {f.name: None for f in fields(cls) if f.default is MISSING}
+    return cls(**not_given | given | _given(cls, values))
 
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
@@ -285,17 +292,21 @@ def add_options(
     for f in fields(cls):
         text = comments[f.name]
         if f.name in nested:
-            how = {"show_defaults": not f.metadata.get("of"), "leave_out": f.metadata.get("leave_out", ())}
+            is_open = bool(f.metadata.get("of"))
+            how = {"leave_out": f.metadata.get("leave_out", ()), "none": "none" if is_open else None}
+            how["show_defaults"] = not is_open or f.metadata["has_defaults"]
             add_field_options(parser, nested[f.name], text, **how)
             continue
-        shown = f.metadata or {"name": "", "metavar": "", "positional": False, "several": False}
+        shown = f.metadata or option().metadata
         word = shown["metavar"] or (None if shown["positional"] else option_metavar(f.name, kinds[f.name]))
+        converter = count_converter if shown["none"] == "all" else text_converter(kinds[f.name])
         how = {
-            "type": str if str in kinds[f.name] else text_converter(kinds[f.name]),
+            "type": str if str in kinds[f.name] else converter,
             "metavar": word,
             "default": argparse.SUPPRESS,
         }
-        if f.default is not MISSING and (f.default or f.default == 0) and not isinstance(f.default, bool):
+        has_default = f.default is not MISSING and (f.default or f.default == 0)
+        if has_default and not isinstance(f.default, bool) and "(default" not in text:
             text += f" (default {','.join(f.default) if isinstance(f.default, tuple) else f.default})"
         if f.default is MISSING and str in kinds[f.name]:
             how["type"] = _some_text

@@ -15,6 +15,7 @@ __all__ = [
     "field_comments",
     "option_metavar",
     "text_converter",
+    "count_converter",
     "add_field_options",
     "given_fields",
 ]
@@ -347,13 +348,13 @@ def option_metavar(
 _YES_NO = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def text_converter(allowed: tuple[type | None, ...]) -> Any:
+def text_converter(allowed: tuple[type | None, ...], none: str | None = None) -> Any:
     "Function that converts the text of an option to the value of a field; `none` means None if the field allows it."
     kind: Any = next(k for k in allowed if k is not None and (k is not bool or str not in allowed))
 
     def convert(text: str) -> Any:
         if None in allowed and text == "none":
-            return None
+            return none
         if bool in allowed and text in _YES_NO:
             return _YES_NO[text]
         if kind is bool:
@@ -368,6 +369,18 @@ def text_converter(allowed: tuple[type | None, ...]) -> Any:
     return convert
 
 
+def count_converter(text: str) -> int | None:
+    "Convert text to a number from 0 up, `all` to None."
+    if text == "all":
+        return None
+    if (value := int(text)) < 0:
+        raise ValueError(text)
+    return value
+
+
+count_converter.__name__ = "number (0 or more, or all):"  # argparse puts it into its message
+
+
 # %% ../../nbs/core/parameters.ipynb #57c48486
 def add_field_options(
     parser: argparse.ArgumentParser,
@@ -376,6 +389,7 @@ def add_field_options(
     *,
     show_defaults: bool = True,  # in the help
     leave_out: Collection[str] = (),  # fields that have no option
+    none: str | None = None,  # what the word none gives, where a field may be None
 ) -> None:
     "Add one option per field of a dataclass; an option that is not given is absent from the result."
     group = parser.add_argument_group(title)
@@ -390,7 +404,7 @@ def add_field_options(
             shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
             text += f" (default {shown})"
         how: dict[str, Any] = {
-            "type": text_converter(kinds),
+            "type": text_converter(kinds, none),
             "metavar": option_metavar(name, kinds, choices.get(name, ())),
         }
         if kinds == (bool,):

@@ -20,6 +20,7 @@ __all__ = [
     "analyse",
     "analyse_run",
     "is_short_run",
+    "check_analysis",
     "analysis_text",
 ]
 
@@ -385,6 +386,17 @@ def _short_text(timeline: Timeline, summaries: Sequence[Mapping[str, Any]], swit
     return "\n".join([*lines, *(["Nothing to change."] if not found.suggestions else [])])
 
 
+def check_analysis(analysis: str) -> None:
+    "Check how much `analysis_text` prints; raises UsageError."
+    if analysis not in ANALYSES:
+        raise UsageError(
+            "the parameter analysis has an unknown value",
+            code="out-of-range",
+            found=repr(analysis),
+            expected=", ".join(ANALYSES),
+        )
+
+
 def analysis_text(
     timeline: Timeline,
     summaries: Sequence[Mapping[str, Any]] = (),  # of the builds of the run, one per split
@@ -394,13 +406,7 @@ def analysis_text(
     switch: str = 'analysis="full"',  # how the user asks for the full text; three lines name it
 ) -> str:  # "" for analysis="none"; raises UsageError for an unknown value of `analysis`
     "Analyse a run and its splits, as text."
-    if analysis not in ANALYSES:
-        raise UsageError(
-            "the parameter analysis has an unknown value",
-            code="out-of-range",
-            found=repr(analysis),
-            expected=", ".join(ANALYSES),
-        )
+    check_analysis(analysis)
     if analysis == "none":
         return ""
     if analysis == "auto" and is_short_run(timeline):

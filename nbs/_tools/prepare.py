@@ -40,12 +40,11 @@ ROOMS = {
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",
     "insight": "bottleneck analysis, figures, reports and the dashboard",
+    "operations": "demo, scan, build, join and verify as commands and run notebooks",
     "locate": "position of a leak between two loggers",
     "learn": "training, evaluation, prediction and retraining of leak detectors",
-    "ops": "benchmarks, tuning, doctor and the working folder",
-    "cli_learn": "commands of the detector",
-    "cli_formats": "commands export and card",
-    "cli": "command line and commands of data sets",
+    "ops": "benchmarks, tuning, doctor, the working folder, and further commands",
+    "cli": "command line",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "guides": ("How to", "One page for one task."),

@@ -1224,7 +1224,7 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
-    from leakmel.dataset.run.pipeline import execute, plan_run
+    from build_runs import execute, plan_run
 
     data, file, _ = by_table
     given = {

@@ -9,7 +9,7 @@ import pytest
 import leakmel as lm
 from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
-from leakmel.dataset.run.pipeline import plan_run
+from build_runs import plan_run
 
 SPEC = {"sample_rate": 4096, "duration_s": 1.0}
 DRY = ("LEAK/H1~03~20250101_000000~1.wav", "NOLEAK/H2~04~20250101_000000~1.wav")

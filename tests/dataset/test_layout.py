@@ -21,7 +21,8 @@ from leakmel.cli import main
 from leakmel.dataset.file.schema import ALIGNMENT
 from leakmel.dataset.file.writer import RowFile
 from leakmel.dataset.run.job import store_waveforms, waveform_shape
-from leakmel.dataset.run.pipeline import PipelineConfig, execute, plan_run
+from build_runs import execute, plan_run
+from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.loader import Slot
 from leakmel.mel.engines import CPU_ENGINES
 from independent import content, fit, leftovers, log_mel, off, read, walk

@@ -109,7 +109,7 @@ def _same_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_plan_report_and_explore_agree_with_the_build(tmp_path: Path) -> None:
-    from leakmel.dataset.run.pipeline import plan_run
+    from build_runs import plan_run
 
     root = tmp_path / "data"
     label_folders(root)

@@ -35,7 +35,7 @@ from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.dataset.run import parts as parts_module
 from leakmel.dataset.run.parts import build_part, join
-from leakmel.dataset.run.pipeline import execute, plan_run
+from build_runs import execute, plan_run
 from leakmel.dataset.source import loader as objects_module
 from leakmel.dataset.source.loader import BadFilesError
 

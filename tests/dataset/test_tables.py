@@ -19,7 +19,7 @@ from leakmel.audio.tables import MAX_EXTRA_BYTES, MAX_EXTRA_COLUMNS, MEASURED_CO
 from leakmel.audio.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
-from leakmel.dataset.run.pipeline import execute, plan_run
+from build_runs import execute, plan_run
 
 SHORT = {"sample_rate": 4096, "duration_s": 1.0}
 COLUMNS = "label=condition,sensor=pipe,recording=file"

@@ -23,7 +23,9 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
 from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
-from leakmel.dataset.run.pipeline import build_kinds, plan_run
+from build_runs import plan_run
+from leakmel.core.operation import parameter_kinds
+from leakmel.operations import Build
 from leakmel.insight.explore import (
     Explorer,
     SegmentSelection,
@@ -459,7 +461,7 @@ def build_parameters(**given: Any) -> dict[str, Any]:
     nb = nbformat.read(ROOT / "nbs" / "build.ipynb", as_version=4)
     values: dict[str, Any] = {}
     exec(next(c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])), values)
-    return {name: values[name] for name in build_kinds() if name in values} | given
+    return {name: values[name] for name in parameter_kinds(Build) if name in values} | given
 
 
 def test_the_build_notebook_takes_a_spec_file(data, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from each import each
 
 import leakmel as lm
-from leakmel import cli_learn
+from leakmel import cli
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
 from leakmel.learn.retrain import rounds
@@ -306,7 +306,7 @@ def test_a_report_fits_into_a_narrow_terminal(
     place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     "Tables are cut between columns: wrap_text like sentences, their last column would stand below the first."
-    monkeypatch.setattr(cli_learn, "line_width", lambda: width)
+    monkeypatch.setattr(cli, "line_width", lambda: width)
     status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK)
     assert status == 0, err
     lines = out.splitlines()[2:]  # the first ones name the model

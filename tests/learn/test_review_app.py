@@ -17,7 +17,7 @@ from leakmel.audio.labels import read_decisions, read_labels
 from leakmel.audio.wav import Recording
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
-from leakmel.dataset.run.pipeline import execute, plan_run
+from build_runs import execute, plan_run
 from leakmel.learn.review import session as session_module
 from leakmel.learn.review.listening import MAX_PLAYED_S, playback, spectrogram_svg
 from leakmel.learn.review.recordings import review_recordings

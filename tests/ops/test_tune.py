@@ -35,7 +35,9 @@ from leakmel.dataset.run.config import (
     with_tuned,
     write_tuned,
 )
-from leakmel.dataset.run.pipeline import RunPlan, build_kinds, execute, plan_run
+from build_runs import execute, plan_run
+from leakmel.core.operation import parameter_kinds
+from leakmel.operations import Build, BuildPlan
 from leakmel.ops import tune as tune_module
 from leakmel.ops.tune import (
     DEFAULT,
@@ -633,7 +635,7 @@ def test_a_user_without_a_home_can_build(data, monkeypatch):
 # ---- the build notebook and the library call
 
 
-def planned(data: Path, out: Path, **more: Any) -> RunPlan:
+def planned(data: Path, out: Path, **more: Any) -> BuildPlan:
     "What the build notebook would do with its own parameters, and some of the user's."
     cell = next(
         c
@@ -643,7 +645,7 @@ def planned(data: Path, out: Path, **more: Any) -> RunPlan:
     parameters: dict[str, Any] = {}
     exec("".join(cell["source"]), parameters)
     return plan_run(
-        {name: parameters[name] for name in build_kinds() if name in parameters}
+        {name: parameters[name] for name in parameter_kinds(Build) if name in parameters}
         | {"data_root": str(data), "out": str(out)}
         | more,
         progress="none",

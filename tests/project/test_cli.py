@@ -354,7 +354,7 @@ def test_help_has_one_option_per_field(say):
     assert "exit status" in out
 
 
-@each("command", cli.SHORT_HELP)
+@each("command", cli.OPERATIONS)
 def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, monkeypatch):
     "60 lines of 100 columns; each option has a metavar and a help text in plain words."
     monkeypatch.setenv("COLUMNS", "102")  # argparse leaves two columns free
@@ -374,7 +374,7 @@ def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, mo
         assert action.help, name
         assert not words_in(action.help), f"{name}: {action.help}"
         assert action.nargs == 0 or action.metavar != "X", name
-    example = shlex.split(cli.SHORT_HELP[command][1])
+    example = shlex.split(cli.OPERATIONS[command].command.example)
     assert cli._parse(example[1:]).command == command, "the example is accepted"
 
 

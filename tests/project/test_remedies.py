@@ -117,8 +117,9 @@ def remedies_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_every_command_that_is_named_has_the_options_that_are_named() -> None:
     wrong, n = [], 0
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for line, text in texts_of(path):
+    helps = [(0, a.help or "") for p in OPTIONS.values() for a in p._actions]
+    for path in (Path("help"), *sorted(PACKAGE.rglob("*.py"))):
+        for line, text in helps if path.name == "help" else texts_of(path):
             for found in re.finditer(r"leakmel ([a-z]+)\b((?: (?:--?[\w-]+|[A-Z][\w/.]*|X))*)", text):
                 if found[1] not in OPTIONS:
                     continue
@@ -544,8 +545,8 @@ def test_commands_of_a_fetched_set_run(tmp_path: Path, say: Say) -> None:
 
 def test_commands_in_guides_and_remedies_are_parsed() -> None:
     n = 0
-    for name, (_, example) in cli.SHORT_HELP.items():
-        assert cli._parse(shlex.split(example)[1:]).command == name
+    for name, cls in cli.OPERATIONS.items():
+        assert cli._parse(shlex.split(cls.command.example)[1:]).command == name
     for path in sorted((PACKAGE.parent / "nbs").rglob("*.ipynb")):
         for cell in json.loads(path.read_text("utf-8"))["cells"]:
             text = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""

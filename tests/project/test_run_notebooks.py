@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.core.parameters import Kinds
 from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
 from leakmel.learn.operations import Evaluate, Nightly, Retrain, Search
-from leakmel.locate.plans import correlation_kinds
+from leakmel.ops.operations import Correlate
 from leakmel.ops.tune import tune_kinds
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
 
@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[], Kinds]] = {
     "retrain": partial(parameter_kinds, Retrain),
     "nightly": partial(parameter_kinds, Nightly),
     "tune": tune_kinds,
-    "correlate": correlation_kinds,
+    "correlate": lambda: parameter_kinds(Correlate) | {"out": (str, None)},
 }
 
 
