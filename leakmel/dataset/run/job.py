@@ -83,7 +83,7 @@ from leakmel.dataset.run.existing import (
     open_existing,
     stamps_of,
 )
-from .inputs import SpecDecision, SpecLike
+from .inputs import SpecDecision, SpecLike, Target
 from .modes import MODES, Preloaded
 from leakmel.dataset.source.loader import (
     ENCODINGS,
@@ -813,7 +813,7 @@ def _join_parts(
 @contextmanager
 def open_jobs(
     run: BuildContext,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     parts: Parts | None = None,  # of the one target
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."

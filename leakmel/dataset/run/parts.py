@@ -61,7 +61,7 @@ from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
 from .existing import read_state, recordings_digest
-from .inputs import SpecLike, checked_inputs, listing_of_split
+from .inputs import SpecLike, Target, checked_inputs, listing_of_split
 from .job import BuildRequest, PartFile, Parts
 from .job import JOINED
 from .publish import BuildResult, earlier_result
@@ -252,6 +252,7 @@ def _results(engine: Engine) -> list[np.ndarray]:
 def _versions() -> dict[str, str]:
     "Return the versions of what decodes, resamples and writes."
     import soundfile
+
     from leakmel import __version__
 
     libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
@@ -334,7 +335,12 @@ def run_part(
         return PartResult(without_rows, number, n_parts, 0, timeline.now_s())
     try:
         build_targets(
-            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+            request,
+            own,
+            [Target(mine, attempt)],
+            timeline,
+            0.0,
+            check_run=lambda run: check_engine(run.engine),
         )
     except BadFilesError as e:
         if e.code != "all-rejected":
@@ -387,8 +393,8 @@ def build_part(
             "%s: %s recordings, listed for these parts on %s", show_path(target), f"{len(manifest):,}", when
         )
     _, _, manifest = list_for_build(request, split, manifest, labels)
-    listing = listing_of_split(manifest, split, root, in_parts=True)
-    with checked_inputs(manifest, [(listing, target)], spec) as decision:
+    listing = listing_of_split(manifest, split, root)
+    with checked_inputs(manifest, [Target(listing, target)], spec) as decision:
         whole = replace(manifest, listings=(listing,))
         _store_listing(whole, target)
         plan = plan_parts(whole, n_parts, decision.spec, request)
@@ -566,7 +572,7 @@ def _join_files(
     manifest = replace(manifest, listings=(listing,))
     parts = Parts(n_parts, iter(files), keep_parts)
     try:
-        (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=parts)
+        (made,) = build_targets(request, manifest, [Target(listing, target)], timeline, listed_s, parts=parts)
     except VerifyError as e:
         if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
@@ -633,7 +639,7 @@ def _add_lane(
 def build_on_cluster(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     cluster: Cluster,
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
@@ -667,7 +673,7 @@ def build_on_cluster(
 def _build_parts(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],
+    targets: Sequence[Target],
     join_parts: Callable[..., BuildResult],  # gets a target, its plan and the files of its parts
     cluster: Cluster,
     timeline: Timeline,
@@ -682,7 +688,9 @@ def _build_parts(
         n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
         for listing, target in targets:
             if not request.fresh and _can_be_updated(target, listing, spec):
-                (results[target],) = build_targets(request, manifest, [(listing, target)], timeline, listed_s)
+                (results[target],) = build_targets(
+                    request, manifest, [Target(listing, target)], timeline, listed_s
+                )
                 continue
             n = len(listing)
             wanted = max(-(-n // PART_SIZE), min(_PARTS_PER_PROCESS * n_together, n // _MIN_PART_SIZE), 1)

@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from ...audio.conform import int16_moments, native
 from ...audio.label_files import relabel_manifest
 from ...audio.labels import LabelTable
-from ...audio.manifest import Listing, Manifest, check_manifest
+from ...audio.manifest import Manifest, check_manifest
 from ...core.errors import EngineError, LeakmelError, MachineError
 from ...core.files import write_errors
 from ...core.monitor import Monitor, machine_facts, usable_cores
@@ -32,7 +31,7 @@ from ...core.timeline import Span, SpanCounts, Timeline
 from ..check.verify import check_sample
 from .config import plan_workers
 from .engine_choice import open_chosen
-from .inputs import checked_inputs, list_recordings
+from .inputs import Target, checked_inputs, list_recordings
 from .job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from .modes import prepare, with_spec_rules
 from .publish import BuildResult, publish, read_ahead_for_check, result_of
@@ -411,7 +410,7 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
 def open_context(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     timeline: Timeline,
     listed_s: float = 0.0,  # when listing began, on the timeline's clock
 ) -> Iterator[BuildContext]:  # raises LeakmelError
@@ -432,17 +431,17 @@ def open_context(
                 engine, reason = open_chosen(
                     engine,
                     decision.spec,
-                    sum(len(listing) for listing, _ in targets),
+                    sum(len(target.listing) for target in targets),
                     root=request.root,
                     device=config.device,
                     options=options,
-                    targets=[target for _, target in targets],
+                    targets=[target.path for target in targets],
                     fresh=request.fresh,
                 )
                 if reason:
                     log.info("%s", reason)
         stack.enter_context(engine)
-        workers = plan_workers(config, decision.spec, engine, max(len(listing) for listing, _ in targets))
+        workers = plan_workers(config, decision.spec, engine, max(len(target.listing) for target in targets))
         timeline.meta |= {
             "clock_origin_s": timeline.origin_ns * 1e-9,
             "engine": engine.identity,
@@ -460,7 +459,7 @@ def open_context(
 def build_targets(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
     *,
