@@ -1014,7 +1014,6 @@ def test_unchanged_build_removes_files_of_killed_builds(data: Path, tmp_path: Pa
     left = (
         ".x.h5.partial",
         ".x.h5.journal",
-        ".x.h5.scratch",
         ".x.h5.partial.gz",
         "..x.h5.state.new",
         ".x.h5.report.json.new",

@@ -125,7 +125,6 @@ class EngineChoice:
 
 
 def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engine of this release
-    "Return name and kind of device of an engine's identity."
     name, _, kind = identity.partition("/")
     name = name.partition("@")[0]
     return (name, "cuda" if kind.startswith("cuda") else "cpu") if name in ENGINES else None
@@ -147,7 +146,6 @@ def _engine_to_resume(
     path: Path,
     spec: MelSpec,
 ) -> tuple[str, str] | None:  # None if there is no interrupted build with this spec
-    "Return name and kind of device of the engine of an interrupted build."
     identity, fingerprint = engine_of_journal(journal_path(path)) or ("", "")
     return _engine_named(identity) if fingerprint == spec.fingerprint(identity) else None
 

@@ -38,6 +38,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import xxhash
 
 from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
@@ -84,23 +85,14 @@ KNOWN = np.dtype(
 # %% ../../../nbs/dataset/run/existing.ipynb #43f2ac84
 def _line(text: bytes) -> bytes:
     "Return a line of the journal: digest and JSON."
-    import xxhash
-
     return xxhash.xxh3_128_hexdigest(text).encode() + b" " + text + b"\n"
 
 
 def _body(line: bytes) -> dict[str, Any]:
     "Return the content of a line; raises ValueError if it is incomplete."
-    import xxhash
-
     if not line.endswith(b"\n") or line[:32] != xxhash.xxh3_128_hexdigest(line[33:-1]).encode():
         raise ValueError("a line is incomplete")
     return json.loads(line[33:-1])
-
-
-def _entry_line(known: np.ndarray) -> bytes:
-    "Return an entry as a line."
-    return _line(b'{"known":"%s"}' % base64.b64encode(known.tobytes()))  # no character that JSON escapes
 
 
 def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers rising
@@ -139,8 +131,6 @@ def folder_inodes(
 
 def _digest_of_paths(listing: Listing) -> Any:
     "Return a digest of paths, to be continued."
-    import xxhash
-
     total = xxhash.xxh3_128()
     for start in range(0, len(listing), 4096):
         total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
@@ -166,7 +156,6 @@ def journal_identity(
     engine: str = "",  # identity of the engine, from which `engine="auto"` takes the same again
 ) -> dict[str, Any]:
     "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
-    import xxhash
     from leakmel import __version__
 
     return {
@@ -269,7 +258,6 @@ _MAX_INTERVAL_S = 10.0  # between two entries at the most, as long as rows are w
 
 
 def _sync_data(fd: int) -> None:
-    "Flush the content of a file to disk."
     getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
 
 
@@ -347,7 +335,8 @@ class Journal:
                     sync_folder(self.path.parent)  # the names of both files
                 for at in range(0, len(numbers), _MAX_ROWS_PER_LINE):
                     entry = make(numbers[at : at + _MAX_ROWS_PER_LINE])
-                    write_all(self.fd, _entry_line(entry))
+                    # no character that JSON escapes
+                    write_all(self.fd, _line(b'{"known":"%s"}' % base64.b64encode(entry.tobytes())))
                     self.n_entered += len(entry)
                 if confirm:
                     _sync_data(self.fd)
@@ -440,7 +429,7 @@ def stamps_at_build(
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
     rejected: Sequence[Rejected],
     began_ns: int,  # when listing began, by the clock of the files
-    folders: np.ndarray | None = None,  # [n] `folder_inodes` of all candidates, before they were read
+    folders: np.ndarray,  # [n] `folder_inodes` of all candidates, before they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
     "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)
@@ -454,7 +443,7 @@ def stamps_at_build(
     out["mtime_ns"] = listing.mtimes_ns[both]
     out["ctime_ns"] = np.append(ctimes_ns[rows], np.where(same, now["ctime_ns"], -1))
     out["ctime_ns"][~is_settled(out["ctime_ns"], began_ns)] = -1
-    out["folder"] = folder_inodes(listing, both) if folders is None else folders[both]
+    out["folder"] = folders[both]
     out[len(rows) :][listing.sizes[lost] < 0] = -1  # named in a table, and missing
     return out
 

@@ -223,7 +223,6 @@ _MAX_KINDS_SHOWN = 6  # of rate and length, in an error
 
 
 def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path) -> DataError:
-    "Return the error for recordings without a majority, with proposals."
     kinds = Counter(map(tuple, headers[:, :2].tolist())).most_common()
     shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_MAX_KINDS_SHOWN]]
     if len(kinds) > _MAX_KINDS_SHOWN:
@@ -405,7 +404,6 @@ def check_target(
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
-    "Return the labels without recordings in a manifest."
     found = np.concatenate([x.label_ids for x in manifest.listings])
     counts = np.bincount(found[found >= 0], minlength=len(manifest.label_names))
     return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]

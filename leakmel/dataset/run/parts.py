@@ -494,7 +494,6 @@ def _join_files(
     fresh: bool = False,
     keep_parts: bool = False,
 ) -> BuildResult:  # raises LeakmelError
-    "Make the data set of all parts."
     folder = parts_folder(target)
     try:
         given, stored = pipeline, PipelineConfig(**plan["pipeline"])
@@ -582,10 +581,10 @@ def _add_lane(
     n_before = sum(own == lane.host for own, _ in names)
     name = names.setdefault((lane.host, lane.worker), f"{host}/worker-{n_before}")
     last_s = max((s.end_s for s in lane.spans), default=0.0)
-    from_s = max(0.0, min(lane.began_s - (time.time() - now_s), now_s - last_s))
-    for s in lane.spans:
-        start_s, end_s = from_s + s.start_s, from_s + s.end_s
-        timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
+    at = max(0.0, min(lane.began_s - (time.time() - now_s), now_s - last_s))
+    timeline.spans += [
+        replace(s, lane=name, split=split, start_s=at + s.start_s, end_s=at + s.end_s) for s in lane.spans
+    ]
 
 
 def build_on_cluster(

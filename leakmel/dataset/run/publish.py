@@ -337,11 +337,6 @@ def read_ahead_for_check(
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
-def _counts(words: Iterable[str]) -> dict[str, int]:
-    "Count words, the most frequent first."
-    return dict(Counter(sorted(words)).most_common())
-
-
 def _split_summary(
     run: BuildContext,
     job: Job,  # published
@@ -351,7 +346,6 @@ def _split_summary(
     samples: list[dict],  # of the monitor, while the split was built
     noted: Sequence[Problem],
 ) -> dict[str, Any]:
-    "Return the machine-readable summary of one split."
     from leakmel import __version__
 
     n, engine = len(job.listing), run.engine
@@ -376,7 +370,7 @@ def _split_summary(
         "rows": int(job.good.sum()),
         "rejected": len(job.rejected),
         "rejected_share": len(job.rejected) / n,
-        "rejected_by_code": _counts(r.code for r in job.rejected),
+        "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
         "problems_by_kind": count_kinds(p.kind for p in noted),
         "kept_files": int(kept.sum()),
         "kept_rows": int((kept & job.good).sum()),
@@ -385,7 +379,7 @@ def _split_summary(
         "copied_rows": job.n_copied,
         "changes": job.changes,
         "nothing_to_do": job.is_up_to_date,
-        "status_counts": _counts(s.decode() for s in statuses if s != b"ok"),
+        "status_counts": dict(Counter(sorted(s.decode() for s in statuses if s != b"ok")).most_common()),
         "labels_by_people": dict(run.manifest.people),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
@@ -470,6 +464,13 @@ def result_of(
             lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(asdict, noted)}
             made = {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds")}
             _write_report(report_path, lists, summary | made)
+        elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                body = read_own_json(report_path)
+                lists = {"rejected_files": body.pop("rejected_files"), "problems": map(asdict, noted)}
+                del body["problems"]
+                body["problems_by_kind"] = summary["problems_by_kind"]
+                _write_report(report_path, lists, body)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
