@@ -37,7 +37,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
-from ...core.files import read_own_json, replacing, sealed_json, write_errors
+from ...core.files import read_own_json, sealed_json, write_whole
 from ...core.monitor import machine_facts, usable_cores, wsl_version
 from ...core.parameters import check_types, field_choices, field_kinds
 from ...mel.engines import Engine
@@ -312,11 +312,7 @@ def write_tuned(
             path=path,
             remedy="set XDG_CONFIG_HOME to a writable folder",
         )
-    with write_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        new.write_bytes(sealed_json(body))
-    return path
+    return write_whole(path, sealed_json(body))
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #3b05186a

@@ -42,7 +42,7 @@ import xxhash
 
 from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
-from ...core.errors import MachineError, SpaceError, write_error
+from ...core.errors import MachineError
 from leakmel.core.files import (
     open_regular_file,
     replacing,
@@ -212,14 +212,14 @@ def engine_of_journal(
     "Return identity of the engine and fingerprint of the interrupted build that a journal belongs to; raises nothing."
     from leakmel import __version__
 
-    try:
-        with open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f:
-            head = _body(f.readline(_MAX_HEADER_BYTES))
-            if (head["schema"], head["leakmel_version"]) != (JOURNAL_SCHEMA, __version__) or not f.read(1):
-                return None
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),  # the build reports it
+        open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f,
+    ):
+        head = _body(f.readline(_MAX_HEADER_BYTES))
+        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, __version__) and f.read(1):
             return str(head["engine"]), str(head["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # the build reports it
+    return None
 
 
 def read_journal(
@@ -305,7 +305,7 @@ class Journal:
             return
         n_bytes = self.past.n_bytes
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
+        with write_errors(self.path):
             if not n_bytes:
                 self.path.unlink(missing_ok=True)
                 flags |= os.O_CREAT | os.O_EXCL
@@ -314,15 +314,12 @@ class Journal:
                 os.ftruncate(self.fd, n_bytes)
             else:
                 write_all(self.fd, _line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
-        except OSError as e:
-            self._give_up(e)
 
     def enter(self, make: Callable[[np.ndarray], np.ndarray], rows_fd: int = -1) -> None:
         "Write an entry for the recorded candidates, described by `make`; flush the rows of `rows_fd` first. Raises OutputError."
         with self._writing:
             with self._lock:
-                noted = sorted(self._noted)
-                self._noted = []
+                noted, self._noted = sorted(self._noted), []
             if self.fd < 0 or not noted:
                 return
             numbers = np.concatenate([np.arange(first, first + n) for first, n in noted])
@@ -330,7 +327,7 @@ class Journal:
             if confirm:
                 with write_errors(self.path.with_suffix(".partial")):
                     _sync_data(rows_fd)
-            try:
+            with write_errors(self.path):
                 if confirm and not self.n_entered:
                     sync_folder(self.path.parent)  # the names of both files
                 for at in range(0, len(numbers), _MAX_ROWS_PER_LINE):
@@ -340,20 +337,6 @@ class Journal:
                     self.n_entered += len(entry)
                 if confirm:
                     _sync_data(self.fd)
-            except OSError as e:
-                self._give_up(e)
-
-    def _give_up(self, error: OSError) -> None:
-        "Continue without a journal if the disk is full; raise any other error as an OutputError."
-        failure = write_error(error, self.path)
-        if not isinstance(failure, SpaceError):
-            raise failure from error
-        log.warning(
-            "%s cannot be written (%s): this build cannot be resumed if it is interrupted",
-            self.path,
-            error.strerror,
-        )
-        self.close()
 
     def close(self, *, remove: bool = False) -> None:
         "Close the journal; with `remove`, delete it."
@@ -496,18 +479,18 @@ def read_state(
     target: Path,
 ) -> State | None:  # None if no state file belongs to the data set
     "Read the state file of the existing data set; raises nothing."
-    try:
-        with open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f:
-            st = os.stat(target)
-            if os.fstat(f.fileno()).st_size > st.st_size + _MAX_STATE_HEADER:
-                return None  # a data set holds more about each recording
-            text, _, data = unsealed(f.read(), strict=True).partition(b"\n")
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+        open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f,
+    ):
+        st = os.stat(target)
+        if os.fstat(f.fileno()).st_size > st.st_size + _MAX_STATE_HEADER:
+            return None  # a data set holds more about each recording
+        text, _, data = unsealed(f.read(), strict=True).partition(b"\n")
         head = json.loads(text)
-        if any(head[key] != value for key, value in _state_head(data, st).items()):
-            return None
-        return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        if all(head[key] == value for key, value in _state_head(data, st).items()):
+            return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
+    return None
 
 
 # %% ../../../nbs/dataset/run/existing.ipynb #1ea71392

@@ -32,7 +32,7 @@ import numpy as np
 
 from ...audio.conform import resampled_length
 from ...audio.content import tied_values
-from ...audio.listing import Listing
+from ...audio.listing import Listing, holds_recording, split_folders
 from ...audio.manifest import Manifest, check_manifest, predict_command, scan
 from ...audio.naming import split_name
 from ...audio.tables import require_same_table
@@ -76,11 +76,12 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
 READ_HEADERS = 64
 
 
-def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
-    "Read rate, length and label of labelled recordings; return [k, 3] int64 and the number of labelled recordings."
+def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.ndarray, int]:
+    "Read rate, length and label of labelled recordings, if wanted; return [k, 3] int64 and the number of labelled recordings."
     labelled = [np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)) for x in listings]
-    numbers, of = np.concatenate(labelled), np.repeat(np.arange(len(listings)), [*map(len, labelled)])
-    n = len(numbers)
+    numbers = np.concatenate(labelled)
+    of = np.repeat(np.arange(len(listings)), [*map(len, labelled)])  # which listing each is in
+    n = len(numbers) if are_wanted else 0
 
     def read(some: np.ndarray) -> np.ndarray:
         known = list[tuple[int, int, int]]()
@@ -101,7 +102,7 @@ def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
         counts = np.unique(sample[:, :2], axis=0, return_counts=True)[1]
         if len(sample) and not 0.25 < counts.max() / len(sample) < 0.75:
             return sample, n
-    return read(np.arange(n)), n
+    return read(np.arange(n)), len(numbers)
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #c11b1d93
@@ -200,7 +201,8 @@ def propose_specs(
 ) -> list[tuple[dict[str, Any], MelSpec]]:  # sample_rate and duration_s, and the spec that they give
     "Propose up to three rates and lengths for recordings that differ; each gives a valid spec."
     rates, seconds = headers[:, 0], np.sort(headers[:, 1] / headers[:, 0]).tolist()
-    common, lowest = Counter(rates.tolist()).most_common(1)[0][0], int(rates.min())
+    common = Counter(rates.tolist()).most_common(1)[0][0]
+    lowest = int(rates.min())
     shortest, typical = seconds[0], seconds[len(seconds) // 2]
     if shortest < typical / 2:  # single short recordings are padded
         shortest = seconds[len(seconds) // 20]
@@ -227,7 +229,8 @@ def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path)
     shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_MAX_KINDS_SHOWN]]
     if len(kinds) > _MAX_KINDS_SHOWN:
         shown.append(f"and {len(kinds) - _MAX_KINDS_SHOWN:,} more combinations")
-    remedy, lines = "give sample_rate and duration_s, and windows that fit", list[str]()
+    remedy = "give sample_rate and duration_s, and windows that fit"
+    lines = list[str]()
     for proposal, spec in propose_specs(headers, given):
         new = {name: value for name, value in proposal.items() if name not in given}
         changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(headers, spec).items() if n)
@@ -317,10 +320,9 @@ def decide_spec(
         )
     given = {} if spec is None or isinstance(spec, MelSpec) else dict(spec)
     names = {} if isinstance(spec, MelSpec) else {"sample_rate": "rate", "duration_s": "length"}
-    inferred, reason = tuple(name for name in names if given.get(name) is None), "as given"
-    headers, n_recordings = np.zeros((0, 3), np.int64), sum(int((x.label_ids >= 0).sum()) for x in listings)
-    if inferred or count:
-        headers, n_recordings = _read_headers(listings)
+    inferred = tuple(name for name in names if given.get(name) is None)
+    reason = "as given"
+    headers, n_recordings = _read_headers(listings, bool(inferred) or count)
     if inferred:
         folder = listings[0].folder
         if not len(headers):
@@ -409,6 +411,17 @@ def _missing_labels(manifest: Manifest) -> list[str]:
     return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]
 
 
+def _labels_without_recordings(manifest: Manifest) -> list[str]:
+    "Return the labels without recordings in the data folder, of which the manifest may list a part."
+    missing = _missing_labels(manifest)
+    if missing:  # other splits, or other parts, may have some: the first recording of a label is enough
+        folders = [*split_folders(manifest.root).values()] or [manifest.root]
+        missing = [x for x in missing if not any(holds_recording(folder / x) for folder in folders)]
+    if missing:  # their recordings may lie behind links
+        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    return missing
+
+
 def check_listing(
     listing: Listing,
     manifest: Manifest,
@@ -458,10 +471,7 @@ def check_listing(
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    # other labels come from recordings; a part was checked with the whole listing
-    missing = _missing_labels(manifest) if by_folder and not manifest.part_of else []
-    if missing:  # other splits may have recordings of them
-        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    missing = _labels_without_recordings(manifest) if by_folder else []  # other labels come from recordings
     if missing:
         raise DataError(
             f"labels have no recordings in any split: {', '.join(map(show_path, missing))}",
@@ -561,7 +571,8 @@ def propose_build(
     extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
     counts = {x: len({*map(text_key, table[x])} - {""}) for x in ("sensor", "session", "folder", *extra)}
     groups = {name.removeprefix("extra/"): n for name, n in counts.items() if n > 1}
-    cautions, alternatives = [*_single_label_groups(manifest, groups)], list[str]()
+    cautions = [*_single_label_groups(manifest, groups)]
+    alternatives = list[str]()
     try:
         os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
         for listing in manifest.listings:
@@ -572,14 +583,15 @@ def propose_build(
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:
-        command, reason = "", "the name of the folder is not valid UTF-8, so no command can be shown"
+        reason = "the name of the folder is not valid UTF-8, so no command can be shown"
+        return BuildProposal("", (), reason, groups, tuple(cautions))
     except LeakmelError as e:
-        without, command, reason = command, "", str(e)
-        if e.code == "recordings-differ":
-            first, *alternatives = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
-            added, _, changed = first.partition(" (")
-            reason = f"no majority of rate and length ({e.found}); with these settings {changed.rstrip(')')}"
-            command = f"{without} {added}".strip()
+        if e.code != "recordings-differ":
+            return BuildProposal("", (), str(e), groups, tuple(cautions))
+        first, *alternatives = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
+        added, _, changed = first.partition(" (")
+        reason = f"no majority of rate and length ({e.found}); with these settings {changed.rstrip(')')}"
+        command = f"{command} {added}".strip()
     return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
 
 

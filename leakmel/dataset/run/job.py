@@ -575,7 +575,8 @@ _LEFTOVERS = (
 
 
 def _new_job(run: BuildContext, target: Target, start: str) -> Job:
-    config, shape = run.request.config, waveform_shape(run.spec) if run.request.with_waveforms else None
+    config = run.request.config
+    shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start)
     # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
     read_back = not run.manifest.part_of and config.compression == "none" and shape is None
@@ -584,7 +585,8 @@ def _new_job(run: BuildContext, target: Target, start: str) -> Job:
 
 def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
     "Return a completed job if the existing data set is up to date and passes verification, else None."
-    path, is_packed = target.path, run.request.config.compression == "gzip"
+    path = target.path
+    is_packed = run.request.config.compression == "gzip"
     if existing is None or existing.compressed != is_packed or existing.changes["removed"]:
         return None
     job = _new_job(run, target, "none")
@@ -622,7 +624,9 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
 # %% ../../../nbs/dataset/run/job.ipynb #bb8eb46b
 def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputError, SpaceError
     "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
-    (listing, path), request, config, journal = target, run.request, run.request.config, None
+    listing, path = target
+    request, config = run.request, run.request.config
+    journal = None
     folders = folder_inodes(listing, range(len(listing)))
     if not run.manifest.part_of:  # each attempt at a part has its own name, and begins at its start
         if request.fresh:
@@ -691,7 +695,9 @@ def _join_parts(
     parts: Parts,
 ) -> None:  # raises DataError, OSError
     "Move the rows of the parts; recordings that have changed since are left to be read."
-    n, journal, changes, lost = len(job.listing), job.journal, Counter[str](), list[int]()
+    n, journal = len(job.listing), job.journal
+    changes = Counter[str]()
+    lost = list[int]()
     job.n_parts = parts.n_parts
     settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     job.parse_names()  # while the first parts are built

@@ -59,8 +59,7 @@ from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
 from .existing import read_state, recordings_digest
 from .inputs import SpecLike, Target, checked_inputs, listing_of_split
-from .job import BuildRequest, PartFile, Parts
-from .job import JOINED
+from .job import JOINED, BuildRequest, PartFile, Parts
 from .publish import BuildResult, earlier_result
 from .targets import build_targets, list_for_build
 from ..source.loader import BadFilesError, decoders
@@ -324,9 +323,8 @@ def run_part(
         path = without_rows
         _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
-    lane = PartLane(
-        os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
-    )
+    spans = tuple(merge_lanes(timeline.spans, ""))
+    lane = PartLane(os.uname().nodename, worker, time.time() - seconds, spans)
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
 
@@ -457,7 +455,7 @@ def join(
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
     files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
-    return _join_files(target, plan, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
+    return _join_files(target, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
 
 
 def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
@@ -482,7 +480,6 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
 
 def _join_files(
     target: Path,
-    plan: dict[str, Any],
     files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
     pipeline: PipelineConfig | dict[str, Any] | None,  # a dict: changes of the plan's; None: as in the plan
     check: int | None,
@@ -495,6 +492,7 @@ def _join_files(
     keep_parts: bool = False,
 ) -> BuildResult:  # raises LeakmelError
     folder = parts_folder(target)
+    plan = _read_plan(folder) or {}
     try:
         given, stored = pipeline, PipelineConfig(**plan["pipeline"])
         config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
@@ -557,7 +555,9 @@ def _start_parts(
     whole: Manifest, target: Path, spec: MelSpec, request: BuildRequest, n_wanted: int
 ) -> dict[str, Any]:
     "Store the listing, and return the plan: that of the parts of an interrupted build, if they can be used."
-    folder, stored, differ = parts_folder(target), dict[str, Any](), ""
+    folder = parts_folder(target)
+    stored: dict[str, Any] = {}
+    differ = ""
     with suppress(DataError):
         stored = {} if request.fresh else _read_plan(folder) or {}
     plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
@@ -620,7 +620,8 @@ def _build_parts(
     listed_s: float,
 ) -> list[BuildResult]:
     "Submit the parts, and join those of each data set in order."
-    stop, spec = f"{uuid.uuid4().hex[:8]}.stop", cast(MelSpec, request.spec)
+    stop = f"{uuid.uuid4().hex[:8]}.stop"
+    spec = cast(MelSpec, request.spec)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
         n_together, calls, names = n_processes(client), list[tuple](), list[str]()
@@ -645,7 +646,6 @@ def _build_parts(
         with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
 
             def in_order(path: Path) -> Iterator[PartFile]:
-                "Yield the parts of a data set, each when it is complete."
                 for k in range(1, left[path] + 1):
                     while (path, k) not in done:
                         with timeline.span("wait", "main", split=splits[path]):
@@ -657,21 +657,13 @@ def _build_parts(
                         bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")
                     yield done[path, k]
 
+            how = (request.config, request.check, "none", timeline, listed_s)
             try:
                 for path in left:
                     files = in_order(path)
                     first = next(files)  # it has stored the plan with the engine
                     results[path] = _join_files(
-                        path,
-                        _read_plan(parts_folder(path)) or {},
-                        chain([first], files),
-                        request.config,
-                        request.check,
-                        "none",
-                        timeline,
-                        listed_s,
-                        is_current=True,
-                        fresh=request.fresh,
+                        path, chain([first], files), *how, is_current=True, fresh=request.fresh
                     )
             except BaseException:
                 for path in left:

@@ -358,7 +358,7 @@ def _split_summary(
     for key in ("disk_read_bytes", "disk_written_bytes"):
         values = [s[key] for s in samples if s.get(key) is not None]
         measured[key] = values[-1] - values[0] if len(values) > 1 else None
-    summary = {
+    return {
         "leakmel_version": __version__,
         "split": job.listing.split,
         "folder": show_path(job.listing.place),
@@ -400,8 +400,11 @@ def _split_summary(
         "pinned_bytes": engine.host_bytes,
         "pinned": job.pinned,
         "timeline_path": show_path(report_paths(job.file.target)[0]),
+        **measured,
+        **job.cache_use.to_dict(),
+        **job.mode,
+        "engine_reason": run.engine_reason,
     }
-    return summary | measured | job.cache_use.to_dict() | job.mode | {"engine_reason": run.engine_reason}
 
 
 def _write_report(
@@ -431,8 +434,8 @@ def _started_s(run: BuildContext, job: Job, jobs: Sequence[Job]) -> float:
         return run.listed_s
     spans = [s for s in run.timeline.spans if s.split == job.split]
     reads = [s.start_s for s in spans if s.stage == job.reader.stage]
-    own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
-    return min(reads or own, default=0.0)
+    # an existing data set was only checked
+    return min(reads or [s.start_s for s in spans if s.lane == "main"], default=0.0)
 
 
 def result_of(
@@ -447,8 +450,7 @@ def result_of(
     began = timeline.now_s()
     started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
-    imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
-    import_s = max(imports, default=0.0)
+    import_s = max((s.end_s for s in timeline.spans if s.lane == "imports"), default=0.0)
     noted = split_problems(run.manifest, job, jobs)
 
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
