@@ -307,7 +307,7 @@ def test_lengths_that_differ_by_a_little_are_cut_to_the_shortest(tmp_path: Path)
     with lm.open_dataset(result.path) as ds:
         assert (ds.spec.sample_rate, ds.spec.duration_s) == (8000, 6.6)
     decision = decide_spec(None, [lm.scan(tmp_path / "in").listings[0]])
-    assert (decision.n_similar, decision.counts["cut"]) == (48, 50)
+    assert decision.counts["cut"] == 50
     assert "shortest of 48 of 50" in decision.reason
 
 

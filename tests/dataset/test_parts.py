@@ -391,7 +391,6 @@ def test_part_of_a_root_with_splits_needs_a_split(demo, tmp_path):
     with raises("split-not-named", UsageError) as e:
         build_part(demo, part=(1, 2), out=tmp_path / "x.h5", **QUIET)
     assert "--split training" in e.value.remedy
-    assert "--split all" not in e.value.remedy
 
 
 def test_how_recordings_are_read_cannot_be_chosen_on_a_cluster(demo, tmp_path):
@@ -1284,15 +1283,6 @@ def test_options_of_a_join_change_only_what_they_name(demo, tmp_path):
     build_parts(demo, tmp_path / "x.h5", 2, pipeline=strict)
     with raises("too-many-rejected", DataError):
         join(tmp_path / "x.h5", pipeline={"compression": "gzip"}, progress="none")
-
-
-def test_recordings_that_came_after_the_listing_are_counted(tmp_path, caplog):
-    write_demo(tmp_path / "d", n_files=30)
-    build_parts(tmp_path / "d", tmp_path / "x.h5", 2)
-    path = next((tmp_path / "d" / "TRAINING").rglob("*.wav"))
-    path.with_name("new.wav").write_bytes(path.read_bytes())
-    join(tmp_path / "x.h5", progress="none")
-    assert "1 recordings came after the listing" in caplog.text
 
 
 def test_save_does_not_write_through_a_link(demo, tmp_path):

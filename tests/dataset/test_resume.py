@@ -834,8 +834,8 @@ def test_no_files_are_left_without_a_journal(
     assert leftovers(tmp_path / "out") == []
 
 
-def test_full_disk_stops_the_journal_but_not_the_build(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_disk_that_is_full_for_the_journal_stops_the_build(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.write
 
@@ -844,9 +844,14 @@ def test_full_disk_stops_the_journal_but_not_the_build(
             raise OSError(28, "No space left on device")
         return real(fd, content)
 
-    monkeypatch.setattr(os, "write", full)
-    assert build(data, tmp_path / "out" / "x.h5").rows == 30
-    assert "this build cannot be resumed" in caplog.text
+    target = tmp_path / "out" / "x.h5"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(SpaceError) as e:
+            build(data, target)
+    assert str(journal_path(target)) in str(e.value)
+    assert not target.exists()
+    assert build(data, target).path.read_bytes() == fresh_bytes(data, tmp_path)
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
@@ -1014,7 +1019,6 @@ def test_unchanged_build_removes_files_of_killed_builds(data: Path, tmp_path: Pa
     left = (
         ".x.h5.partial",
         ".x.h5.journal",
-        ".x.h5.scratch",
         ".x.h5.partial.gz",
         "..x.h5.state.new",
         ".x.h5.report.json.new",

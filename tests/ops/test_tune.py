@@ -349,11 +349,11 @@ def test_measurements_are_shown_if_they_cannot_be_stored(
         clock.now_s += 0.001
         return len(trials.sample) / (200.0 if faster and "files_per_batch" in changes else 100.0)
 
-    def refusing(path: Path) -> Any:
+    def refusing(path: Path, content: bytes) -> Any:
         raise write_error(OSError(number, os.strerror(number)), path)
 
     monkeypatch.setattr(BuildTrials, "run", run)
-    monkeypatch.setattr("leakmel.dataset.run.config.replacing", refusing)
+    monkeypatch.setattr("leakmel.dataset.run.config.write_whole", refusing)
     words = ["tune", str(data), "--budget-s", "20", "--work-dir", str(tmp_path)]
     assert main(words) == status
     out, err = capsys.readouterr()

@@ -37,7 +37,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
-from ...core.files import read_own_json, replacing, sealed_json, write_errors
+from ...core.files import read_own_json, sealed_json, write_whole
 from ...core.monitor import machine_facts, usable_cores, wsl_version
 from ...core.parameters import check_types, field_choices, field_kinds
 from ...mel.engines import Engine
@@ -159,12 +159,9 @@ def batch_files(
     n_workers: int = 1,  # threads that process batches at the same time
 ) -> int:
     "Return the usual number of recordings in a batch: on the CPU more of short ones, and for many threads, since each batch has a fixed cost in Python."
-    kind = device.partition(":")[0]
-    usual = BATCH_FILES.get(kind, 64)
-    if kind != "cpu":
-        return usual
-    if n_workers >= MANY_WORKERS:
-        usual = BATCH_FILES_OF_MANY
+    if not device.startswith("cpu"):
+        return BATCH_FILES.get(device.partition(":")[0], 64)
+    usual = BATCH_FILES_OF_MANY if n_workers >= MANY_WORKERS else BATCH_FILES["cpu"]
     return max(usual, _CPU_BATCH_BYTES // slot_bytes(spec))
 
 
@@ -253,7 +250,6 @@ def tuned_path(
 def _checked_rate(
     rate: Mapping[str, Any],
 ) -> dict[str, Any]:  # raises KeyError, TypeError, ValueError
-    "Return a measured rate of a settings file."
     files_per_s = float(rate["files_per_s"])
     if not 0 < files_per_s < 1e9:
         raise ValueError(f"files_per_s must be above 0, not {files_per_s:g}")
@@ -294,8 +290,6 @@ def find_tuned(
     root: str | os.PathLike,  # data folder
 ) -> dict[str, Any] | None:  # None if there are none, or if the file cannot be used, which is logged
     "Return the tuned settings for a data folder on this machine."
-    if not tuned_path(root).parent.is_dir():
-        return None  # nearly all builds
     try:
         return read_tuned(tuned_path(root))
     except FileNotFoundError:
@@ -318,11 +312,7 @@ def write_tuned(
             path=path,
             remedy="set XDG_CONFIG_HOME to a writable folder",
         )
-    with write_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        new.write_bytes(sealed_json(body))
-    return path
+    return write_whole(path, sealed_json(body))
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #3b05186a

@@ -38,10 +38,11 @@ from typing import Any
 
 import h5py
 import numpy as np
+import xxhash
 
 from ...audio.conform import FIGURES, native
 from ...audio.listing import DRY, Listing
-from ...core.errors import MachineError, SpaceError, write_error
+from ...core.errors import MachineError
 from leakmel.core.files import (
     open_regular_file,
     replacing,
@@ -84,23 +85,14 @@ KNOWN = np.dtype(
 # %% ../../../nbs/dataset/run/existing.ipynb #43f2ac84
 def _line(text: bytes) -> bytes:
     "Return a line of the journal: digest and JSON."
-    import xxhash
-
     return xxhash.xxh3_128_hexdigest(text).encode() + b" " + text + b"\n"
 
 
 def _body(line: bytes) -> dict[str, Any]:
     "Return the content of a line; raises ValueError if it is incomplete."
-    import xxhash
-
     if not line.endswith(b"\n") or line[:32] != xxhash.xxh3_128_hexdigest(line[33:-1]).encode():
         raise ValueError("a line is incomplete")
     return json.loads(line[33:-1])
-
-
-def _entry_line(known: np.ndarray) -> bytes:
-    "Return an entry as a line."
-    return _line(b'{"known":"%s"}' % base64.b64encode(known.tobytes()))  # no character that JSON escapes
 
 
 def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers rising
@@ -139,8 +131,6 @@ def folder_inodes(
 
 def _digest_of_paths(listing: Listing) -> Any:
     "Return a digest of paths, to be continued."
-    import xxhash
-
     total = xxhash.xxh3_128()
     for start in range(0, len(listing), 4096):
         total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
@@ -166,7 +156,6 @@ def journal_identity(
     engine: str = "",  # identity of the engine, from which `engine="auto"` takes the same again
 ) -> dict[str, Any]:
     "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
-    import xxhash
     from leakmel import __version__
 
     return {
@@ -223,14 +212,14 @@ def engine_of_journal(
     "Return identity of the engine and fingerprint of the interrupted build that a journal belongs to; raises nothing."
     from leakmel import __version__
 
-    try:
-        with open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f:
-            head = _body(f.readline(_MAX_HEADER_BYTES))
-            if (head["schema"], head["leakmel_version"]) != (JOURNAL_SCHEMA, __version__) or not f.read(1):
-                return None
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),  # the build reports it
+        open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f,
+    ):
+        head = _body(f.readline(_MAX_HEADER_BYTES))
+        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, __version__) and f.read(1):
             return str(head["engine"]), str(head["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # the build reports it
+    return None
 
 
 def read_journal(
@@ -269,7 +258,6 @@ _MAX_INTERVAL_S = 10.0  # between two entries at the most, as long as rows are w
 
 
 def _sync_data(fd: int) -> None:
-    "Flush the content of a file to disk."
     getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
 
 
@@ -317,7 +305,7 @@ class Journal:
             return
         n_bytes = self.past.n_bytes
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
+        with write_errors(self.path):
             if not n_bytes:
                 self.path.unlink(missing_ok=True)
                 flags |= os.O_CREAT | os.O_EXCL
@@ -326,15 +314,12 @@ class Journal:
                 os.ftruncate(self.fd, n_bytes)
             else:
                 write_all(self.fd, _line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
-        except OSError as e:
-            self._give_up(e)
 
     def enter(self, make: Callable[[np.ndarray], np.ndarray], rows_fd: int = -1) -> None:
         "Write an entry for the recorded candidates, described by `make`; flush the rows of `rows_fd` first. Raises OutputError."
         with self._writing:
             with self._lock:
-                noted = sorted(self._noted)
-                self._noted = []
+                noted, self._noted = sorted(self._noted), []
             if self.fd < 0 or not noted:
                 return
             numbers = np.concatenate([np.arange(first, first + n) for first, n in noted])
@@ -342,29 +327,16 @@ class Journal:
             if confirm:
                 with write_errors(self.path.with_suffix(".partial")):
                     _sync_data(rows_fd)
-            try:
+            with write_errors(self.path):
                 if confirm and not self.n_entered:
                     sync_folder(self.path.parent)  # the names of both files
                 for at in range(0, len(numbers), _MAX_ROWS_PER_LINE):
                     entry = make(numbers[at : at + _MAX_ROWS_PER_LINE])
-                    write_all(self.fd, _entry_line(entry))
+                    # no character that JSON escapes
+                    write_all(self.fd, _line(b'{"known":"%s"}' % base64.b64encode(entry.tobytes())))
                     self.n_entered += len(entry)
                 if confirm:
                     _sync_data(self.fd)
-            except OSError as e:
-                self._give_up(e)
-
-    def _give_up(self, error: OSError) -> None:
-        "Continue without a journal if the disk is full; raise any other error as an OutputError."
-        failure = write_error(error, self.path)
-        if not isinstance(failure, SpaceError):
-            raise failure from error
-        log.warning(
-            "%s cannot be written (%s): this build cannot be resumed if it is interrupted",
-            self.path,
-            error.strerror,
-        )
-        self.close()
 
     def close(self, *, remove: bool = False) -> None:
         "Close the journal; with `remove`, delete it."
@@ -440,7 +412,7 @@ def stamps_at_build(
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
     rejected: Sequence[Rejected],
     began_ns: int,  # when listing began, by the clock of the files
-    folders: np.ndarray | None = None,  # [n] `folder_inodes` of all candidates, before they were read
+    folders: np.ndarray,  # [n] `folder_inodes` of all candidates, before they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
     "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)
@@ -454,7 +426,7 @@ def stamps_at_build(
     out["mtime_ns"] = listing.mtimes_ns[both]
     out["ctime_ns"] = np.append(ctimes_ns[rows], np.where(same, now["ctime_ns"], -1))
     out["ctime_ns"][~is_settled(out["ctime_ns"], began_ns)] = -1
-    out["folder"] = folder_inodes(listing, both) if folders is None else folders[both]
+    out["folder"] = folders[both]
     out[len(rows) :][listing.sizes[lost] < 0] = -1  # named in a table, and missing
     return out
 
@@ -507,18 +479,18 @@ def read_state(
     target: Path,
 ) -> State | None:  # None if no state file belongs to the data set
     "Read the state file of the existing data set; raises nothing."
-    try:
-        with open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f:
-            st = os.stat(target)
-            if os.fstat(f.fileno()).st_size > st.st_size + _MAX_STATE_HEADER:
-                return None  # a data set holds more about each recording
-            text, _, data = unsealed(f.read(), strict=True).partition(b"\n")
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+        open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f,
+    ):
+        st = os.stat(target)
+        if os.fstat(f.fileno()).st_size > st.st_size + _MAX_STATE_HEADER:
+            return None  # a data set holds more about each recording
+        text, _, data = unsealed(f.read(), strict=True).partition(b"\n")
         head = json.loads(text)
-        if any(head[key] != value for key, value in _state_head(data, st).items()):
-            return None
-        return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        if all(head[key] == value for key, value in _state_head(data, st).items()):
+            return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
+    return None
 
 
 # %% ../../../nbs/dataset/run/existing.ipynb #1ea71392

@@ -4,10 +4,8 @@
 
 # %% auto #0
 __all__ = [
-    "READ_HEADERS",
     "SpecLike",
     "SpecDecision",
-    "count_kinds",
     "count_changes",
     "propose_specs",
     "list_recordings",
@@ -15,19 +13,20 @@ __all__ = [
     "decide_spec",
     "check_target",
     "check_listing",
+    "Target",
     "checked_inputs",
     "BuildProposal",
     "propose_build",
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import errno, math, os, re, shlex, stat
+import errno, math, os, re, shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +49,6 @@ from leakmel.core.errors import (
     VerifyError,
     explain,
     show_path,
-    write_error,
 )
 from ...core.store import LocalCopies
 from ...mel.spec import PRESET_RATE, MelSpec, preset_values
@@ -78,34 +76,33 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
 READ_HEADERS = 64
 
 
-def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
-    "Read rate, length and label of labelled recordings; return [k, 3] int64 and the number of labelled recordings."
+def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.ndarray, int]:
+    "Read rate, length and label of labelled recordings, if wanted; return [k, 3] int64 and the number of labelled recordings."
     labelled = [np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)) for x in listings]
-    ends = np.cumsum([len(numbers) for numbers in labelled])
-    n = int(ends[-1])
+    numbers = np.concatenate(labelled)
+    of = np.repeat(np.arange(len(listings)), [*map(len, labelled)])  # which listing each is in
+    n = len(numbers) if are_wanted else 0
 
-    def read(some: Iterable[int]) -> np.ndarray:
+    def read(some: np.ndarray) -> np.ndarray:
         known = list[tuple[int, int, int]]()
-        chosen = np.array(list(some), np.int64)
-        of = np.searchsorted(ends, chosen, side="right")
         for j, x in enumerate(listings):
-            mine = labelled[j][chosen[of == j] - ends[j]]  # counted from the end of its own listing
+            mine = numbers[some[of[some] == j]]
             with LocalCopies(x.folder) as copies:
                 for first in range(0, len(mine), READ_HEADERS):
-                    numbers = mine[first : first + READ_HEADERS].tolist()
-                    with copies.of([x.paths[k] for k in numbers]) as files:
-                        for k in numbers:
+                    own = mine[first : first + READ_HEADERS].tolist()
+                    with copies.of([x.paths[k] for k in own]) as files:
+                        for k in own:
                             kind = _rate_and_length(files[x.paths[k]])
                             if kind is not None and kind[1]:
                                 known.append((*kind, int(x.label_ids[k])))
         return np.array(known, np.int64).reshape(-1, 3)
 
     if n > READ_HEADERS:
-        sample = read(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)).tolist())
+        sample = read(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)))
         counts = np.unique(sample[:, :2], axis=0, return_counts=True)[1]
         if len(sample) and not 0.25 < counts.max() / len(sample) < 0.75:
             return sample, n
-    return read(range(n)), n
+    return read(np.arange(n)), len(numbers)
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #c11b1d93
@@ -117,9 +114,7 @@ class SpecDecision:
     inferred: tuple[str, ...]  # "sample_rate", "duration_s": inferred from the recordings
     headers: np.ndarray  # [k, 3] int64: rate in Hz, samples, label number of each header that was read
     n_recordings: int  # labelled recordings
-    n_similar: int = (
-        0  # recordings of similar length, of which the shortest gives the length; 0: most have one length
-    )
+    reason: str = "as given"  # where rate and length come from
 
     @property
     def n_read(self) -> int:
@@ -129,26 +124,7 @@ class SpecDecision:
     @property
     def counts(self) -> dict[str, int]:
         "Number of recordings that the rules of the spec change or reject, of those whose headers were read."
-        return count_changes(count_kinds(self.headers), self.spec)
-
-    @property
-    def reason(self) -> str:
-        "Where rate and length come from."
-        if not self.inferred:
-            return "as given"
-        if self.n_similar:
-            return f"the shortest of {self.n_similar:,} of {self.n_read:,} recordings with lengths within 10 % of the median, rounded down"
-        what = " and ".join({"sample_rate": "rate", "duration_s": "length"}[name] for name in self.inferred)
-        same = sum(n for rate, length, n in count_kinds(self.headers) if self._fits(rate, length))
-        return f"{what} of {same:,} of {self.n_read:,} recordings"
-
-    def _fits(self, rate: int, length: int) -> bool:
-        spec = self.spec
-        fits_rate = "sample_rate" not in self.inferred or rate == spec.sample_rate
-        return fits_rate and (
-            "duration_s" not in self.inferred
-            or resampled_length(length, rate, spec.sample_rate) == spec.n_samples
-        )
+        return count_changes(self.headers, self.spec)
 
     @property
     def changes_text(self) -> str:
@@ -158,98 +134,58 @@ class SpecDecision:
         return (", ".join(changed) or "none is resampled, padded, cut or rejected") + of
 
 
-def count_kinds(
-    headers: np.ndarray,  # [k, 3] int64: rate in Hz, samples, label number
-) -> list[tuple[int, int, int]]:  # rate in Hz, samples, number of recordings; most frequent first
-    "Count the recordings of each rate and length."
-    counts = Counter((rate, length) for rate, length, _ in headers.tolist())
-    return [(rate, length, n) for (rate, length), n in counts.most_common()]
-
-
 def count_changes(
-    kinds: Iterable[tuple[int, int, int]],  # rate in Hz, samples, number of recordings
+    headers: np.ndarray,  # [k, 3] int64: rate in Hz, samples, label number
     spec: MelSpec,
 ) -> dict[str, int]:
     "Count the recordings that a spec resamples, pads, cuts or rejects."
     counts = dict.fromkeys(("resampled", "padded", "cut", "rejected"), 0)
-    for rate, length, n in kinds:
+    for (rate, length), n in Counter(map(tuple, headers[:, :2].tolist())).items():
         n_samples = resampled_length(length, rate, spec.sample_rate)
-        is_rejected = (
-            (rate != spec.sample_rate and spec.rate == "reject")
-            or (n_samples < spec.n_samples and spec.short == "reject")
-            or (n_samples > spec.n_samples and spec.long == "reject")
-        )
+        changes = {
+            "resampled": (rate != spec.sample_rate, spec.rate),
+            "padded": (n_samples < spec.n_samples, spec.short),
+            "cut": (n_samples > spec.n_samples, spec.long),
+        }
+        is_rejected = any(differs and rule == "reject" for differs, rule in changes.values())
+        for name, (differs, _) in changes.items():
+            counts[name] += n * (differs and not is_rejected)
         counts["rejected"] += n * is_rejected
-        if not is_rejected:
-            counts["resampled"] += n * (rate != spec.sample_rate)
-            counts["padded"] += n * (n_samples < spec.n_samples)
-            counts["cut"] += n * (n_samples > spec.n_samples)
     return counts
 
 
-def propose_specs(
-    kinds: Sequence[tuple[int, int, int]],  # rate in Hz, samples, number of recordings
-    given: dict[str, Any],  # settings of the user, "preset" included
-) -> list[tuple[dict[str, Any], MelSpec]]:  # sample_rate and duration_s, and the spec that they give
-    "Propose up to three rates and lengths for recordings that differ; each gives a valid spec."
-    rates = Counter[int]()
-    for rate, _, n in kinds:
-        rates[rate] += n
-    common, lowest = rates.most_common(1)[0][0], min(rates)
-    seconds = sorted(length / rate for rate, length, n in kinds for _ in range(n))
-    shortest, typical = seconds[0], seconds[len(seconds) // 2]
-    if shortest < typical / 2:  # single short recordings are padded
-        shortest = seconds[len(seconds) // 20]
-    no_padding = math.floor(shortest * 100) / 100 or shortest
-    wanted = [(common, no_padding), (lowest, no_padding), (common, round(typical, 2))]
-    if lowest > PRESET_RATE:
-        wanted.insert(1, (PRESET_RATE, min(10.0, no_padding)))
-    found: list[tuple[dict[str, Any], MelSpec]] = []
-    for rate, duration_s in wanted:
-        proposal = {"sample_rate": rate, "duration_s": duration_s} | {
-            k: v for k, v in given.items() if k in ("sample_rate", "duration_s")
-        }
-        with suppress(SpecError):
-            spec = _spec_of_settings(given | proposal)
-            if all(proposal != other for other, _ in found):
-                found.append((proposal, spec))
-    return found[:3]
+def _spec_of_settings(settings: dict[str, Any]) -> MelSpec:
+    changes = {k: v for k, v in settings.items() if k != "preset"}
+    return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
 
 
-def _long_enough(
-    kinds: Sequence[tuple[int, int, int]], given: dict[str, Any]
-) -> Sequence[tuple[int, int, int]]:
-    "Return the rates and lengths of recordings that hold a long segment; all if none does."
+def _long_enough(headers: np.ndarray, given: dict[str, Any]) -> np.ndarray:
+    "Return the headers of recordings that hold a long segment; all if none does."
     try:
         preset = MelSpec.preset(given.get("preset", "disjoint")).preset_name
-        windows = {
-            rate: given.get("long_window") or preset_values(preset, rate)["long_window"] for rate, *_ in kinds
-        }
-        return [kind for kind in kinds if kind[1] >= windows[kind[0]]] or kinds
-    except (SpecError, TypeError):  # raised with its reason where the spec is made
-        return kinds
-
-
-def _similar_length(
-    kinds: Sequence[tuple[int, int, int]], inferred: tuple[str, ...]
-) -> tuple[int, float, int] | None:  # Hz, s, recordings; None: rate or length differ too much
-    "Return rate and shortest length of recordings of one rate with lengths within 10 % of the median, if they are the majority."
-    if "duration_s" not in inferred:
-        return None
-    rates = Counter[int]()
-    for rate, _, n in kinds:
-        rates[rate] += n
-    common = rates.most_common(1)[0][0]
-    seconds = np.repeat([length / rate for rate, length, _ in kinds], [n for *_, n in kinds])
-    of_rate = np.repeat([rate == common for rate, *_ in kinds], [n for *_, n in kinds])
-    median = np.median(seconds)
-    near = of_rate & (np.abs(seconds - median) <= _SIMILAR * median)
-    if 2 * near.sum() <= len(seconds):
-        return None
-    return common, math.floor(seconds[near].min() * 100) / 100, int(near.sum())
+        rates, at = np.unique(headers[:, 0], return_inverse=True)
+        windows = [
+            given.get("long_window") or preset_values(preset, rate)["long_window"] for rate in rates.tolist()
+        ]
+        fits = headers[:, 1] >= np.array(windows, np.int64)[at]
+    except (SpecError, TypeError, ValueError):  # raised with its reason where the spec is made
+        return headers
+    return headers[fits] if fits.any() else headers
 
 
 _SIMILAR = 0.1  # of the median length
+
+
+def _similar_length(
+    headers: np.ndarray,
+) -> tuple[int, float, int] | None:  # Hz, s, recordings; None: too different
+    "Return rate and shortest length of recordings of one rate with lengths within 10 % of the median, if they are the majority."
+    rates, seconds = headers[:, 0], headers[:, 1] / headers[:, 0]
+    common = Counter(rates.tolist()).most_common(1)[0][0]
+    near = (rates == common) & (np.abs(seconds - np.median(seconds)) <= _SIMILAR * np.median(seconds))
+    if 2 * near.sum() <= len(seconds):
+        return None
+    return common, math.floor(seconds[near].min() * 100) / 100, int(near.sum())
 
 
 def _round_down(seconds: float) -> float:
@@ -259,44 +195,58 @@ def _round_down(seconds: float) -> float:
     return round(math.floor(seconds / step + 1e-9) * step, 6)
 
 
-def _spec_of_settings(settings: dict[str, Any]) -> MelSpec:
-    changes = {k: v for k, v in settings.items() if k != "preset"}
-    return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
+def propose_specs(
+    headers: np.ndarray,  # [k, 3] int64: rate in Hz, samples, label number
+    given: dict[str, Any],  # settings of the user, "preset" included
+) -> list[tuple[dict[str, Any], MelSpec]]:  # sample_rate and duration_s, and the spec that they give
+    "Propose up to three rates and lengths for recordings that differ; each gives a valid spec."
+    rates, seconds = headers[:, 0], np.sort(headers[:, 1] / headers[:, 0]).tolist()
+    common = Counter(rates.tolist()).most_common(1)[0][0]
+    lowest = int(rates.min())
+    shortest, typical = seconds[0], seconds[len(seconds) // 2]
+    if shortest < typical / 2:  # single short recordings are padded
+        shortest = seconds[len(seconds) // 20]
+    no_padding = math.floor(shortest * 100) / 100 or shortest
+    wanted = [(common, no_padding), (lowest, no_padding), (common, round(typical, 2))]
+    if lowest > PRESET_RATE:
+        wanted.insert(1, (PRESET_RATE, min(10.0, no_padding)))
+    found: list[tuple[dict[str, Any], MelSpec]] = []
+    for rate, duration_s in wanted:
+        proposal = {"sample_rate": rate, "duration_s": duration_s}
+        proposal |= {name: given[name] for name in proposal if name in given}
+        with suppress(SpecError):
+            spec = _spec_of_settings(given | proposal)
+            if all(proposal != other for other, _ in found):
+                found.append((proposal, spec))
+    return found[:3]
 
 
 _MAX_KINDS_SHOWN = 6  # of rate and length, in an error
 
 
-def _no_majority_error(
-    kinds: Sequence[tuple[int, int, int]], given: dict[str, Any], folder: Path
-) -> DataError:
-    "Return the error for recordings without a majority, with proposals."
-    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for rate, length, n in kinds[:_MAX_KINDS_SHOWN]]
+def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path) -> DataError:
+    kinds = Counter(map(tuple, headers[:, :2].tolist())).most_common()
+    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_MAX_KINDS_SHOWN]]
     if len(kinds) > _MAX_KINDS_SHOWN:
         shown.append(f"and {len(kinds) - _MAX_KINDS_SHOWN:,} more combinations")
-    proposals = propose_specs(kinds, given)
-    lines = []
-    for proposal, spec in proposals:
-        changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(kinds, spec).items() if n)
-        options = [
-            f"--{name.replace('_', '-')} {value:g}" for name, value in proposal.items() if name not in given
-        ]
-        lines.append(f"{' '.join(options)} ({changed or 'all fit'})")
-    first = {
-        name: value for name, value in (proposals[0][0] if proposals else {}).items() if name not in given
-    }
-    python = ", ".join(f"'{name}': {value:g}" for name, value in first.items())
-    words = " ".join(f"{name}={value:g}" for name, value in first.items())
-    notebook = " ".join(f"-p {name} {value:g}" for name, value in first.items())
+    remedy = "give sample_rate and duration_s, and windows that fit"
+    lines = list[str]()
+    for proposal, spec in propose_specs(headers, given):
+        new = {name: value for name, value in proposal.items() if name not in given}
+        changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(headers, spec).items() if n)
+        options = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in new.items())
+        if not lines:
+            python = ", ".join(f"'{name}': {value:g}" for name, value in new.items())
+            words = " ".join(f"{name}={value:g}" for name, value in new.items())
+        lines.append(f"{options} ({changed or 'all fit'})")
+    if lines:
+        remedy = f'choose one of: {"; ".join(lines)}. In Python spec={{{python}}}, for make build SETTINGS="{words}"'
     return DataError(
         "the recordings differ in sample rate or length, and no combination has a majority",
         code="recordings-differ",
         path=folder,
         found="; ".join(shown),
-        remedy=f"choose one of: {'; '.join(lines)}. In Python spec={{{python}}}, for papermill {notebook}, "
-        f'for make build SETTINGS="{words}"'
-        if proposals
-        else "give sample_rate and duration_s, and windows that fit",
+        remedy=remedy,
     )
 
 
@@ -326,24 +276,18 @@ def listing_of_split(
     manifest: Manifest,
     split: str | None,
     root: str | os.PathLike,
-    *,
-    in_parts: bool = False,  # parts of all splits cannot be built together
 ) -> Listing:  # raises UsageError
     "Return the listing of a split."
     found = {x.split: x for x in manifest.listings}
     if split is None and "" not in found:
         one = next(iter(found)).lower()
-        more = (
-            "; the parts of each split are built apart"
-            if in_parts
-            else " or build all of them (build_all, --split all)"
-        )
         raise UsageError(
             "the folder contains splits, but no split was given",
             code="split-not-named",
             path=root,
             found=", ".join(found),
-            remedy=f"give one (split='{one}', --split {one}){more}",
+            remedy=f"give one (split='{one}', --split {one}), or build all of them (build_all, --split all); "
+            "parts are those of one split",
         )
     wanted = "" if split is None else split_name(split)
     if wanted not in found:
@@ -375,69 +319,49 @@ def decide_spec(
             remedy="write, for example, spec={'preset': 'overlap'}",
         )
     given = {} if spec is None or isinstance(spec, MelSpec) else dict(spec)
-    names = () if isinstance(spec, MelSpec) else ("sample_rate", "duration_s")
+    names = {} if isinstance(spec, MelSpec) else {"sample_rate": "rate", "duration_s": "length"}
     inferred = tuple(name for name in names if given.get(name) is None)
-    n_similar = 0
-    headers, n_recordings = (
-        _read_headers(listings)
-        if inferred or count
-        else (np.zeros((0, 3), np.int64), sum(int((x.label_ids >= 0).sum()) for x in listings))
-    )
-    kinds = count_kinds(headers)
+    reason = "as given"
+    headers, n_recordings = _read_headers(listings, bool(inferred) or count)
     if inferred:
-        if not kinds:
+        folder = listings[0].folder
+        if not len(headers):
             raise DataError(
                 "none of the recordings can be read",
                 code="nothing-readable",
-                path=listings[0].folder,
-                remedy=f"run `leakmel scan {shlex.quote(show_path(listings[0].folder))} --content`, which lists the problems of each recording",
+                path=folder,
+                remedy=f"run `leakmel scan {shlex.quote(show_path(folder))} --content`, which lists the problems of each recording",
             )
-        totals = Counter[tuple]()
-        for rate, length, n in _long_enough(kinds, given):
-            values = {"sample_rate": rate, "duration_s": length / rate}
-            totals[tuple(values[name] for name in inferred)] += n
-        most, n_most = totals.most_common(1)[0]
-        if 2 * n_most > totals.total():
+        usable = _long_enough(headers, given)
+        values = {"sample_rate": usable[:, 0].tolist(), "duration_s": (usable[:, 1] / usable[:, 0]).tolist()}
+        most, n_most = Counter(zip(*(values[name] for name in inferred))).most_common(1)[0]
+        if 2 * n_most > len(usable):
             given |= dict(zip(inferred, most))
-        elif similar := _similar_length(_long_enough(kinds, given), inferred):
-            rate, shortest, n_similar = similar
+            reason = (
+                f"{' and '.join(names[x] for x in inferred)} of {n_most:,} of {len(headers):,} recordings"
+            )
+        elif "duration_s" in inferred and (similar := _similar_length(usable)):
+            rate, shortest, n = similar
             given |= {"sample_rate": rate} if "sample_rate" in inferred else {}
+            reason = f"the shortest of {n:,} of {len(headers):,} recordings with lengths within 10 % of the median, rounded down"
             with suppress(SpecError):  # a window may need the last samples
                 _spec_of_settings(given | {"duration_s": _round_down(shortest)})
                 shortest = _round_down(shortest)
             given["duration_s"] = shortest
         else:
-            raise _no_majority_error(
-                _long_enough(kinds, given),
-                {k: v for k, v in given.items() if v is not None},
-                listings[0].folder,
-            )
-    return SpecDecision(
-        spec if isinstance(spec, MelSpec) else _spec_of_settings(given),
-        inferred,
-        headers,
-        n_recordings,
-        n_similar,
-    )
+            raise _no_majority_error(usable, {k: v for k, v in given.items() if v is not None}, folder)
+    decided = spec if isinstance(spec, MelSpec) else _spec_of_settings(given)
+    return SpecDecision(decided, inferred, headers, n_recordings, reason)
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
-def _why_no_data_set(path: Path) -> str:  # raises MachineError
-    "Return why a file is not a data set that can be read; empty for a data set."
-    from leakmel.dataset.file.schema import open_file
-
-    try:
-        with open_file(path) as f:
-            return "" if "segments_mel" in f else "another HDF5 file"
-    except VerifyError as e:
-        return str(e.found or e)
-
-
 def check_target(
     target: Path,  # final name of the data set
     root: Path,  # data folder
 ) -> None:  # creates the folder; raises OutputError
     "Check that a target can be written, before the build starts."
+    from leakmel.dataset.file.schema import open_file
+
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
         raise OutputError(
             "the output file lies inside the data folder",
@@ -445,27 +369,27 @@ def check_target(
             path=target,
             remedy="choose a folder outside the data folder",
         )
-    try:
-        mode = os.stat(target).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        mode = 0
-    except OSError as e:
-        raise write_error(e, target) from e
-    if stat.S_ISDIR(mode):
+    if os.path.isdir(target):
         raise OutputError(
             "the output path is a folder, but it must be a file",
             code="output-is-folder",
             path=target,
             remedy=f"give a file name, for example {show_path(target / 'TRAINING_DATASET.H5')}",
         )
-    if mode and (reason := _why_no_data_set(target)):
-        raise OutputError(
-            "the path exists and cannot be read as a data set, so it is not replaced",
-            code="output-exists",
-            path=target,
-            found=reason,
-            remedy="choose another name, or move the file elsewhere",
-        )
+    if os.path.exists(target):
+        try:
+            with open_file(target) as f:
+                reason = "" if "segments_mel" in f else "another HDF5 file"
+        except VerifyError as e:
+            reason = str(e.found or e)
+        if reason:
+            raise OutputError(
+                "the path exists and cannot be read as a data set, so it is not replaced",
+                code="output-exists",
+                path=target,
+                found=reason,
+                remedy="choose another name, or move the file elsewhere",
+            )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK | os.X_OK):
@@ -481,24 +405,21 @@ def check_target(
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
-def _without_recordings(manifest: Manifest) -> set[int]:
-    "Return the numbers of labels without recordings in a manifest."
+def _missing_labels(manifest: Manifest) -> list[str]:
     found = np.concatenate([x.label_ids for x in manifest.listings])
-    return set(
-        np.flatnonzero(np.bincount(found[found >= 0], minlength=len(manifest.label_names)) == 0).tolist()
-    )
+    counts = np.bincount(found[found >= 0], minlength=len(manifest.label_names))
+    return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]
 
 
 def _labels_without_recordings(manifest: Manifest) -> list[str]:
     "Return the labels without recordings in the data folder, of which the manifest may list a part."
-    root, missing = manifest.root, _without_recordings(manifest)
+    missing = _missing_labels(manifest)
     if missing:  # other splits, or other parts, may have some: the first recording of a label is enough
-        folders = list(split_folders(root).values()) or [root]
-        names = manifest.label_names
-        missing = {i for i in missing if not any(holds_recording(folder / names[i]) for folder in folders)}
+        folders = [*split_folders(manifest.root).values()] or [manifest.root]
+        missing = [x for x in missing if not any(holds_recording(folder / x) for folder in folders)]
     if missing:  # their recordings may lie behind links
-        missing &= _without_recordings(scan(root, pattern=manifest.naming.pattern or None))
-    return [manifest.label_names[i] for i in sorted(missing)]
+        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    return missing
 
 
 def check_listing(
@@ -561,23 +482,30 @@ def check_listing(
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #b0df99d1
+class Target(NamedTuple):
+    "A split to build."
+
+    listing: Listing
+    path: Path  # the data set's final name
+
+    @property
+    def split(self) -> str:
+        "Name of the split for people."
+        return self.listing.split or self.listing.folder.name
+
+
 @contextmanager
-def checked_inputs(
-    manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
-    spec: SpecLike,
-) -> Iterator[SpecDecision]:
+def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
-    folders = [f for _, target in targets for f in (target.parent, *target.parent.parents)]
+    folders = [f for target in targets for f in target.path.parents]
     made = [f for f in folders if not os.path.exists(f)]  # the innermost first
-    listings = [listing for listing, _ in targets]
     if manifest.names is None:
         require_same_table(manifest.table_path, manifest.table_digest)
     try:
-        for listing, target in targets:
-            check_target(target, manifest.root)
+        for listing, path in targets:
+            check_target(path, manifest.root)
             check_listing(listing, manifest)
-        yield decide_spec(spec, listings)
+        yield decide_spec(spec, [listing for listing, _ in targets])
     except BaseException:
         for folder in made:
             with suppress(OSError):
@@ -639,37 +567,32 @@ def propose_build(
     shown = os.path.join(".", root) if root.startswith("-") else root
     command = shlex.join(["leakmel", "build", shown, *options, *out])
     table = manifest.table
-    counts = {name: len({*map(text_key, table[name])} - {""}) for name in _group_columns(table)}
-    groups = {name.removeprefix("extra/"): int(n) for name, n in counts.items() if n > 1}
-    cautions = tuple(_single_label_groups(manifest, groups))
+    # columns of a table may name groups if their values repeat
+    extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
+    counts = {x: len({*map(text_key, table[x])} - {""}) for x in ("sensor", "session", "folder", *extra)}
+    groups = {name.removeprefix("extra/"): n for name, n in counts.items() if n > 1}
+    cautions = [*_single_label_groups(manifest, groups)]
+    alternatives = list[str]()
     try:
         os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
         for listing in manifest.listings:
             check_listing(listing, manifest)
         decision = decide_spec(spec, manifest.listings, count=True)
+        s = decision.spec
+        reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
+        if manifest.content is None:  # else the problems of the content name them
+            cautions += _tied_headers(decision, [show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:
         reason = "the name of the folder is not valid UTF-8, so no command can be shown"
-        return BuildProposal("", (), reason, groups, cautions)
-    except DataError as e:
+        return BuildProposal("", (), reason, groups, tuple(cautions))
+    except LeakmelError as e:
         if e.code != "recordings-differ":
-            return BuildProposal("", (), str(e), groups, cautions)
-        first, *others = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
+            return BuildProposal("", (), str(e), groups, tuple(cautions))
+        first, *alternatives = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
         added, _, changed = first.partition(" (")
         reason = f"no majority of rate and length ({e.found}); with these settings {changed.rstrip(')')}"
-        return BuildProposal(f"{command} {added}".strip(), tuple(others), reason, groups, cautions)
-    except LeakmelError as e:
-        return BuildProposal("", (), str(e), groups, cautions)
-    if manifest.content is None:  # else the problems of the content name them
-        cautions += tuple(_tied_headers(decision, [show_path(name) for name in manifest.label_names]))
-    s = decision.spec
-    reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
-    return BuildProposal(command, (), reason, groups, cautions)
-
-
-def _group_columns(table: Any) -> list[str]:
-    "Return the columns that may name groups: sensor, session, folder, and columns of a table in which values repeat."
-    extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
-    return ["sensor", "session", "folder", *extra]
+        command = f"{command} {added}".strip()
+    return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
 
 
 def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator[str]:

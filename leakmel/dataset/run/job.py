@@ -23,6 +23,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/job.ipynb #b33870a8
 import logging, os, threading, time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,7 +37,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ...audio.conform import digests_of, quality
 from ...audio.content import Columns
-from ...audio.listing import Listing, part_range
+from ...audio.listing import part_range
 from ...audio.manifest import Manifest
 from ...audio.wav import digest_of
 from leakmel.core.errors import (
@@ -83,7 +84,7 @@ from leakmel.dataset.run.existing import (
     open_existing,
     stamps_of,
 )
-from .inputs import SpecDecision, SpecLike
+from .inputs import SpecDecision, SpecLike, Target
 from .modes import MODES, Preloaded
 from leakmel.dataset.source.loader import (
     ENCODINGS,
@@ -230,19 +231,20 @@ class Job:
 
     def __init__(
         self,
-        listing: Listing,  # n candidates
+        target: Target,  # n candidates
         spec: MelSpec,
         file: RowFile,
         *,
         on_bad_file: str = "reject",  # "reject" or "stop"
         read_back: bool = False,  # compare each row with its digest when it has been written
     ):
+        listing = target.listing
         n = len(listing)
         self.read_back = read_back
         self.listing = listing
         self.spec = spec
         self.file = file
-        self.split = listing.split or listing.folder.name
+        self.split = target.split
         self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
         self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
@@ -275,7 +277,7 @@ class Job:
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
-        self.folders: np.ndarray | None = None  # `folder_inodes` of all candidates, before they are read
+        self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         # expected rows for verification
         self.sources: Sources | None = Sources(
             os.fsencode(absolute_folder(listing.folder)),
@@ -386,29 +388,18 @@ _FACT_COLUMNS = (
 )
 
 
-def _fill_figures(job: Job) -> None:
-    "Compute the quality figures of rows from their moments."
-    for start in range(0, len(job.listing), _FIGURES_BLOCK):
-        facts, moments = (x[start : start + _FIGURES_BLOCK] for x in (job.facts, job.moments))
-        for name, values in quality(moments, job.spec.n_samples, True).items():
-            np.copyto(facts[name], values, where=~facts["figured"])
-
-
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
 def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
     "Return paths and parsed names of the rows; each column is as wide as its longest text."
-    listing = job.listing
+    listing, is_whole = job.listing, len(keep) == len(job.listing)
     named, job.named = job.named, None
-    if named is not None and len(keep) < len(listing):
-        named = rows_of_names(named, keep)
     if named is not None:
-        return named
+        return named if is_whole else rows_of_names(named, keep)
     names = None
     if listing.parts is not None or listing.naming.source != "folders":
         every_name = listing.names
         names = [every_name[k] for k in keep]
-    paths = listing.paths if len(keep) == len(listing) else [listing.paths[k] for k in keep.tolist()]
-    return name_columns(paths, names)
+    return name_columns(listing.paths if is_whole else [listing.paths[k] for k in keep.tolist()], names)
 
 
 def job_metadata(
@@ -417,13 +408,15 @@ def job_metadata(
 ) -> Metadata:
     "Return the metadata of a job's data set; release the facts that have become columns."
     listing = job.listing
-    _fill_figures(job)
+    for start in range(0, len(listing), _FIGURES_BLOCK):
+        facts, moments = (x[start : start + _FIGURES_BLOCK] for x in (job.facts, job.moments))
+        for name, values in quality(moments, job.spec.n_samples, True).items():
+            np.copyto(facts[name], values, where=~facts["figured"])
     job.moments = job.moments[:0].copy()
     keep = np.flatnonzero(job.good)
-    is_whole = len(keep) == len(listing)
 
     def rows(values: np.ndarray) -> np.ndarray:
-        return values if is_whole else values[keep]
+        return values if len(keep) == len(listing) else values[keep]
 
     if run.manifest.part_of:  # the join parses the names, and reads the table
         columns = {"path": byte_column(list(compress(listing.paths, job.good.tolist())))}
@@ -434,18 +427,12 @@ def job_metadata(
     columns["status"] = words_of(rows(job.facts["status"]), STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
-    attributes = root_attributes(
-        job.spec,
-        run.engine.identity,
-        run.fingerprint,
-        run.manifest.label_names,
-        listing.split,
-        len(keep),
-        listing.naming,
-    )
+    names = run.manifest.label_names
     meta = Metadata(
         job.spec,
-        attributes,
+        root_attributes(
+            job.spec, run.engine.identity, run.fingerprint, names, listing.split, len(keep), listing.naming
+        ),
         rows(listing.label_ids),
         columns,
         rows(job.row_digests),
@@ -458,19 +445,7 @@ def job_metadata(
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #b7380f52
-_PROBLEM_COLUMNS = (
-    "sensor",
-    "status",
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "encoding",
-    "digest",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-)
+_PROBLEM_COLUMNS = ("sensor", "status", "encoding", *_FACT_COLUMNS)
 
 
 def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
@@ -505,7 +480,7 @@ def may_resume(
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
     if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
         return True  # the journal knows which recordings are still the same
-    outside = (MachineError, OutputError, MemoryError, BadFilesError)
+    outside = MachineError | OutputError | MemoryError | BadFilesError
     return not isinstance(error, Exception) or isinstance(error, outside)
 
 
@@ -537,17 +512,13 @@ def _restore_places(
                 write_at(file.fd, item.data, goal + number * n_bytes)
 
 
-def _resume_rows(
-    job: Job,
-    journal: Journal,
-    kept: np.ndarray,  # [n] bool, candidates that are rows; filled in
-) -> Iterator[np.ndarray]:  # raises OSError
-    "Yield the valid rows of an interrupted build."
+def _resume_rows(job: Job, journal: Journal) -> None:  # raises OSError
+    "Keep the valid rows of an interrupted build."
     file, listing = job.file, job.listing
     for known in journal.past.entries:
         k, facts = known["number"], known["facts"]
         stamps = stamps_of(listing, k)
-        good = facts["good"] & ~kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
+        good = facts["good"] & ~job.good[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
         good &= is_settled(stamps["ctime_ns"], journal.past.began_ns) & (listing.label_ids[k] >= 0)
         for now in (stamps, known):
             good &= (now["size"] == listing.sizes[k]) & (now["mtime_ns"] == listing.mtimes_ns[k])
@@ -557,18 +528,15 @@ def _resume_rows(
             for run in consecutive_runs(k, most=max(1, _READ_TOGETHER // n_bytes)):
                 fine[run] = file.match_digests(int(k[run.start]), known[name][run], part)
             known = known[fine]
-        kept[known["number"]] = True
-        yield known
+        job.keep(known)
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #9038ab8a
 def _copy_rows(
-    job: Job,
-    existing: ExistingDataset,
-    kept: np.ndarray,  # [n] bool, candidates that are rows
+    job: Job, existing: ExistingDataset
 ) -> np.ndarray:  # [k] KNOWN; raises OSError, and what HDF5 raises
-    "Copy the rows of unchanged recordings from the existing data set."
-    file, left = job.file, ~kept[existing.known["number"]]
+    "Copy the rows of unchanged recordings that the job lacks from the existing data set."
+    file, left = job.file, ~job.kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = np.ones(len(known), bool)
     with open_file(existing.path) as f, open(existing.path, "rb", buffering=0) as raw:
@@ -599,7 +567,6 @@ def _copy_rows(
 _LEFTOVERS = (
     ".{}.partial",
     ".{}.partial.gz",
-    ".{}.scratch",
     ".{}.journal",
     ".{}.timeline.json.new",
     ".{}.report.json.new",
@@ -607,41 +574,34 @@ _LEFTOVERS = (
 )
 
 
-def _new_job(run: BuildContext, listing: Listing, target: Path, start: str) -> Job:
-    "Return a new job with its row file."
-    shape = waveform_shape(run.spec) if run.request.with_waveforms else None
-    file = RowFile(target, run.spec.row_shape, len(listing), shape, start=start)
+def _new_job(run: BuildContext, target: Target, start: str) -> Job:
     config = run.request.config
+    shape = waveform_shape(run.spec) if run.request.with_waveforms else None
+    file = RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start)
     # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
     read_back = not run.manifest.part_of and config.compression == "none" and shape is None
-    return Job(listing, run.spec, file, on_bad_file=config.on_bad_file, read_back=read_back)
+    return Job(target, run.spec, file, on_bad_file=config.on_bad_file, read_back=read_back)
 
 
-def _finished_job(
-    run: BuildContext,
-    listing: Listing,
-    target: Path,
-    existing: ExistingDataset | None,
-) -> Job | None:
+def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
     "Return a completed job if the existing data set is up to date and passes verification, else None."
-    if existing is None or existing.compressed != (run.request.config.compression == "gzip"):
+    path = target.path
+    is_packed = run.request.config.compression == "gzip"
+    if existing is None or existing.compressed != is_packed or existing.changes["removed"]:
         return None
-    if len(existing.known) + len(existing.rejected) < len(listing) or existing.changes["removed"]:
-        return None
-    job = _new_job(run, listing, target, "none")
+    job = _new_job(run, target, "none")
     job.keep(existing.known, existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
     meta = job_metadata(job, run)
     job.is_up_to_date = digest_of_metadata(meta) == existing.digest
-    if not job.is_up_to_date or not all(path.is_file() for path in report_paths(target)):
+    if not job.is_up_to_date or not all(report.is_file() for report in report_paths(path)):
         return None
     with run.timeline.span("verify", "main", split=job.split) as moved:
-        sample = run.request.check
         job.report = check_data_set(
-            target,
+            path,
             root=run.manifest.root,
-            sample=sample,
+            sample=run.request.check,
             accounting=False,
             table=None if run.manifest.table_path is None else run.manifest.names or run.manifest.table_path,
             columns=run.manifest.table_columns,
@@ -649,7 +609,7 @@ def _finished_job(
         moved.n_files = job.report.checked
     if not job.report.ok:
         problems = "; ".join(job.report.problems[:3])
-        log.warning("%s failed verification and is rebuilt: %s", show_path(target), problems)
+        log.warning("%s failed verification and is rebuilt: %s", show_path(path), problems)
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
@@ -657,36 +617,28 @@ def _finished_job(
     with delayed_signals():
         for name in _LEFTOVERS:
             with suppress(OSError):
-                target.with_name(name.format(target.name)).unlink(missing_ok=True)
+                path.with_name(name.format(path.name)).unlink(missing_ok=True)
     return job
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #bb8eb46b
-def _reserve_job(
-    run: BuildContext,
-    listing: Listing,
-    target: Path,
-) -> Job:  # raises OutputError, SpaceError
-    "Return a job with journal and partial file: new ones, or those of a matching interrupted build; a part has no journal."
-    path, request, config = journal_path(target), run.request, run.request.config
+def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputError, SpaceError
+    "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
+    listing, path = target
+    request, config = run.request, run.request.config
+    journal = None
     folders = folder_inodes(listing, range(len(listing)))
-    if run.manifest.part_of:  # each attempt has its own name, and a part is built again from its start
-        job = _new_job(run, listing, target, "new")
-        job.folders = folders
-        return job
-    if request.fresh:
-        path.unlink(missing_ok=True)
-    identity = journal_identity(
-        listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
-    )
-    journal = Journal(path, identity, every_bytes=config.journal_bytes, sync=config.fsync)
-    if why := journal.past.refusal:
-        log.warning(
-            "%s: cannot resume the interrupted build, so all rows are computed again: %s",
-            show_path(target),
-            why,
+    if not run.manifest.part_of:  # each attempt at a part has its own name, and begins at its start
+        if request.fresh:
+            journal_path(path).unlink(missing_ok=True)
+        identity = journal_identity(
+            listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
         )
-    job = _new_job(run, listing, target, "resume" if journal.past.entries else "new")
+        journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
+        if why := journal.past.refusal:
+            text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
+            log.warning(text, show_path(path), why)
+    job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
 
@@ -697,33 +649,30 @@ def _keep_rows(
     existing: ExistingDataset | None,
 ) -> None:  # raises OutputError, BadFilesError, OSError
     "Reuse rows of earlier builds; check the number of rejected files against max_rejected."
-    n, journal, config = len(job.listing), job.journal, run.request.config
+    journal, config = job.journal, run.request.config
     if journal is not None:
         journal.open()
-        entries, kept = list[np.ndarray](), np.zeros(n, bool)
         if journal.past.entries:
             with (
                 run.timeline.span("verify", "main", split=job.split) as moved,
                 write_errors(job.file.partial),
             ):
                 _restore_places(job, journal.past.entries)
-                entries += _resume_rows(job, journal, kept)
+                _resume_rows(job, journal)
                 journal.past.entries.clear()
-                moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())
+                moved.n_files = job.n_resumed = journal.n_entered = job.n_done
         if existing is not None:
             with run.timeline.span("write", "main", split=job.split) as moved:
                 try:
-                    entries.append(_copy_rows(job, existing, kept))
+                    copied = _copy_rows(job, existing)
                 except Exception as e:
                     raise machine_fault(e, existing.path) from e.__cause__
-                moved.n_files = job.n_copied = len(entries[-1])
+                moved.n_files = job.n_copied = len(copied)
             job.changes = existing.changes
-            job.keep(np.zeros(0, KNOWN), existing.rejected, existing.numbers)
-        for entry in entries:
-            job.keep(entry)
-        if entries:
+            job.keep(copied, existing.rejected, existing.numbers)
+        if job.n_done:
             text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
-            log.info(text, job.split, n, job.n_resumed, job.n_copied)
+            log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
@@ -740,45 +689,35 @@ def _enter_part(job: Job, journal: Journal, path: Path) -> None:
         path.unlink()
 
 
-def _lost_parts(path: Path, lost: Sequence[int], n_parts: int) -> DataError:
-    "Return the error for parts whose files were removed, and whose rows are not in the file either."
-    return DataError(
-        "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
-        code="part-unusable",
-        path=path,
-        found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
-        remedy=f"build them again (--part {lost[0]}/{n_parts}), then join again",
-    )
-
-
 def _join_parts(
     run: BuildContext,
     job: Job,
     parts: Parts,
 ) -> None:  # raises DataError, OSError
     "Move the rows of the parts; recordings that have changed since are left to be read."
-    file, journal = job.file, job.journal
-    n, request, changes = len(job.listing), run.request, {"added": 0, "changed": 0, "removed": 0}
-    job.n_parts, lost = parts.n_parts, list[int]()
+    n, journal = len(job.listing), job.journal
+    changes = Counter[str]()
+    lost = list[int]()
+    job.n_parts = parts.n_parts
+    settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     job.parse_names()  # while the first parts are built
     with (
         ThreadPoolExecutor(1, "leakmel-journal") as pool,
-        Progress(n, label="join", show=request.progress) as bar,
+        Progress(n, label="join", show=run.request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,
     ):
         entered = pool.submit(lambda: None)  # the last part
         for number, (path, is_new) in enumerate(parts.files, start=1):
-            start, _ = part_range(n, number, parts.n_parts)
+            start, end = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == JOINED or path.with_suffix(JOINED).exists():  # by another join, in the meantime
-                if not job.kept[slice(*part_range(n, number, parts.n_parts))].any():
+                if not job.kept[start:end].any():
                     path.with_suffix(JOINED).unlink(missing_ok=True)
                     lost.append(number)
                 continue
             own = job.listing.part(number, parts.n_parts)
             if path.suffix == ".empty":  # its recordings are read again
                 continue
-            settings = (run.fingerprint, request.with_waveforms, run.engine.identity)
             found = open_existing(path, own, *settings, was_listed=is_new)
             if found is None:
                 raise DataError(
@@ -787,9 +726,9 @@ def _join_parts(
                     path=path,
                     remedy=f"move this file elsewhere and build the part again (--part {number}/{parts.n_parts})",
                 )
-            changes = {what: k + found.changes[what] for what, k in changes.items()}
+            changes.update(found.changes)
             found.known["number"] += start
-            entry = _copy_rows(job, found, job.kept)
+            entry = _copy_rows(job, found)
             job.keep(entry, found.rejected, found.numbers + start)
             job.n_copied += len(entry)
             if journal is not None and not parts.keep:
@@ -804,45 +743,49 @@ def _join_parts(
     left, now = left[now["size"] >= 0], now[now["size"] >= 0]
     job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
     if lost:
-        raise _lost_parts(file.partial, lost, parts.n_parts)
+        raise DataError(
+            "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
+            code="part-unusable",
+            path=job.file.partial,
+            found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
+            remedy=f"build them again (--part {lost[0]}/{parts.n_parts}), then join again",
+        )
     if any(changes.values()):
-        job.changes = changes
+        job.changes = dict(changes)
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #2cc71963
 @contextmanager
 def open_jobs(
     run: BuildContext,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     parts: Parts | None = None,  # of the one target
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()
-    fresh, with_waveforms = run.request.fresh, run.request.with_waveforms
+    waveforms = run.request.with_waveforms
     try:
         with delayed_signals():
-            for _, target in targets:
-                stack.enter_context(OutputLock(target))
-        existing = [
-            None
-            if fresh
-            else open_existing(target, listing, run.fingerprint, with_waveforms, run.engine.identity)
-            for listing, target in targets
-        ]
+            for target in targets:
+                stack.enter_context(OutputLock(target.path))
+        existing = list[ExistingDataset | None]([None] * len(targets))
+        if not run.request.fresh:
+            existing = [
+                open_existing(path, listing, run.fingerprint, waveforms, run.engine.identity)
+                for listing, path in targets
+            ]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
-        finished = [
-            _finished_job(run, listing, target, found) for (listing, target), found in zip(targets, existing)
-        ]
-        to_do = [pair for pair, job in zip(targets, finished) if job is None]
+        finished = [_finished_job(run, target, found) for target, found in zip(targets, existing)]
+        to_do = [target for target, job in zip(targets, finished) if job is None]
         if to_do:
-            each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if with_waveforms else None))
-            n_bytes = each * sum(len(listing) for listing, _ in to_do)
-            partials = [target.with_name(f".{target.name}.partial") for _, target in to_do]
+            each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if waveforms else None))
+            partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
+            n_bytes = each * sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, n_bytes - sum(map(allocated_bytes, partials)))
-        for (listing, target), job in zip(targets, finished):
+        for target, job in zip(targets, finished):
             with delayed_signals():
-                jobs.append(job or _reserve_job(run, listing, target))
+                jobs.append(job or _reserve_job(run, target))
         for job, found in zip(jobs, existing):
             _keep_rows(run, job, None if parts else found)
         if parts and not jobs[0].is_up_to_date:

@@ -27,8 +27,6 @@ import json, logging, os, re, shutil, stat, sys, threading, time, uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +37,7 @@ import numpy as np
 from ...audio.conform import to_rate
 from ...audio.labels import LabelTable
 from ...audio.listing import Listing, found_below
-from ...audio.manifest import Manifest, scan
+from ...audio.manifest import Manifest
 from ...audio.naming import split_name
 from ...audio.tables import require_same_table
 from ...audio.wav import digest_of
@@ -51,9 +49,8 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
     show_path,
-    write_error,
 )
-from ...core.files import read_own_json, sealed_json
+from ...core.files import read_own_json, sealed_json, write_errors
 from ...core.locks import OutputLock
 from ...core.progress import Progress
 from ...core.store import StorePath, output_path
@@ -61,9 +58,8 @@ from ...core.timeline import Span, Timeline, merge_lanes
 from ..file.schema import data_set_name, open_file
 from .config import PipelineConfig
 from .existing import read_state, recordings_digest
-from .inputs import SpecLike, checked_inputs, listing_of_split
-from .job import BuildRequest, PartFile, Parts
-from .job import JOINED
+from .inputs import SpecLike, Target, checked_inputs, listing_of_split
+from .job import JOINED, BuildRequest, PartFile, Parts
 from .publish import BuildResult, earlier_result
 from .targets import build_targets, list_for_build
 from ..source.loader import BadFilesError, decoders
@@ -122,42 +118,32 @@ def _write_once(path: Path, write: Callable[[Path], Any]) -> None:  # raises Out
     if path.exists():
         return
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(new)
         try:
-            os.link(new, path)
-        except FileExistsError:
-            pass
-        except OSError:
-            os.replace(new, path)  # a file system without hard links; all processes write the same
-    except OSError as e:
-        raise write_error(e, path) from e
-    finally:
-        with suppress(OSError):
+            write(new)
+            try:
+                os.link(new, path)
+            except FileExistsError:
+                pass
+            except OSError:
+                os.replace(new, path)  # a file system without hard links; all processes write the same
+        finally:
             new.unlink(missing_ok=True)
 
 
-def _check_owner(folder: Path) -> None:  # raises DataError
-    "Refuse a parts folder that is a link or belongs to another user: its listing decides which files are read."
+def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none; raises DataError
+    "Read the plan of the parts in a folder of this user: its listing decides which files are read."
     try:
         st = os.lstat(folder)
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(st.st_mode) or st.st_uid not in (os.geteuid(), 0):
-        raise DataError(
-            "the folder of the parts is a link, no folder, or belongs to another user",
-            code="plan-invalid",
-            path=folder,
-            found=f"owner {st.st_uid}, mode {stat.filemode(st.st_mode)}",
-            remedy="write to another place, or move it elsewhere",
-        )
-
-
-def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none; raises DataError
-    "Read the plan of the parts in a folder."
-    _check_owner(folder)
-    try:
+        if not stat.S_ISDIR(st.st_mode) or st.st_uid not in (os.geteuid(), 0):
+            raise DataError(
+                "the folder of the parts is a link, no folder, or belongs to another user",
+                code="plan-invalid",
+                path=folder,
+                found=f"owner {st.st_uid}, mode {stat.filemode(st.st_mode)}",
+                remedy="write to another place, or move it elsewhere",
+            )
         plan = read_own_json(folder / PLAN_NAME)
         n = plan["n_parts"]
         if plan["format"] == _FORMAT and type(n) is int and 1 <= n < _MAX_PARTS:
@@ -203,20 +189,20 @@ def plan_parts(
     }
 
 
+def _flat(plan: dict[str, Any]) -> dict[str, Any]:
+    "Return the values of a plan by name and field, without speed settings and the rules that `join` applies."
+    values = json.loads(json.dumps({k: v for k, v in plan.items() if k not in ("pipeline", "table")}))
+    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    return {
+        f"{name}.{field}".rstrip("."): x for name, fields in nested.items() for field, x in fields.items()
+    }
+
+
 def _differences(stored: dict[str, Any], plan: dict[str, Any]) -> str:
-    "Describe how two plans differ, but for speed settings and the rules that `join` applies; empty if they agree."
-    mine = json.loads(json.dumps(plan))
-    found = list[str]()
-    for name in mine:
-        a, b = stored.get(name), mine[name]
-        if a == b or name in ("pipeline", "table"):
-            continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            fields = [n for n in (a | b) if a.get(n) != b.get(n)]
-            found += [f"{name}.{n}: {str(a.get(n))[:80]}, here {str(b.get(n))[:80]}" for n in fields]
-        else:
-            found.append(f"{name}: {str(a)[:80]}, here {str(b)[:80]}")
-    return "; ".join(found)
+    "Describe how two plans differ, in what the second one names; empty if they agree."
+    a, b = _flat({name: stored.get(name) for name in plan}), _flat(plan)
+    differ = [name for name in a | b if a.get(name) != b.get(name)]
+    return "; ".join(f"{x}: {str(a.get(x))[:80]}, here {str(b.get(x))[:80]}" for x in differ)
 
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, OutputError
@@ -239,35 +225,25 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
 
 
 # %% ../../../nbs/dataset/run/parts.ipynb #bf62e519
-def _results(engine: Engine) -> list[np.ndarray]:
-    "Return what the engine and the resampler compute from the recording of the self-check."
-    samples = check_recording(engine.spec)
-    found = [to_rate(samples[0], 3 * engine.spec.sample_rate, 2 * engine.spec.sample_rate)]
-    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-        out = np.empty((1, *engine.spec.row_shape), np.float32)
-        found += [engine.run(x, out), out]
-    return found
-
-
-def _versions() -> dict[str, str]:
-    "Return the versions of what decodes, resamples and writes."
-    import soundfile
-    from leakmel import __version__
-
-    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
-    return {"leakmel": __version__} | decoders() | libraries
-
-
 def engine_probe(
     engine: Engine,
 ) -> str:  # 16 hexadecimal digits
     "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
+    import soundfile
+    from leakmel import __version__
+
+    samples, rate = check_recording(engine.spec), engine.spec.sample_rate
+    results = [to_rate(samples[0], 3 * rate, 2 * rate)]
+    for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
+        out = np.empty((1, *engine.spec.row_shape), np.float32)
+        results += [engine.run(x, out), out]
+    libraries = {"libsndfile": soundfile.__libsndfile_version__, "hdf5": h5py.version.hdf5_version}
     facts = {
         "engine": engine.identity,
         "spec": engine.spec.fingerprint(),
         "byteorder": sys.byteorder,
-        "versions": _versions(),
-        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in _results(engine)],
+        "versions": {"leakmel": __version__} | decoders() | libraries,
+        "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in results],
     }
     return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]
 
@@ -334,7 +310,12 @@ def run_part(
         return PartResult(without_rows, number, n_parts, 0, timeline.now_s())
     try:
         build_targets(
-            request, own, [(mine, attempt)], timeline, 0.0, check_run=lambda run: check_engine(run.engine)
+            request,
+            own,
+            [Target(mine, attempt)],
+            timeline,
+            0.0,
+            check_run=lambda run: check_engine(run.engine),
         )
     except BadFilesError as e:
         if e.code != "all-rejected":
@@ -342,9 +323,8 @@ def run_part(
         path = without_rows
         _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
-    lane = PartLane(
-        os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
-    )
+    spans = tuple(merge_lanes(timeline.spans, ""))
+    lane = PartLane(os.uname().nodename, worker, time.time() - seconds, spans)
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
 
@@ -376,19 +356,15 @@ def build_part(
     )
     target = output_path(out if out is not None else data_set_name(split_name(split or "") or ""))
     stored = parts_folder(target) / LISTING_NAME
-    _check_owner(stored.parent)
     if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
         with suppress(OSError):
             stored.unlink(missing_ok=True)
     if manifest is None and labels is None and stored.is_file():
         manifest = Manifest.load(stored)
-        when = datetime.fromtimestamp(stored.stat().st_mtime).isoformat(" ", "minutes")
-        log.info(
-            "%s: %s recordings, listed for these parts on %s", show_path(target), f"{len(manifest):,}", when
-        )
+        log.info("%s: %s recordings, as listed for these parts", show_path(target), f"{len(manifest):,}")
     _, _, manifest = list_for_build(request, split, manifest, labels)
-    listing = listing_of_split(manifest, split, root, in_parts=True)
-    with checked_inputs(manifest, [(listing, target)], spec) as decision:
+    listing = listing_of_split(manifest, split, root)
+    with checked_inputs(manifest, [Target(listing, target)], spec) as decision:
         whole = replace(manifest, listings=(listing,))
         _store_listing(whole, target)
         plan = plan_parts(whole, n_parts, decision.spec, request)
@@ -444,21 +420,6 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
     return AbsentEngine(spec, identity, engine.identity)
 
 
-def _warn_of_new_recordings(whole: Manifest, target: Path) -> None:
-    "Count the recordings that came after the listing."
-    if whole.naming.source == "table":
-        return
-    (old,) = whole.listings
-    with suppress(DataError):
-        found = scan(
-            whole.root, split=old.split or None, pattern=whole.naming.pattern or None, progress="none"
-        )
-        new = sum(len(set(x.paths) - set(old.paths)) for x in found.listings)
-        if new:
-            text = "%s: %s recordings came after the listing of the parts and are not in the data set; leakmel build adds them"
-            log.warning(text, show_path(target), f"{new:,}")
-
-
 def join(
     out: str | os.PathLike,  # the file of the whole data set, as given to `build_part`
     *,
@@ -493,9 +454,8 @@ def join(
             found=f"{len(parts):,} of {n_parts:,} parts; missing: {shown}",
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
-    _warn_of_new_recordings(Manifest.load(folder / LISTING_NAME), target)
     files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
-    return _join_files(target, plan, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
+    return _join_files(target, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
 
 
 def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
@@ -520,7 +480,6 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
 
 def _join_files(
     target: Path,
-    plan: dict[str, Any],
     files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
     pipeline: PipelineConfig | dict[str, Any] | None,  # a dict: changes of the plan's; None: as in the plan
     check: int | None,
@@ -532,8 +491,8 @@ def _join_files(
     fresh: bool = False,
     keep_parts: bool = False,
 ) -> BuildResult:  # raises LeakmelError
-    "Make the data set of all parts."
     folder = parts_folder(target)
+    plan = _read_plan(folder) or {}
     try:
         given, stored = pipeline, PipelineConfig(**plan["pipeline"])
         config = given if isinstance(given, PipelineConfig) else replace(stored, **given or {})
@@ -566,7 +525,7 @@ def _join_files(
     manifest = replace(manifest, listings=(listing,))
     parts = Parts(n_parts, iter(files), keep_parts)
     try:
-        (made,) = build_targets(request, manifest, [(listing, target)], timeline, listed_s, parts=parts)
+        (made,) = build_targets(request, manifest, [Target(listing, target)], timeline, listed_s, parts=parts)
     except VerifyError as e:
         if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
@@ -597,18 +556,16 @@ def _start_parts(
 ) -> dict[str, Any]:
     "Store the listing, and return the plan: that of the parts of an interrupted build, if they can be used."
     folder = parts_folder(target)
-    if request.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     stored: dict[str, Any] = {}
+    differ = ""
     with suppress(DataError):
-        stored = _read_plan(folder) or {}
+        stored = {} if request.fresh else _read_plan(folder) or {}
     plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
-    if differ := _differences(stored, plan) if stored else "":
+    if stored and (differ := _differences(stored, plan)):
         log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
+    if differ or not stored:  # a listing without a plan may be an old one
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
-    elif not stored:
-        shutil.rmtree(folder, ignore_errors=True)  # a listing without a plan may be an old one
     _store_listing(whole, target)
     return plan
 
@@ -624,16 +581,16 @@ def _add_lane(
     n_before = sum(own == lane.host for own, _ in names)
     name = names.setdefault((lane.host, lane.worker), f"{host}/worker-{n_before}")
     last_s = max((s.end_s for s in lane.spans), default=0.0)
-    from_s = max(0.0, min(lane.began_s - (time.time() - now_s), now_s - last_s))
-    for s in lane.spans:
-        start_s, end_s = from_s + s.start_s, from_s + s.end_s
-        timeline.spans.append(replace(s, lane=name, split=split, start_s=start_s, end_s=end_s))
+    at = max(0.0, min(lane.began_s - (time.time() - now_s), now_s - last_s))
+    timeline.spans += [
+        replace(s, lane=name, split=split, start_s=at + s.start_s, end_s=at + s.end_s) for s in lane.spans
+    ]
 
 
 def build_on_cluster(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     cluster: Cluster,
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
@@ -648,82 +605,69 @@ def build_on_cluster(
             remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
         )
     with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
-        for _, target in targets:  # a second build of the same file would remove the parts of the first one
-            locks.enter_context(OutputLock(parts_folder(target)))
+        for _, path in targets:  # a second build of the same file would remove the parts of the first one
+            locks.enter_context(OutputLock(parts_folder(path)))
         request = replace(request, spec=decision.spec, mode="stream", preloaded=None)
-        join_parts = partial(
-            _join_files,
-            pipeline=request.config,
-            check=request.check,
-            progress="none",
-            timeline=timeline,
-            listed_s=listed_s,
-            is_current=True,
-            fresh=request.fresh,
-        )
-        return _build_parts(request, manifest, targets, join_parts, cluster, timeline, listed_s)
+        return _build_parts(request, manifest, targets, cluster, timeline, listed_s)
 
 
 def _build_parts(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],
-    join_parts: Callable[..., BuildResult],  # gets a target, its plan and the files of its parts
+    targets: Sequence[Target],
     cluster: Cluster,
     timeline: Timeline,
     listed_s: float,
 ) -> list[BuildResult]:
     "Submit the parts, and join those of each data set in order."
     stop = f"{uuid.uuid4().hex[:8]}.stop"
-    quiet = replace(request, progress="none", fresh=False)
     spec = cast(MelSpec, request.spec)
     results, left = dict[Path, BuildResult](), dict[Path, int]()
     with open_cluster(cluster) as client:
-        n_together, calls, names, of = n_processes(client), list[tuple](), list[str](), list[Path]()
-        for listing, target in targets:
-            if not request.fresh and _can_be_updated(target, listing, spec):
-                (results[target],) = build_targets(request, manifest, [(listing, target)], timeline, listed_s)
+        n_together, calls, names = n_processes(client), list[tuple](), list[str]()
+        for target in targets:
+            listing, path = target
+            if not request.fresh and _can_be_updated(path, listing, spec):
+                (results[path],) = build_targets(request, manifest, [target], timeline, listed_s)
                 continue
             n = len(listing)
             wanted = max(-(-n // PART_SIZE), min(_PARTS_PER_PROCESS * n_together, n // _MIN_PART_SIZE), 1)
             whole = replace(manifest, listings=(listing,))
-            own = replace(quiet, stop_file=parts_folder(target) / stop)
-            plan = _start_parts(whole, target, spec, request, wanted)
-            left[target] = n_parts = int(plan["n_parts"])
-            calls += [(own, whole.part(k, n_parts), target, plan, n_together) for k in range(1, n_parts + 1)]
+            plan = _start_parts(whole, path, spec, request, wanted)
+            own = replace(request, progress="none", fresh=False, stop_file=parts_folder(path) / stop)
+            left[path] = n_parts = int(plan["n_parts"])
+            calls += [(own, whole.part(k, n_parts), path, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
-            of += [target] * n_parts
         if not calls:
-            return [results[target] for _, target in targets]
-        sizes = {(target, int(own.part_of[0])): len(own) for _, own, target, *_ in calls}
-        done = dict[tuple[Path, int], PartFile]()
-        lanes = dict[tuple[str, str], str]()
-        splits = {target: listing.split or listing.folder.name for listing, target in targets}
-        bar = Progress(sum(sizes.values()), label="parts", show=request.progress)
+            return [results[path] for _, path in targets]
+        done, lanes = dict[tuple[Path, int], PartFile](), dict[tuple[str, str], str]()
+        splits = {target.path: target.split for target in targets}
+        bar = Progress(sum(len(call[1]) for call in calls), label="parts", show=request.progress)
         with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
 
-            def in_order(target: Path) -> Iterator[PartFile]:
-                "Yield the parts of a data set, each when it is complete."
-                for k in range(1, left[target] + 1):
-                    while (target, k) not in done:
-                        with timeline.span("wait", "main", split=splits[target]):
+            def in_order(path: Path) -> Iterator[PartFile]:
+                for k in range(1, left[path] + 1):
+                    while (path, k) not in done:
+                        with timeline.span("wait", "main", split=splits[path]):
                             i, part = next(finished)
-                        done[of[i], part.number] = PartFile(part.path, is_new=not part.was_complete)
+                        of = calls[i][2]
+                        done[of, part.number] = PartFile(part.path, is_new=not part.was_complete)
                         if part.lane is not None:
-                            _add_lane(timeline, part.lane, splits[of[i]], lanes)
-                        n_done = sum(sizes[complete] for complete in done)
-                        bar.update(n_done, f"{len(done):,} of {len(calls):,} parts")
-                    yield done[target, k]
+                            _add_lane(timeline, part.lane, splits[of], lanes)
+                        bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")
+                    yield done[path, k]
 
+            how = (request.config, request.check, "none", timeline, listed_s)
             try:
-                for target in left:
-                    files = in_order(target)
+                for path in left:
+                    files = in_order(path)
                     first = next(files)  # it has stored the plan with the engine
-                    plan = _read_plan(parts_folder(target)) or {}
-                    results[target] = join_parts(target, plan, chain([first], files))
+                    results[path] = _join_files(
+                        path, chain([first], files), *how, is_current=True, fresh=request.fresh
+                    )
             except BaseException:
-                for target in left:
+                for path in left:
                     with suppress(OSError):
-                        (parts_folder(target) / stop).touch()  # parts that are being built end
+                        (parts_folder(path) / stop).touch()  # parts that are being built end
                 raise
-    return [results[target] for _, target in targets]
+    return [results[path] for _, path in targets]

@@ -64,31 +64,26 @@ def reused_rows_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
     "Describe the rows that a build reused from earlier builds."
-    if summary.get("nothing_to_do") and summary["verified"]["scope"] == "integrity only":  # by `join`
-        return (
-            "nothing to do: the data set is complete, there are no parts to join, and it passes verification"
-        )
     if summary.get("nothing_to_do"):
-        return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
+        known = ", no recording of it has changed" if summary["verified"]["scope"] != "integrity only" else ""
+        return f"nothing to do: the data set is complete{known}, and it passes verification"
+    source = f"{summary['parts']:,} parts" if summary.get("parts") else "the existing data set"
     texts = {
         "resumed_rows": "rows resumed from an interrupted build",
-        "copied_rows": "rows copied from "
-        + (f"{n:,} parts" if (n := summary.get("parts")) else "the existing data set"),
+        "copied_rows": f"rows copied from {source}",
     }
     parts = [f"{summary[key]:,} {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
-        parts.append(
-            "recordings changed since then: " + ", ".join(f"{n:,} {what}" for what, n in changes.items())
-        )
+        counts = ", ".join(f"{n:,} {what}" for what, n in changes.items())
+        parts.append(f"recordings changed since then: {counts}")
     return "; ".join(parts)
 
 
 def rate_text(
-    summary: dict[str, Any],  # of a split or a run; an earlier version wrote no segments
+    summary: dict[str, Any],  # of a split or a run
 ) -> str:
     "Describe the rate of a build, in recordings and in short segments."
-    segments = f" ({summary['segments_per_s']:,.0f} segments/s)" if "segments_per_s" in summary else ""
-    return f"{summary['files_per_s']:,.0f} files/s{segments} end to end"
+    return f"{summary['files_per_s']:,.0f} files/s ({summary['segments_per_s']:,.0f} segments/s) end to end"
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,7 +264,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             examine=False,
             accounting=False,
             unread=unread,
-            edges=_edges(np.searchsorted(np.flatnonzero(job.good), _starts(run, job))),
+            edges=_edges(run, job, np.flatnonzero(job.good)),
             table=None if manifest.table_path is None else manifest.names or manifest.table_path,
             columns=manifest.table_columns,
             sources=sources,
@@ -310,16 +305,15 @@ def _n_checked(run: BuildContext, job: Job) -> int | None:
     return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
 
 
-def _starts(run: BuildContext, job: Job) -> np.ndarray:
-    "Return the candidates at which the first batches and the parts begin."
+def _edges(
+    run: BuildContext,
+    job: Job,
+    rows: np.ndarray,  # candidates that are rows
+) -> list[int]:
+    "Return the first row of the first batches and of each part, and the row before it."
     starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
     starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
-    return np.array(starts)
-
-
-def _edges(starts: np.ndarray) -> list[int]:
-    "Return the first row of each batch or part, and the row before it."
-    return [int(start) + d for start in starts for d in (-1, 0)]
+    return [int(row) + d for row in np.searchsorted(rows, starts) for d in (-1, 0)]
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #6f7cfeb3
@@ -334,7 +328,8 @@ def read_ahead_for_check(
         check, labels, sources = _n_checked(run, job), job.listing.label_ids, job.sources
         if stopped() or not check or sources is None:
             break  # None: another publisher has finished the job
-        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _edges(_starts(run, job)))
+        edges = _edges(run, job, np.arange(len(labels)))
+        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), edges)
         with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
             moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
         if not stopped():
@@ -342,11 +337,6 @@ def read_ahead_for_check(
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
-def _counts(words: Iterable[str]) -> dict[str, int]:
-    "Count words, the most frequent first."
-    return dict(Counter(sorted(words)).most_common())
-
-
 def _split_summary(
     run: BuildContext,
     job: Job,  # published
@@ -356,19 +346,19 @@ def _split_summary(
     samples: list[dict],  # of the monitor, while the split was built
     noted: Sequence[Problem],
 ) -> dict[str, Any]:
-    "Return the machine-readable summary of one split."
     from leakmel import __version__
 
     n, engine = len(job.listing), run.engine
     statuses = [] if job.columns is None else job.columns.status.tolist()
     kept = job.kept & (not job.n_parts)  # parts are work of the same build
-    measured = {f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")}
-    for key in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent"):
-        measured[f"mean_{key}"] = mean(samples, key)
+    measured: dict[str, Any] = {f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")}
+    measured |= {
+        f"mean_{x}": mean(samples, x) for x in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent")
+    }
     for key in ("disk_read_bytes", "disk_written_bytes"):
         values = [s[key] for s in samples if s.get(key) is not None]
         measured[key] = values[-1] - values[0] if len(values) > 1 else None
-    summary = {
+    return {
         "leakmel_version": __version__,
         "split": job.listing.split,
         "folder": show_path(job.listing.place),
@@ -380,7 +370,7 @@ def _split_summary(
         "rows": int(job.good.sum()),
         "rejected": len(job.rejected),
         "rejected_share": len(job.rejected) / n,
-        "rejected_by_code": _counts(r.code for r in job.rejected),
+        "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
         "problems_by_kind": count_kinds(p.kind for p in noted),
         "kept_files": int(kept.sum()),
         "kept_rows": int((kept & job.good).sum()),
@@ -389,7 +379,7 @@ def _split_summary(
         "copied_rows": job.n_copied,
         "changes": job.changes,
         "nothing_to_do": job.is_up_to_date,
-        "status_counts": _counts(s.decode() for s in statuses if s != b"ok"),
+        "status_counts": dict(Counter(sorted(s.decode() for s in statuses if s != b"ok")).most_common()),
         "labels_by_people": dict(run.manifest.people),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
@@ -410,24 +400,20 @@ def _split_summary(
         "pinned_bytes": engine.host_bytes,
         "pinned": job.pinned,
         "timeline_path": show_path(report_paths(job.file.target)[0]),
+        **measured,
+        **job.cache_use.to_dict(),
+        **job.mode,
+        "engine_reason": run.engine_reason,
     }
-    return summary | measured | job.cache_use.to_dict() | job.mode | {"engine_reason": run.engine_reason}
-
-
-def _plain(p: Problem) -> dict[str, str]:
-    return {"kind": p.kind, "path": p.path, "message": p.message}
 
 
 def _write_report(
     path: Path,
-    lists: Mapping[str, Iterable[dict[str, Any]]],  # can be as long as the list of recordings
-    facts: Callable[
-        [], dict[str, Any]
-    ],  # asked after the lists are written, so that it knows how long that took
-) -> dict[str, Any]:  # the facts; raises OutputError
+    lists: Mapping[str, Iterable[Mapping[str, Any]]],  # can be as long as the list of recordings
+    facts: dict[str, Any],
+) -> None:  # raises OutputError
     "Write a report as JSON: the lists, an item per line, then the facts."
     encode = json.JSONEncoder(default=str).encode  # without indent it is compiled code
-    found = dict[str, Any]()
 
     def pieces() -> Iterator[str]:
         yield "\n"
@@ -436,26 +422,10 @@ def _write_report(
             for i, item in enumerate(items):
                 yield f"{',' * (i > 0)}\n  {encode(item)}"
             yield "],\n"
-        found.update(facts())
-        yield json.dumps(found, indent=1, default=str).removeprefix("{\n") + "\n"
+        yield json.dumps(facts, indent=1, default=str).removeprefix("{\n") + "\n"
 
     with replacing(path) as new, new.open("wb") as file:
         write_sealed(file, pieces())
-    return found
-
-
-def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
-    "Update the problems in a report: copies of recordings in other splits may have changed."
-    try:
-        body, now = read_own_json(path), list(map(_plain, noted))
-        if body["problems"] == now:
-            return
-        lists = {"rejected_files": body.pop("rejected_files"), "problems": now}
-        body = {k: v for k, v in body.items() if k != "problems"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # not a report of leakmel, or damaged
-    body["problems_by_kind"] = count_kinds(p.kind for p in noted)
-    _write_report(path, lists, lambda: body)
 
 
 def _started_s(run: BuildContext, job: Job, jobs: Sequence[Job]) -> float:
@@ -464,8 +434,8 @@ def _started_s(run: BuildContext, job: Job, jobs: Sequence[Job]) -> float:
         return run.listed_s
     spans = [s for s in run.timeline.spans if s.split == job.split]
     reads = [s.start_s for s in spans if s.stage == job.reader.stage]
-    own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
-    return min(reads or own, default=0.0)
+    # an existing data set was only checked
+    return min(reads or [s.start_s for s in spans if s.lane == "main"], default=0.0)
 
 
 def result_of(
@@ -480,13 +450,8 @@ def result_of(
     began = timeline.now_s()
     started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
-    imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
-    import_s = max(imports, default=0.0)
+    import_s = max((s.end_s for s in timeline.spans if s.lane == "imports"), default=0.0)
     noted = split_problems(run.manifest, job, jobs)
-
-    def facts() -> dict[str, Any]:
-        seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
-        return _split_summary(run, job, report, seconds, import_s, samples, noted)
 
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
@@ -495,16 +460,19 @@ def result_of(
         if not job.is_up_to_date:
             with replacing(timeline_path) as new:
                 write_timeline(timeline, new, split=job.split)
-            lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(_plain, noted)}
+        seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
+        summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
+        if not job.is_up_to_date:
+            lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(asdict, noted)}
             made = {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds")}
-            body = _write_report(report_path, lists, lambda: facts() | made)
-            summary = {k: v for k, v in body.items() if k not in made}
-        else:
-            if (
-                sum(x.columns is not None for x in jobs) > 1
-            ):  # otherwise there are no new facts about other splits
-                _update_problems(report_path, noted)
-            summary = facts()
+            _write_report(report_path, lists, summary | made)
+        elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                body = read_own_json(report_path)
+                lists = {"rejected_files": body.pop("rejected_files"), "problems": map(asdict, noted)}
+                del body["problems"]
+                body["problems_by_kind"] = summary["problems_by_kind"]
+                _write_report(report_path, lists, body)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
@@ -515,10 +483,10 @@ def result_of(
     return BuildResult(
         path=target,
         split=job.split,
-        rows=int(job.good.sum()),
-        found=len(job.listing),
+        rows=summary["rows"],
+        found=summary["found"],
         rejections=rejected,
-        seconds=summary["seconds"],
+        seconds=seconds,
         start_up_s=import_s,
         verified=report,
         timeline_path=timeline_path,
@@ -539,10 +507,10 @@ def earlier_result(
         target.stat()
         body = read_own_json(report_path)
         noted = tuple(Problem(**p) for p in body.pop("problems"))
-        files = [
-            (r, b64decode(r.get("path_base64", "")) or r["path"].encode()) for r in body.pop("rejected_files")
-        ]
-        rejected = tuple(Rejected(path, r["code"], r["message"]) for r, path in files)
+        rejected = tuple(
+            Rejected(b64decode(r.get("path_base64", "")) or r["path"].encode(), r["code"], r["message"])
+            for r in body.pop("rejected_files")
+        )
         split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # not a report of leakmel
@@ -557,16 +525,11 @@ def earlier_result(
             remedy="build it again with --fresh",
         )
     seconds = timeline.now_s()
-    summary = body | dict.fromkeys(("files_per_s", "segments_per_s"), 0.0)
-    summary |= {"nothing_to_do": True, "kept_files": found, "kept_rows": n_rows, "seconds": seconds}
-    summary |= {
-        "verified": report.to_dict(),
-        "resumed_rows": 0,
-        "copied_rows": 0,
-        "changes": {},
-        "start_up_s": 0.0,
-    }
-    summary.pop("created_at_utc", None)
+    body.pop("created_at_utc", None)
+    zeros = dict.fromkeys(("resumed_rows", "copied_rows"), 0) | dict.fromkeys(
+        ("files_per_s", "segments_per_s", "start_up_s"), 0.0
+    )
+    now = {"nothing_to_do": True, "kept_files": found, "kept_rows": n_rows, "seconds": seconds, "changes": {}}
     return BuildResult(
         path=target,
         split=split,
@@ -577,7 +540,7 @@ def earlier_result(
         start_up_s=0.0,
         verified=report,
         timeline_path=timeline_path,
-        summary=summary,
+        summary=body | zeros | now | {"verified": report.to_dict()},
         timeline=timeline,
         run_s=seconds,
         noted=noted,

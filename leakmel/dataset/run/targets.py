@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from ...audio.conform import int16_moments, native
 from ...audio.label_files import relabel_manifest
 from ...audio.labels import LabelTable
-from ...audio.manifest import Listing, Manifest, check_manifest
+from ...audio.manifest import Manifest, check_manifest
 from ...core.errors import EngineError, LeakmelError, MachineError
 from ...core.files import write_errors
 from ...core.monitor import Monitor, machine_facts, usable_cores
@@ -32,9 +31,9 @@ from ...core.timeline import Span, SpanCounts, Timeline
 from ..check.verify import check_sample
 from .config import plan_workers
 from .engine_choice import open_chosen
-from .inputs import checked_inputs, list_recordings
+from .inputs import Target, checked_inputs, list_recordings
 from .job import BuildContext, BuildRequest, Job, Parts, open_jobs
-from .modes import prepare, with_spec_rules
+from .modes import Preloaded, prepare, with_spec_rules
 from .publish import BuildResult, publish, read_ahead_for_check, result_of
 from ..source.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from ...mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
@@ -161,7 +160,6 @@ def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[_B
 
 # %% ../../../nbs/dataset/run/targets.ipynb #a697fc98
 def _read(ring: Ring, lane: str, slot: Slot, batch: _Batch) -> None:
-    "Fill a slot with the recordings of a batch."
     slot.begin(*batch)
     job = slot.job
     with ring.run.timeline.span(job.reader.stage, lane, split=job.split, batch=slot.batch) as moved:
@@ -210,7 +208,6 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
 
 # %% ../../../nbs/dataset/run/targets.ipynb #02fb76e8
 def _run_worker(ring: Ring, k: int, lane: str) -> None:
-    "Read, compute and write batches in one thread."
     slot = ring.free.get()
     if slot is not None and not ring.run.request.with_waveforms:  # these need the samples
         slot.row_call = ring.run.engine.row_call()
@@ -248,21 +245,18 @@ def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
 
 
 def _submit_batches(ring: Ring, k: int, lane: str) -> None:
-    "Submit filled slots to the engine in groups."
     engine_lane = ring.run.engine.open_lane(k, ring.run.timeline)
     with ring.lanes.lock:
         ring.engine_lanes.append(engine_lane)
     ring.warm.wait()
     while (slot := _take(ring, ring.filled, "queue.compute")) is not None:
         slots = [slot]
-        while len(slots) < ring.run.workers.batch_accumulation and slot is not None:
+        while len(slots) < ring.run.workers.batch_accumulation:
             slot = _take(ring, ring.filled, "queue.compute")
-            if slot is None:
-                ring.filled.put(
-                    None
-                )  # end marker before the group was complete: the thread stops at the next call
-            else:
-                slots.append(slot)
+            if slot is None:  # the end, before the group was complete: the thread stops at the next call
+                ring.filled.put(None)
+                break
+            slots.append(slot)
         for _, together in groupby(slots, lambda slot: slot.job):
             if not ring.lanes.stopping.is_set():
                 _submit(ring, lane, engine_lane, list(together))
@@ -289,7 +283,6 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
 
 # %% ../../../nbs/dataset/run/targets.ipynb #99fe919b
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
-    "Write the rows of computed slots and return the slots."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
         with _engine_errors(ring.run.engine, slot):
             _keep_moments(slot, slice(0, slot.n), slot.ticket.wait())
@@ -302,7 +295,6 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
 
 
 def _write_journal(ring: Ring, lane: str) -> None:
-    "Write journal entries when they are due."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
         with write_errors(job.file.target), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
@@ -329,21 +321,18 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
         raise MachineError("the build was stopped by the process that distributes the parts", code="stopped")
     for job in jobs:
         if job.split not in bars:
-            n, n_before = len(job.listing), int(job.kept.sum())
+            n_before, now_s = int(job.kept.sum()), run.timeline.now_s()
             if job.n_done == n_before and not job.is_complete():
                 continue
-            bar = Progress(n, label=job.split, show=run.request.progress, n_before=n_before)
             starts = [s.start_s for s in run.timeline.spans.copy() if s.split == job.split]
-            now_s = run.timeline.now_s()
+            bar = Progress(len(job.listing), label=job.split, show=run.request.progress, n_before=n_before)
             bar.begin(now_s - min(starts, default=now_s))
             bars[job.split] = bar
-        phase = "reading and computing"
+        phase = "completing the file" if job.is_complete() else "reading and computing"
         if job.published_s is not None:
             phase = "published"
-        elif job.is_complete():
-            phase = (
-                "checking {:,} of {:,} rows".format(*job.checked) if job.checked[1] else "completing the file"
-            )
+        elif job.checked[1]:
+            phase = "checking {:,} of {:,} rows".format(*job.checked)
         note = f"{len(job.rejected):,} rejected, {phase}" if job.rejected else phase
         bars[job.split].update(job.n_done, note)
         if phase == "published":
@@ -355,10 +344,11 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
 def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
     "Open the readers of the requested mode for the jobs; release what was loaded for this build only."
     request, to_do = run.request, [job for job in jobs if not job.is_up_to_date]
-    ready = request.preloaded
-    own = None
-    if ready is None:
-        ready = own = prepare(
+    given = request.preloaded
+    opened: AbstractContextManager[Preloaded] = (
+        nullcontext(given)
+        if given is not None
+        else prepare(
             run.manifest,
             [job.listing for job in to_do],
             run.spec,
@@ -368,7 +358,8 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
             request.progress,
             kept=any(job.kept.any() for job in to_do),
         )
-    try:
+    )
+    with opened as ready:
         run.timeline.meta["mode"] = ready.choice.used
         for job in jobs:
             job.mode = ready.to_dict()
@@ -378,17 +369,13 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
                 job.reader = ObjectReader(job.plain, job.copies, job.kept)
             if job.reader is not job.plain:  # count also what the job reads from files
                 job.cache_use = job.reader.cache_use
-                if own is not None:
-                    job.cache_use = own.inflows.get(job.listing.split, job.cache_use)
+                if given is None:
+                    job.cache_use = ready.inflows.get(job.listing.split, job.cache_use)
                 job.plain.cache_use = job.cache_use
         yield
-    finally:
-        if own is not None:
-            own.close()
 
 
 def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
-    "Run the pipeline for all jobs; raises the first error."
     request = run.request
     ahead = plan_read_ahead([job.plain for job in jobs if job.reader is job.plain], request.config.read_ahead)
     ring = Ring(run, jobs, ahead)
@@ -401,8 +388,6 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
         state = "done"
     finally:
         for bar in bars.values():
-            bar.stop_clock()
-        for bar in bars.values():
             bar.close(state)  # in the order of their rows
 
 
@@ -411,7 +396,7 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
 def open_context(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     timeline: Timeline,
     listed_s: float = 0.0,  # when listing began, on the timeline's clock
 ) -> Iterator[BuildContext]:  # raises LeakmelError
@@ -432,17 +417,17 @@ def open_context(
                 engine, reason = open_chosen(
                     engine,
                     decision.spec,
-                    sum(len(listing) for listing, _ in targets),
+                    sum(len(target.listing) for target in targets),
                     root=request.root,
                     device=config.device,
                     options=options,
-                    targets=[target for _, target in targets],
+                    targets=[target.path for target in targets],
                     fresh=request.fresh,
                 )
                 if reason:
                     log.info("%s", reason)
         stack.enter_context(engine)
-        workers = plan_workers(config, decision.spec, engine, max(len(listing) for listing, _ in targets))
+        workers = plan_workers(config, decision.spec, engine, max(len(target.listing) for target in targets))
         timeline.meta |= {
             "clock_origin_s": timeline.origin_ns * 1e-9,
             "engine": engine.identity,
@@ -460,7 +445,7 @@ def open_context(
 def build_targets(
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
     *,
