@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...audio.labels import LabelTable, read_labels
-from ...audio.manifest import Listing, Manifest, scan, unlabelled_hint
+from ...audio.manifest import Manifest, scan, unlabelled_hint
 from ...audio.problems import count_kinds
 from ...core.cluster import Cluster
 from ...core.errors import DataError, LeakmelError, UsageError, show_path
@@ -35,7 +35,14 @@ from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
 from .engine_choice import open_chosen
-from .inputs import SpecDecision, SpecLike, check_listing, decide_spec, listing_of_split
+from leakmel.dataset.run.inputs import (
+    SpecDecision,
+    SpecLike,
+    Target,
+    check_listing,
+    decide_spec,
+    listing_of_split,
+)
 from .job import BuildRequest, waveform_shape
 from .modes import ModeChoice, Preloaded, pick_mode
 from .parts import build_on_cluster
@@ -49,7 +56,7 @@ def _build_here_or_on(
     cluster: Cluster | None,
     request: BuildRequest,
     manifest: Manifest,
-    targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
+    targets: Sequence[Target],
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
 ) -> list[BuildResult]:
@@ -115,7 +122,7 @@ def build(
     timeline, listed_s, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     target = output_path(out if out is not None else data_set_name(listing.split))
-    made = _build_here_or_on(cluster, request, manifest, [(listing, target)], timeline, listed_s)
+    made = _build_here_or_on(cluster, request, manifest, [Target(listing, target)], timeline, listed_s)
     return _upload(made, store)[0]
 
 
@@ -158,7 +165,7 @@ def build_all(
     )
     timeline, listed_s, manifest = list_for_build(request, None, manifest, labels)
     out = output_path(out_dir if out_dir is not None else ".")
-    targets = [(x, out / data_set_name(x.split)) for x in manifest.listings]
+    targets = [Target(x, out / data_set_name(x.split)) for x in manifest.listings]
     made = _build_here_or_on(cluster, request, manifest, targets, timeline, listed_s)
     return _upload(made, store)
 
