@@ -8,6 +8,7 @@ __all__ = [
     "MAX_GROUPS",
     "MIN_AVERAGES",
     "METHODS",
+    "synthetic_pair",
     "CrossSpectra",
     "cross_spectra",
     "weighted_spectrum",
@@ -25,7 +26,64 @@ from functools import cached_property
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..core.errors import DataError
+from ..audio.wav import Recording, digest_of
+from ..core.errors import DataError, UsageError
+
+
+# %% ../../nbs/locate/cross_spectra.ipynb #a1c10005
+def synthetic_pair(
+    *,
+    position_m: float | None,  # of the leak from logger a; beyond 0 or distance_m: outside; None: no leak
+    distance_m: float = 120.0,  # between the loggers, along the pipe
+    speed_m_s: float = 1200.0,  # of the wave
+    snr_db: float = 10.0,  # leak noise over the noise of each logger, in the band of the leak
+    band_hz: tuple[float, float] = (100.0, 1500.0),  # of the leak noise
+    tone_hz: float | None = None,  # the source is a tone (a pump) instead of noise
+    dispersion: float = 0.0,  # share by which the speed at half the sample rate is lower
+    clock_offset_s: float = 0.0,  # by which the times of logger a are too late
+    sample_rate: int = 4096,  # Hz
+    duration_s: float = 10.0,
+    seed: int = 0,
+) -> Recording:  # two channels, float32: logger a, logger b; raises UsageError
+    "Make recordings of a leak by two loggers."
+    n = round(duration_s * sample_rate)
+    if n < 2 or distance_m <= 0 or speed_m_s <= 0 or not 0 <= dispersion < 1:
+        raise UsageError(
+            "such a pair cannot be made",
+            code="wrong-value",
+            found=f"duration {duration_s} s, distance {distance_m} m, speed {speed_m_s} m/s, dispersion {dispersion}",
+            expected="a duration, a distance and a speed above 0, and a dispersion from 0 to below 1",
+        )
+    rng = np.random.default_rng(seed)
+    f = np.fft.rfftfreq(2 * n, 1 / sample_rate)
+    inside = (f >= band_hz[0]) & (f <= band_hz[1])
+
+    def unit(spectrum: np.ndarray) -> np.ndarray:
+        "Scale a spectrum to a signal of mean square 1."
+        return spectrum / max(float(np.std(np.fft.irfft(spectrum, 2 * n))), 1e-300)
+
+    def noise() -> np.ndarray:
+        "Return white noise: its spectrum has mean square 1 within the band of the leak."
+        spectrum = np.fft.rfft(rng.standard_normal(2 * n))
+        return spectrum / max(float(np.std(np.fft.irfft(spectrum * inside, 2 * n))), 1e-300)
+
+    if tone_hz is None:
+        source = unit(np.fft.rfft(rng.standard_normal(2 * n)) * inside)
+    else:
+        t = np.arange(2 * n) / sample_rate
+        source = unit(np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random()))))
+    speed = speed_m_s * (1 - dispersion * f / (sample_rate / 2))
+    channels = []
+    for place, clock in ((0.0, clock_offset_s), (distance_m, 0.0)):
+        signal = noise() * 10 ** (-snr_db / 20)
+        if position_m is not None:
+            delay = abs(position_m - place) / speed + clock
+            signal = signal + source * np.exp(-2j * np.pi * f * delay)
+        channels.append(np.fft.irfft(signal, 2 * n)[n // 2 : n // 2 + n])
+    samples = np.stack(channels, axis=1)
+    samples = (0.5 / np.abs(samples).max() * samples).astype(np.float32)  # [n, 2]
+    return Recording(samples, sample_rate, "float32", digest_of(samples))
+
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20005
 ALPHA = 0.05  # share of frequencies that count as coherent by chance

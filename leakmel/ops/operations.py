@@ -435,7 +435,7 @@ class Correlate(Operation):
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.locate.correlate import correlate
-        from leakmel.locate.plans import synthetic_pair
+        from leakmel.locate.cross_spectra import synthetic_pair
 
         page = check_report(self.html) if self.html else None
         band: Any = (self.band_low_hz, self.band_high_hz)

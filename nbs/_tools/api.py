@@ -48,6 +48,18 @@ def _first(value: Any) -> str:
     return _cell((inspect.getdoc(value) or "").split("\n")[0])
 
 
+def own_names(module: Any) -> list[str]:
+    "The names that a module defines, without private ones."
+    found: list[str] = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [each.id for t in targets for each in ast.walk(t) if isinstance(each, ast.Name)]
+    return list(dict.fromkeys(each for each in found if not each.startswith("_")))
+
+
 def module_page(name: str) -> str:
     "One page: what a module exports."
     module = importlib.import_module(name)
@@ -58,10 +70,8 @@ def module_page(name: str) -> str:
         f"```{{py:module}} {name}\n:no-index-entry:\n```",
         f"{(inspect.getdoc(module) or '').rstrip('.')}. The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) explains the design.",
     ]
-    for public in getattr(module, "__all__", []):
+    for public in own_names(module):
         value = getattr(module, public)
-        if getattr(value, "__module__", name) != name:
-            continue
         if inspect.isclass(value):
             parts.append(_class(value))
         elif inspect.isfunction(value):

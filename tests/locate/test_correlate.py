@@ -24,7 +24,7 @@ from scipy import signal
 from scipy.stats import binom
 
 from leakmel.locate.cross_spectra import METHODS, correlogram, cross_spectra
-from leakmel.locate.plans import synthetic_pair
+from leakmel.locate.cross_spectra import synthetic_pair
 
 PIPE: dict[str, Any] = {"distance_m": 120.0, "speed_m_s": 1200.0}
 EXACT: dict[str, Any] = PIPE | {"speed_error_m_s": 0.0, "distance_error_m": 0.0}

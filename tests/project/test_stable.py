@@ -39,7 +39,7 @@ from llvmlite import binding
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.locate.plans import synthetic_pair
+from leakmel.locate.cross_spectra import synthetic_pair
 from odd_wavs import READ, REFUSED, canonical
 from tiny_training import tiny_words
 
