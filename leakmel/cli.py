@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import leakmel as lm
-from .core.errors import LeakmelError, UsageError, missing_package, show_path, write_error
+from .core.errors import LeakmelError, UsageError, missing_package, write_error
 from .core.operation import Operation, Run, add_options, make
 from .core.parameters import answer_unknown
 from .core.progress import line_width, print_error, wrap_text

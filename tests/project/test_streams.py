@@ -131,7 +131,10 @@ def test_reader_that_ends_early(places: Path) -> None:
 def test_pipe_that_does_not_wait() -> None:
     "A parent may set the pipe that it reads to non-blocking."
     long = "build = cli.OPERATIONS['build']; build.command = replace(build.command, example='x' * 300_000)"
-    code = f"import os, sys; from dataclasses import replace; from leakmel import cli; os.set_blocking(1, False); {long}; sys.argv[1:] = ['build', '--help']; sys.exit(cli.main())"
+    code = (
+        "import os, sys; from dataclasses import replace; from leakmel import cli; os.set_blocking(1, False); "
+        f"{long}; sys.argv[1:] = ['build', '--help']; sys.exit(cli.main())"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert len(process.communicate(timeout=60)[0]) > 300_000
     assert process.returncode == 0

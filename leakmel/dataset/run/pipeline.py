@@ -15,40 +15,30 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #206df9ea
-import math, os
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...audio.labels import LabelTable, read_labels
-from ...audio.manifest import Manifest, scan, unlabelled_hint
-from ...audio.problems import count_kinds
+from ...audio.labels import LabelTable
+from ...audio.manifest import Manifest
 from ...core.cluster import Cluster
-from ...core.errors import DataError, LeakmelError, UsageError, show_path
+from ...core.errors import DataError, LeakmelError
 from ...core.parameters import Kinds, field_kinds
 from ...core.progress import Progress
-from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
+from ...core.run_plan import runs_folder, user_path
 from ...core.store import StorePath, absolute_folder, output_path, store_path, upload_file
 from ...core.timeline import Timeline
 from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
-from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
-from .engine_choice import open_chosen
-from leakmel.dataset.run.inputs import (
-    SpecDecision,
-    SpecLike,
-    Target,
-    check_listing,
-    decide_spec,
-    listing_of_split,
-)
-from .job import BuildRequest, waveform_shape
-from .modes import ModeChoice, Preloaded, pick_mode
+from .config import PipelineConfig
+from .inputs import SpecLike, Target, listing_of_split
+from .job import BuildRequest
+from .modes import Preloaded
 from .parts import build_on_cluster
 from .publish import BuildResult
 from .targets import build_targets, list_for_build
-from ..source.loader import percent
 from ...mel.spec import MelSpec
 
 
