@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # %% ../../nbs/audio/manifest.ipynb #mf000004
-_FORMAT = "leakmel manifest 1"
+_FORMAT = "leakmel manifest 2"
 
 
 def _bytes_array(data: bytes) -> np.ndarray:
@@ -94,10 +94,6 @@ def stored_folder(
     return store_path(text) if is_url(text) else Path(text)
 
 
-def _texts_array(texts: Sequence[str]) -> np.ndarray:
-    return _bytes_array(json.dumps(list(texts)).encode())
-
-
 def _stored_arrays(
     facts: Mapping[str, Any],  # of the manifest, for JSON
     listings: Sequence[Listing],
@@ -109,8 +105,8 @@ def _stored_arrays(
             "split": x.split,
             "folder": os.fspath(x.folder),
             "naming": asdict(x.naming),
-            "has_parts": x.parts is not None,
-            "extra": list(x.extra),
+            "parts": x.parts,
+            "extra": dict(x.extra),
         }
         for x in listings
     ]
@@ -120,12 +116,6 @@ def _stored_arrays(
     for k, x in enumerate(listings):
         arrays[f"{k}/paths"] = _bytes_array(b"\0".join(x.paths))
         arrays |= {f"{k}/{name}": getattr(x, name) for name in ("sizes", "mtimes_ns", "label_ids")}
-        if x.parts is not None:
-            for name, values in zip(NameParts._fields, zip(*x.parts)):
-                is_text = name != "gain"
-                arrays[f"{k}/name/{name}"] = _texts_array(values) if is_text else np.array(values, np.float64)
-        for j, texts in enumerate(x.extra.values()):
-            arrays[f"{k}/extra/{j}"] = _texts_array(texts)
     return arrays
 
 
@@ -147,25 +137,14 @@ def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.
         for name, kind in (("sizes", np.int64), ("mtimes_ns", np.int64), ("label_ids", np.int16))
     }
     ids = columns["label_ids"]
-    if any(values.shape != (n,) for values in columns.values()) or (
+    parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
+    texts = head["extra"].values()
+    if not all(isinstance(text, str) for each in texts for text in each):
+        raise ValueError("a column of texts is invalid")
+    if any(len(each) != n for each in (*columns.values(), *texts, paths if parts is None else parts)) or (
         n and not DRY <= ids.min() <= ids.max() < n_labels
     ):
         raise ValueError("the columns do not belong together")
-
-    def texts(name: str) -> list[str]:
-        values = json.loads(arrays[name].tobytes())
-        if len(values) != n or not all(isinstance(v, str) for v in values):
-            raise ValueError("a column of texts is invalid")
-        return values
-
-    parts = None
-    if head["has_parts"]:
-        gains = arrays["name/gain"].astype(np.float64)
-        values = [gains.tolist() if name == "gain" else texts(f"name/{name}") for name in NameParts._fields]
-        parts = tuple(map(NameParts, *values)) if n else ()
-        if len(parts) != n:
-            raise ValueError("the columns do not belong together")
-    extra = {str(name): texts(f"extra/{j}") for j, name in enumerate(head["extra"])}
     return Listing(
         str(head["split"]),
         stored_folder(head["folder"]),
@@ -173,7 +152,7 @@ def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.
         **columns,
         naming=Naming(**head["naming"]),
         parts=parts,
-        extra=extra,
+        extra=head["extra"],
     )
 
 
@@ -184,6 +163,7 @@ _UNREADABLE = (
     ValueError,
     TypeError,
     LookupError,
+    AttributeError,
     EOFError,
     BadZipFile,
     LeakmelError,
