@@ -99,7 +99,6 @@ def _stored_arrays(
     listings: Sequence[Listing],
     unmatched: Sequence[bytes],  # paths that do not match a pattern
 ) -> dict[str, np.ndarray]:
-    "Return what a stored manifest holds."
     own = [
         {
             "split": x.split,
@@ -173,7 +172,6 @@ _UNREADABLE = (
 def _read_stored(
     file: str | os.PathLike,  # of `Manifest.save`
 ) -> tuple[dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]]:  # raises _UNREADABLE
-    "Read facts, listings and unmatched paths."
     with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
         head = json.loads(stored["head"].tobytes())
         if head["format"] != _FORMAT:
@@ -469,7 +467,6 @@ def hints(manifest: Manifest) -> Iterator[str]:
 
 # %% ../../nbs/audio/manifest.ipynb #cd756d1a
 def _requested_split(split: str) -> str:
-    "Return the requested split; raises UsageError."
     wanted = split_name(split)
     if wanted is None:
         raise UsageError(
@@ -487,7 +484,6 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
-    "Return the problem of a name that does not fit."
     effect = "so it has no label and will be rejected"
     if naming.base == "root":
         effect = "so it belongs to no split"
@@ -501,7 +497,6 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
 
 
 def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> dict[str, Path]:
-    "Return the folders to list by split name."
     if split is not None:
         wanted = _requested_split(split)
         if wanted not in splits:
@@ -547,7 +542,6 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
 def _first_folders(
     paths: list[bytes],  # sorted
 ) -> list[str | None]:  # None: the path lies in no folder
-    "Return the first folder of each path."
     names: list[str | None] = []
     while (at := len(names)) < len(paths):
         folder, slash, _ = paths[at].partition(b"/")
@@ -581,7 +575,6 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    "Return the manifest of a root whose splits are folders."
     splits = split_folders(root)
     targets = _target_folders(root, split, splits)
     beside = FoundFiles()
@@ -631,7 +624,6 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    "Return the manifest of a root whose splits are in the file names."
     wanted = SPLITS if split is None else (_requested_split(split),)
     found, notes = found_below(root, root, on_found)
     notes += passed_over_note([found])
@@ -664,7 +656,6 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
 def _by_table(
     root: Path, split: str | None, table: NameTable, columns: dict[str, str], on_found: Callable[[int], None]
 ) -> Manifest:
-    "Return the manifest of a root whose recordings are named in a table."
     named = set(table.splits or ())
     wanted = [s for s in SPLITS if s in named] if split is None else [_requested_split(split)]
     if split is not None and table.splits is None:
@@ -726,7 +717,6 @@ def _by_table(
 
 
 def _stat_inside(root: Path, path: bytes) -> FileEntry:
-    "Return path, size and mtime of a regular file inside the root; size -1 for anything else."
     whole = os.path.join(os.fsencode(root), path)
     try:
         if not isinstance(root, StorePath) and is_inside(whole, os.path.realpath(os.fsencode(root))):
