@@ -119,7 +119,6 @@ def _most_common(values: np.ndarray) -> tuple[float, int]:
 
 
 def _formats(c: Columns) -> Iterator[Problem]:
-    "Find recordings with a different rate, length or channel count."
     rate, n_rate = _most_common(c.sample_rate)
     length, n_length = _most_common(c.duration_s)
     for i in np.flatnonzero(c.sample_rate != rate).tolist():
@@ -136,7 +135,6 @@ def _formats(c: Columns) -> Iterator[Problem]:
 
 
 def _odd_recordings(c: Columns) -> Iterator[Problem]:
-    "Find recordings whose samples are faulty, clipped, silent or off-centre."
     is_clipped = c.clipped_share >= CLIPPED_SHARE
     peak = np.zeros(len(c)) if c.peak is None else c.peak
     is_integer = is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > FLOAT_PEAK)
@@ -194,7 +192,6 @@ _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 1],
 
 
 def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
-    "Find duplicates: in the same split, in another split, under another label."
     loud = np.concatenate([part.digest[~part.silent] for part in (*before, c)]).astype("S32", copy=False)
     # equal digests have equal sums, which sort faster than texts
     sums = np.sort(loud.view("<u8").reshape(-1, 4) @ _ODD)
@@ -232,7 +229,6 @@ MAX_CHANCE = 1e-6
 
 
 def _divergence(q: float, p: float) -> float:
-    "Return the Kullback-Leibler divergence of two shares, natural logarithm."
     return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
 
 

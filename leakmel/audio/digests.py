@@ -59,7 +59,6 @@ def _secret(builder: ir.IRBuilder, at: int | ir.Value) -> Vector:
 
 
 def _add_stripe(builder: ir.IRBuilder, sums: Vector, place: ir.Value, key: Vector) -> Vector:
-    "Add a stripe of 64 bytes to the sums."
     taken = load(builder, place, _SUMS, 2)
     keyed = taken ^ key
     return sums + ((keyed & 0xFFFFFFFF) * keyed.high(32) + taken.picked([i ^ 1 for i in range(8)]))

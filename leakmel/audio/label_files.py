@@ -67,7 +67,6 @@ from ..core.files import write_errors
 
 # %% ../../nbs/audio/label_files.ipynb #0564b40f
 def _digests(manifest: Manifest, progress: str) -> list[list[str]]:  # by listing
-    "Return the digest of each recording."
     content = manifest.content
     if content is None:
         content = read_content(manifest.listings, progress=progress)[0]
@@ -124,7 +123,6 @@ def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listin
 
 
 def _notes(listing: Listing, found: Relabelled) -> Iterator[Problem]:
-    "Yield the recordings on whose label people do not agree as problems."
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
         message = f"people disagree ({opinions}); the label is unchanged"
@@ -160,7 +158,6 @@ def read_label_track(
 
 
 def _range(cells: Sequence[str], line: int, file: str | os.PathLike) -> TimeRange:
-    "Return the time range of a row: start, end, text."
     try:
         start, end, text = *cells[:2], cells[2] if len(cells) > 2 else ""
         return TimeRange(float(start.replace(",", ".")), float(end.replace(",", ".")), text.strip())

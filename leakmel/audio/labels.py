@@ -236,7 +236,6 @@ def read_decisions(
 
 
 def _parse(file: Path, data: bytes) -> list[Decision]:
-    "Return the decisions of a table that was read."
     if _HEADER.startswith(data.removeprefix(_BOM)):  # new, or a header that a crash cut off
         return []
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1

@@ -32,15 +32,13 @@ __all__ = [
 # %% ../../nbs/audio/listing.ipynb #433a12cf
 import errno, os, re, stat, sys
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import compress, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -308,8 +306,7 @@ class FoundFiles:
 
 
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
-_MAX_BATCH = 4 * _MIN_BATCH  # an entry takes several times the memory of its result
-_AT_ONCE = 4  # batches that are examined while the next one is listed
+_MAX_BATCH = 16_384  # an entry takes several times the memory of its result
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
@@ -317,17 +314,6 @@ _NO_PATH = "the key is too long for the path of a file, and the object was left 
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 _LISTED_LINK = "the link was not followed: its folder is already listed under another path"
 _LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
-
-
-class _Batch(NamedTuple):
-    "Entries of a folder, of which the plain files are examined by compiled code in another thread."
-
-    folder: bytes
-    # a name is found faster than a whole path; closed when no thread uses it any more
-    descriptor: int
-    entries: list[os.DirEntry]
-    is_plain: list[bool]
-    status: Future[np.ndarray]  # of the plain files
 
 
 def _require_same(here: os.stat_result, there: os.stat_result) -> None:
@@ -386,71 +372,33 @@ class _LeftOut:
         return [Problem(kind, show_place("", path), message) for path, kind, message in sorted(left)]
 
 
-class _Batches(AbstractContextManager):
-    "Batches that are examined while other entries are listed."
-
-    def __init__(
-        self,
-        cut: int,  # bytes of each path before the relative one
-        found: FoundFiles,
-        on_found: Callable[[int], None],  # called with the number of new recordings
-        take: Callable[[os.DirEntry], None],  # examines another entry by its path
-    ):
-        self.cut = cut
-        self.found = found
-        self.on_found = on_found
-        self.take = take
-        self.pool = ThreadPoolExecutor(_AT_ONCE)
-        self.waiting = deque[_Batch]()
-
-    def add(self, folder: bytes, here: os.stat_result, entries: list[os.DirEntry]) -> None:
-        "Examine few entries; begin a batch of many, and settle the oldest one if there are too many."
-        code = None
-        # where it pays to examine entries together
-        is_loaded = sys.modules.get("leakmel.audio.native") is not None
-        if len(entries) >= _MIN_BATCH and (is_loaded or len(self.found) >= _MANY):
-            code = conform.native()
-        if code is None:
-            for entry in entries:
-                self.take(entry)
-            return
-        plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
-        batch = _Batch(folder, os.open(folder, os.O_PATH | os.O_DIRECTORY), entries, plain, Future())
-        self.waiting.append(batch)
-        _require_same(here, os.fstat(batch.descriptor))
-        names = [e.name for e in compress(entries, plain)]
-        try:
-            status = self.pool.submit(code.stat_files, names, batch.descriptor)
-        except RuntimeError as e:  # no thread can be started
-            raise OSError(errno.ENOMEM, str(e)) from e
-        self.waiting[-1] = batch._replace(status=status)
-        if len(self.waiting) > _AT_ONCE:
-            self.settle()
-
-    def settle(self) -> None:
-        "Wait for the oldest batch, add its regular recordings, and examine its other entries."
-        batch, n = self.waiting[0], len(self.found)
-        try:
-            status, regular = batch.status.result(), np.array(batch.is_plain, bool)
-            regular[regular] = is_regular = status[:, 0] == stat.S_IFREG
-            inside = os.path.join(batch.folder[self.cut :], b"")
-            self.found.paths += [inside + e.name for e in compress(batch.entries, regular)]
-            self.found.sizes.frombytes(status[is_regular, 1].tobytes())
-            self.found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
-            self.on_found(len(self.found) - n)
-            others = list(compress(batch.entries, ~regular))
-            for entry in others:
-                self.take(entry)
-            if others:  # `take` used their paths
-                _require_same(os.fstat(batch.descriptor), os.stat(batch.folder))
-        except OSError as e:
-            raise list_error(e, batch.folder) from e
-        close_read(self.waiting.popleft().descriptor)
-
-    def __exit__(self, *exc) -> None:
-        self.pool.shutdown(cancel_futures=True)
-        for batch in self.waiting:  # after an error
-            close_read(batch.descriptor)
+def _take_plain(
+    folder: bytes,
+    here: os.stat_result,  # of the folder
+    entries: list[os.DirEntry],
+    found: FoundFiles,  # gets the plain recordings, examined together by compiled code
+    cut: int,  # bytes of the folder before the relative path
+) -> list[os.DirEntry]:  # the others
+    code = conform.native()
+    if code is None:
+        return entries
+    is_plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
+    # a name is found faster than a whole path
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        _require_same(here, os.fstat(descriptor))
+        status = code.stat_files([e.name for e in compress(entries, is_plain)], descriptor)
+    except RuntimeError as e:  # no thread can be started
+        raise OSError(errno.ENOMEM, str(e)) from e
+    finally:
+        close_read(descriptor)
+    regular = np.array(is_plain, bool)
+    regular[regular] = is_regular = status[:, 0] == stat.S_IFREG
+    inside = os.path.join(folder[cut:], b"")
+    found.paths += [inside + e.name for e in compress(entries, regular)]
+    found.sizes.frombytes(status[is_regular, 1].tobytes())
+    found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
+    return list(compress(entries, ~regular))
 
 
 def _found_objects(
@@ -536,26 +484,28 @@ def found_below(
         elif wanted:
             left_out.add("special", entry.path, "the entry is not a regular file and was left out")
 
-    with _Batches(cut, found, on_found, take) as batches:
-        while waiting or batches.waiting or links:
-            if not waiting and batches.waiting:
-                batches.settle()
+    while waiting or links:
+        by_link = by_link or not waiting  # a real folder below `folder` is always listed
+        path = waiting.pop() if waiting else heappop(links)
+        try:
+            here = os.stat(path)
+            if (here.st_dev, here.st_ino) in listed and by_link:
+                left_out.add("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
                 continue
-            by_link = by_link or not waiting  # a real folder below `folder` is always listed
-            path = waiting.pop() if waiting else heappop(links)
-            try:
-                here = os.stat(path)
-                if (here.st_dev, here.st_ino) in listed and by_link:
-                    left_out.add("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
-                    continue
-                listed.add((here.st_dev, here.st_ino))
-                found.folders.append(path[cut:])
-                with os.scandir(path) as entries:
-                    while some := list(islice(entries, _MAX_BATCH)):
-                        batches.add(path, here, some)
-                _require_same(here, os.stat(path))
-            except OSError as e:
-                raise list_error(e, path) from e
+            listed.add((here.st_dev, here.st_ino))
+            found.folders.append(path[cut:])
+            with os.scandir(path) as entries:
+                while some := list(islice(entries, _MAX_BATCH)):
+                    n = len(found)
+                    # where it pays to examine entries together
+                    if len(some) >= _MIN_BATCH and ("leakmel.audio.native" in sys.modules or n >= _MANY):
+                        some = _take_plain(path, here, some, found, cut)
+                        on_found(len(found) - n)
+                    for entry in some:
+                        take(entry)
+            _require_same(here, os.stat(path))
+        except OSError as e:
+            raise list_error(e, path) from e
     found.sort()
     return found, left_out.problems()
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # %% ../../nbs/audio/manifest.ipynb #mf000004
-_FORMAT = "leakmel manifest 1"
+_FORMAT = "leakmel manifest 2"
 
 
 def _bytes_array(data: bytes) -> np.ndarray:
@@ -94,23 +94,18 @@ def stored_folder(
     return store_path(text) if is_url(text) else Path(text)
 
 
-def _texts_array(texts: Sequence[str]) -> np.ndarray:
-    return _bytes_array(json.dumps(list(texts)).encode())
-
-
 def _stored_arrays(
     facts: Mapping[str, Any],  # of the manifest, for JSON
     listings: Sequence[Listing],
     unmatched: Sequence[bytes],  # paths that do not match a pattern
 ) -> dict[str, np.ndarray]:
-    "Return what a stored manifest holds."
     own = [
         {
             "split": x.split,
             "folder": os.fspath(x.folder),
             "naming": asdict(x.naming),
-            "has_parts": x.parts is not None,
-            "extra": list(x.extra),
+            "parts": x.parts,
+            "extra": dict(x.extra),
         }
         for x in listings
     ]
@@ -120,12 +115,6 @@ def _stored_arrays(
     for k, x in enumerate(listings):
         arrays[f"{k}/paths"] = _bytes_array(b"\0".join(x.paths))
         arrays |= {f"{k}/{name}": getattr(x, name) for name in ("sizes", "mtimes_ns", "label_ids")}
-        if x.parts is not None:
-            for name, values in zip(NameParts._fields, zip(*x.parts)):
-                is_text = name != "gain"
-                arrays[f"{k}/name/{name}"] = _texts_array(values) if is_text else np.array(values, np.float64)
-        for j, texts in enumerate(x.extra.values()):
-            arrays[f"{k}/extra/{j}"] = _texts_array(texts)
     return arrays
 
 
@@ -147,25 +136,14 @@ def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.
         for name, kind in (("sizes", np.int64), ("mtimes_ns", np.int64), ("label_ids", np.int16))
     }
     ids = columns["label_ids"]
-    if any(values.shape != (n,) for values in columns.values()) or (
+    parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
+    texts = head["extra"].values()
+    if not all(isinstance(text, str) for each in texts for text in each):
+        raise ValueError("a column of texts is invalid")
+    if any(len(each) != n for each in (*columns.values(), *texts, paths if parts is None else parts)) or (
         n and not DRY <= ids.min() <= ids.max() < n_labels
     ):
         raise ValueError("the columns do not belong together")
-
-    def texts(name: str) -> list[str]:
-        values = json.loads(arrays[name].tobytes())
-        if len(values) != n or not all(isinstance(v, str) for v in values):
-            raise ValueError("a column of texts is invalid")
-        return values
-
-    parts = None
-    if head["has_parts"]:
-        gains = arrays["name/gain"].astype(np.float64)
-        values = [gains.tolist() if name == "gain" else texts(f"name/{name}") for name in NameParts._fields]
-        parts = tuple(map(NameParts, *values)) if n else ()
-        if len(parts) != n:
-            raise ValueError("the columns do not belong together")
-    extra = {str(name): texts(f"extra/{j}") for j, name in enumerate(head["extra"])}
     return Listing(
         str(head["split"]),
         stored_folder(head["folder"]),
@@ -173,7 +151,7 @@ def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.
         **columns,
         naming=Naming(**head["naming"]),
         parts=parts,
-        extra=extra,
+        extra=head["extra"],
     )
 
 
@@ -184,6 +162,7 @@ _UNREADABLE = (
     ValueError,
     TypeError,
     LookupError,
+    AttributeError,
     EOFError,
     BadZipFile,
     LeakmelError,
@@ -193,7 +172,6 @@ _UNREADABLE = (
 def _read_stored(
     file: str | os.PathLike,  # of `Manifest.save`
 ) -> tuple[dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]]:  # raises _UNREADABLE
-    "Read facts, listings and unmatched paths."
     with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
         head = json.loads(stored["head"].tobytes())
         if head["format"] != _FORMAT:
@@ -489,7 +467,6 @@ def hints(manifest: Manifest) -> Iterator[str]:
 
 # %% ../../nbs/audio/manifest.ipynb #cd756d1a
 def _requested_split(split: str) -> str:
-    "Return the requested split; raises UsageError."
     wanted = split_name(split)
     if wanted is None:
         raise UsageError(
@@ -507,7 +484,6 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
-    "Return the problem of a name that does not fit."
     effect = "so it has no label and will be rejected"
     if naming.base == "root":
         effect = "so it belongs to no split"
@@ -521,7 +497,6 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
 
 
 def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> dict[str, Path]:
-    "Return the folders to list by split name."
     if split is not None:
         wanted = _requested_split(split)
         if wanted not in splits:
@@ -567,7 +542,6 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
 def _first_folders(
     paths: list[bytes],  # sorted
 ) -> list[str | None]:  # None: the path lies in no folder
-    "Return the first folder of each path."
     names: list[str | None] = []
     while (at := len(names)) < len(paths):
         folder, slash, _ = paths[at].partition(b"/")
@@ -601,7 +575,6 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    "Return the manifest of a root whose splits are folders."
     splits = split_folders(root)
     targets = _target_folders(root, split, splits)
     beside = FoundFiles()
@@ -651,7 +624,6 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    "Return the manifest of a root whose splits are in the file names."
     wanted = SPLITS if split is None else (_requested_split(split),)
     found, notes = found_below(root, root, on_found)
     notes += passed_over_note([found])
@@ -684,7 +656,6 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
 def _by_table(
     root: Path, split: str | None, table: NameTable, columns: dict[str, str], on_found: Callable[[int], None]
 ) -> Manifest:
-    "Return the manifest of a root whose recordings are named in a table."
     named = set(table.splits or ())
     wanted = [s for s in SPLITS if s in named] if split is None else [_requested_split(split)]
     if split is not None and table.splits is None:
@@ -746,7 +717,6 @@ def _by_table(
 
 
 def _stat_inside(root: Path, path: bytes) -> FileEntry:
-    "Return path, size and mtime of a regular file inside the root; size -1 for anything else."
     whole = os.path.join(os.fsencode(root), path)
     try:
         if not isinstance(root, StorePath) and is_inside(whole, os.path.realpath(os.fsencode(root))):

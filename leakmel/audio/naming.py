@@ -213,13 +213,11 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
 
 
 def _numbers(texts: np.ndarray) -> np.ndarray:
-    "`number_in` of a column."
     distinct, which = np.unique(texts, return_inverse=True)
     return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
 
 
 def _shortest(texts: np.ndarray) -> np.ndarray:
-    "Return a column that is as wide as its longest text."
     return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
 
 
@@ -246,7 +244,6 @@ Token = tuple[str, str]  # "text", "field" or "folders", and the text or the fie
 
 
 def _pattern_error(pattern: str, message: str, remedy: str | None = None) -> UsageError:
-    "Return the error for a pattern that cannot be used."
     known = ", ".join(f"{{{name}}}" for name in FIELDS)
     return UsageError(
         f"the pattern {pattern[:_MAX_LENGTH]!r} {message}",
@@ -324,12 +321,6 @@ _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
 _MAX_STEPS = 30_000
 
 
-def _is_valid(name: str, value: str) -> bool:
-    "Return whether a value is valid for a typed field."
-    most, read = _TYPED_FIELDS[name]
-    return len(value) <= most and bool(read(value))
-
-
 # %% ../../nbs/audio/naming.ipynb #0981bccf
 def _fit(
     tokens: tuple[Token, ...], path: str, strict: frozenset[str], steps: int
@@ -373,8 +364,10 @@ def _fit(
             steps -= 1
             if steps < 0:
                 return None
-            if kind == "field" and value in strict and not _is_valid(value, path[at:end]):
-                continue
+            if kind == "field" and value in strict:
+                most, read = _TYPED_FIELDS[value]
+                if end - at > most or not read(path[at:end]):
+                    continue
             if (found := rest(k + 1, end)) is not None:
                 return [(value, path[at:end]), *found] if kind == "field" else found
         failed.add((k, at))

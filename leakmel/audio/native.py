@@ -178,7 +178,6 @@ def _read(
     n_rows: int,
     *computing: np.ndarray,  # places, words and rows of the compiled function
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    "Read recordings for `read_rows` and `read_and_compute`."
     n = len(paths)
     if sizes is None:
         sizes = np.full(n, len(header) + samples.itemsize * samples.shape[1])

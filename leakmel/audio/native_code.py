@@ -194,7 +194,6 @@ HEAD_BYTES = _EMPTY + 1
 
 @njit(inline="always")
 def _is_at(block, at, header, place):
-    "Whether four bytes are equal."
     same = True
     for k in range(4):
         same &= block[at + k] == header[place + k]

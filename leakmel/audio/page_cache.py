@@ -12,17 +12,13 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-
 # %% ../../nbs/audio/page_cache.ipynb #86437b00
-@cache
-def _counts_reads() -> bool:
-    "Return whether the system counts what a thread reads from storage."
-    return sys.platform.startswith("linux") and os.path.exists("/proc/self/io")
+_COUNTS_READS = sys.platform.startswith("linux") and os.path.exists("/proc/self/io")
 
 
 def thread_read_bytes() -> int | None:
     "Return the bytes that this thread has read from storage; None if the system does not count them."
-    if not _counts_reads():
+    if not _COUNTS_READS:
         return None
     import resource
 
@@ -63,7 +59,6 @@ def cached_share(
 
 @cache
 def _libc() -> ctypes.CDLL:
-    "Return the C library of this process."
     return ctypes.CDLL(None, use_errno=True)
 
 

@@ -546,7 +546,6 @@ class DemoSummary:
 
 # %% ../../nbs/audio/synth.ipynb #3d586d1d
 def _check_target(root: Path) -> None:
-    "Refuse a target that is in use or not empty."
     if os.path.lexists(root) and not root.is_dir():
         raise OutputError(
             "the path exists, but is not a folder",

@@ -129,8 +129,6 @@ def table_columns(
 
 @dataclass(frozen=True)
 class _Header:
-    "Places of the columns of a table."
-
     known: dict[str, int]  # of TABLE_COLUMNS
     extra: dict[str, int]  # others that are kept
     ignored: tuple[str, ...]
@@ -160,7 +158,6 @@ def _mapped(names: list[str], columns: dict[str, str], file: Path) -> dict[str, 
 
 
 def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: bool = True) -> _Header:
-    "Return the places of the columns, checked."
     given = [cell.strip() for cell in cells]
     places = _mapped(given, columns, file)
     known, extra, ignored = dict(places), dict[str, int](), list[str]()
@@ -243,7 +240,6 @@ def require_same_table(
 
 
 def _encoding(data: bytes) -> str:
-    "Return the encoding of a text file."
     return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
@@ -415,7 +411,6 @@ def dashed_date(
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
 def _path_in(cells: dict[str, str], wrong: Callable[..., NoReturn]) -> bytes:
-    "Return the path of a row, checked."
     coded = cells.get("path_base64", "").strip()
     try:
         path = base64.b64decode(coded, validate=True) if coded else os.fsencode(cells.get("path", ""))
@@ -444,7 +439,6 @@ def _path_in(cells: dict[str, str], wrong: Callable[..., NoReturn]) -> bytes:
 
 
 def _parts_in(cells: dict[str, str], delimiter: str, wrong: Callable[..., NoReturn]) -> NameParts:
-    "Return the metadata of a row."
     text = {name: cells.get(name, "").strip() for name in NameParts._fields}
     when = iso_time(dashed_date(text["start_time"]))
     if text["start_time"] and not when:
