@@ -24,7 +24,7 @@ __all__ = [
 # %% ../../../nbs/learn/nightly/drift.ipynb #29c1ce65
 import json, math, os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +167,16 @@ def reference_of_history(
         "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT ?", (_FIRST_NIGHTS,)
     )
     counts = {date.fromisoformat(night): n for night, n in rows}
-    for first in counts:  # single recordings of a wrong clock do not begin the reference
-        end = first + timedelta(days=REFERENCE_DAYS - 1)
-        if sum(n for night, n in counts.items() if first <= night <= end) >= MIN_RECORDINGS:
-            break
-    else:
+    whole = (  # single recordings of a wrong clock do not begin the reference
+        first
+        for first in counts
+        if sum(n for night, n in counts.items() if 0 <= (night - first).days < REFERENCE_DAYS)
+        >= MIN_RECORDINGS
+    )
+    first = next(whole, None)
+    if first is None:
         return None
+    end = first + timedelta(days=REFERENCE_DAYS - 1)
     if date.fromisoformat(last) < end + timedelta(days=RECENT_DAYS):
         return None
     found = _nights(history, first, end)
@@ -187,9 +191,8 @@ def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
     if len(normal) < MIN_RECORDINGS:
         return reference
-    scores = ranges_of({"score": normal})
     source = f"{reference.source}; scores: held-out recordings without a leak"
-    return Reference(source, reference.n, reference.ranges | scores)
+    return replace(reference, source=source, ranges=reference.ranges | ranges_of({"score": normal}))
 
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #30a87279

@@ -17,7 +17,7 @@ __all__ = [
 # %% ../../../nbs/learn/nightly/history.ipynb #944fc518
 import os, sqlite3, stat, time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import date, datetime, timedelta
 from functools import partial
@@ -96,10 +96,10 @@ _SCHEMA = {
     "visits": (
         "CREATE TABLE visits (sensor TEXT PRIMARY KEY CHECK (length(sensor) < 1000), night TEXT NOT NULL CHECK (date(night) IS night)) STRICT"
     ),
+    "digests": "CREATE TABLE digests (name TEXT PRIMARY KEY, digest TEXT NOT NULL CHECK (length(digest) = 32)) STRICT, WITHOUT ROWID",
 }
-_DIGESTS = "CREATE TABLE digests (name TEXT PRIMARY KEY, digest TEXT NOT NULL CHECK (length(digest) = 32)) STRICT, WITHOUT ROWID"
 _TABLES = ("meta", "recordings", "files", "nights", "visits")  # each has a digest
-_VERSION = 1  # of the schema; 0: an earlier version of leakmel, which stored no digests
+_VERSION = 1  # of the schema
 
 
 # %% ../../../nbs/learn/nightly/history.ipynb #5d36ec0b
@@ -114,41 +114,33 @@ def _refused(path: Path, message: str, found: object = None) -> DataError:
     )
 
 
-def _check_file(path: Path) -> bool:  # whether it exists
+def _check_file(path: Path) -> bool:  # whether it exists; a run that was killed early leaves an empty one
     "Refuse what is not a regular SQLite file of a history, and what lies in its way."
-    logs = [Path(f"{path}-{end}") for end in ("journal", "wal", "shm")]
-    for file in (path, *logs):
-        if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
-            raise _refused(file, "this is not a regular file")
-    for file in logs[1:]:  # a history has no write-ahead log
-        if os.path.lexists(file):
+    for end in ("", "-journal", "-wal", "-shm"):  # a history has no write-ahead log
+        file = Path(f"{path}{end}")
+        if os.path.lexists(file) and (end in ("-wal", "-shm") or not stat.S_ISREG(os.lstat(file).st_mode)):
             raise _refused(file, "this file does not belong to a history")
-    if not os.path.lexists(path):
+    if not path.exists():
         return False
     with path.open("rb") as f:
         head = f.read(100)
-    if not head:
-        return False  # created by a run that was killed before it wrote
-    if head[:16] != b"SQLite format 3\0" or len(head) < 100:
-        raise _refused(path, "this is not a SQLite file")
-    if head[18:20] != b"\1\1":
-        raise _refused(path, "the file uses a write-ahead log")
-    return True
+    if head and (head[:16] != b"SQLite format 3\0" or head[18:20] != b"\1\1"):
+        raise _refused(path, "this is not a SQLite file without a write-ahead log")
+    return bool(head)
 
 
-def _identity(path: Path) -> str:
-    "Inode, size and times of a file: another one, or one that was written since, has another identity."
+def _mark(path: Path) -> bytes:
+    "Digest, inode, size and times of a file: another one, or one that was written since, has another mark."
     st = os.lstat(path)
-    return f"{st.st_ino} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns}"
+    return f"{digest_of_file(path)} {st.st_ino} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns}".encode()
 
 
 def _is_as_left(path: Path) -> bool:
     "Whether the last run closed this very file with these bytes."
     try:
-        known, _, identity = read_own(path.with_name(CHECKED_FILE)).decode("ascii").partition(" ")
-        if identity != _identity(path) or os.path.lexists(f"{path}-journal"):
-            return False
-        return digest_of_file(path) == known
+        return not os.path.lexists(f"{path}-journal") and read_own(path.with_name(CHECKED_FILE)) == _mark(
+            path
+        )
     except (OSError, ValueError):
         return False
 
@@ -186,20 +178,15 @@ class History:
             stack.enter_context(OutputLock(self.path))
             exists = _check_file(self.path)
             self._is_checked = exists and _is_as_left(self.path)
-            try:
+            with self._errors():
                 self.db = sqlite3.connect(self.path, isolation_level=None)
                 stack.callback(self.db.close)
                 self._prepare(exists)
                 self._watch()
-            except (sqlite3.Error, UnicodeDecodeError) as e:
-                raise self._error(e) from e
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.db.in_transaction:
-            with suppress(sqlite3.Error):
-                self.db.execute("ROLLBACK")
         n_changes = self.db.total_changes
         self.db.close()
         if exc[0] is not None or n_changes or not self._is_checked:
@@ -207,26 +194,33 @@ class History:
             with suppress(OSError, OutputError):
                 marker.unlink(missing_ok=True)
                 if exc[0] is None:
-                    text = f"{digest_of_file(self.path)} {_identity(self.path)}"
                     with replacing(marker) as new:
-                        new.write_bytes(sealed(text.encode()))
+                        new.write_bytes(sealed(_mark(self.path)))
         self._open.close()
 
-    def _error(self, e: Exception) -> Exception:
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         "Tell a full disk and a damaged file apart."
-        name = getattr(e, "sqlite_errorname", "")
-        busy = OutputError(
-            "another program uses the history",
-            code="output-locked",
-            path=self.path,
-            remedy="wait until it ends, and run the command again",
-        )
-        full = SpaceError("there is no room left for the history", code="no-space", path=self.path)
-        lost = OutputError(f"the history cannot be written ({name})", code="write-failed", path=self.path)
-        kinds = {"BUSY": busy, "LOCKED": busy, "FULL": full}
-        kinds |= dict.fromkeys(("IOERR", "READONLY", "CANTOPEN", "PERM"), lost)
-        found = next((error for kind, error in kinds.items() if name.startswith(f"SQLITE_{kind}")), None)
-        return found or _refused(self.path, f"the file is damaged ({e})")
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
+            name = getattr(e, "sqlite_errorname", "")
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                raise OutputError(
+                    "another program uses the history",
+                    code="output-locked",
+                    path=self.path,
+                    remedy="wait until it ends, and run the command again",
+                ) from e
+            if name.startswith("SQLITE_FULL"):
+                raise SpaceError(
+                    "there is no room left for the history", code="no-space", path=self.path
+                ) from e
+            if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+                raise OutputError(
+                    f"the history cannot be written ({name})", code="write-failed", path=self.path
+                ) from e
+            raise _refused(self.path, f"the file is damaged ({e})") from e
 
     def _prepare(self, exists: bool) -> None:
         "Set up the connection, check a file that exists, and write the schema of a new one."
@@ -240,19 +234,19 @@ class History:
             "recursive_triggers = ON",  # a row that is replaced counts as deleted
         ):
             self.db.execute(f"PRAGMA {pragma}")
-        (found,) = self.db.execute("PRAGMA application_id").fetchone()
+        numbers = [
+            self.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        ]
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
-        if not exists or not stored and found == 0:
+        if not exists or not stored and not any(numbers):
             self.db.execute("BEGIN IMMEDIATE")
-            for sql in _SCHEMA.values():
+            pragmas = (f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}")
+            for sql in (*_SCHEMA.values(), *pragmas):
                 self.db.execute(sql)
-            self.db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            self._add_digests()
+            self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
             self.db.execute("COMMIT")
             return
-        (version,) = self.db.execute("PRAGMA user_version").fetchone()
-        schema = {0: _SCHEMA, _VERSION: _SCHEMA | {"digests": _DIGESTS}}.get(version)
-        if found != _APPLICATION_ID or stored != schema:
+        if numbers != [_APPLICATION_ID, _VERSION] or stored != _SCHEMA:
             raise _refused(
                 self.path, "this SQLite file is not a history of this version", sorted(map(str, stored))[:8]
             )
@@ -261,12 +255,10 @@ class History:
         (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise _refused(self.path, "the file is damaged", verdict)
-        if version:
-            known, computed = dict(self.db.execute("SELECT name, digest FROM digests")), self._digests()
-            if known != computed:
-                names = sorted(name for name, _ in known.items() ^ computed.items())
-                message = "damaged, or changed by another program: tables do not match their digests"
-                raise _refused(self.path, message, ", ".join(map(ascii, dict.fromkeys(names)))[:200])
+        known = dict(self.db.execute("SELECT name, digest FROM digests"))
+        if wrong := known.items() ^ self._digests().items():
+            message = "damaged, or changed by another program: tables do not match their digests"
+            raise _refused(self.path, message, ", ".join(sorted({ascii(name) for name, _ in wrong}))[:200])
 
     def _digests(self) -> dict[str, str]:  # table -> 32 hexadecimal digits
         "Compute the digests of the tables from all rows."
@@ -274,12 +266,6 @@ class History:
             table: _text(sum(map(_row_digest, self.db.execute(f"SELECT * FROM {table} NOT INDEXED"))))
             for table in _TABLES
         }
-
-    def _add_digests(self) -> None:
-        "Add digests to a history that has none."
-        self.db.execute(_DIGESTS)
-        self.db.execute(f"PRAGMA user_version = {_VERSION}")
-        self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
 
     def _count(self, table: str, sign: int, *row: Any) -> None:
         "Keep the sum of a table up to date; a change outside of a transaction fails."
@@ -300,31 +286,22 @@ class History:
 
     def begin(self) -> None:
         "Begin the transaction of a run."
-        try:
+        with self._errors():
             self.db.execute("BEGIN IMMEDIATE")
-            if self.db.execute("PRAGMA user_version").fetchone() == (0,):
-                self._add_digests()
-            stored = self.db.execute("SELECT name, digest FROM digests")
-            self._sums = {table: int(digest, 16) for table, digest in stored}
-        except (sqlite3.Error, UnicodeDecodeError) as e:
-            raise self._error(e) from e
+            self._sums = {t: int(digest, 16) for t, digest in self.query("SELECT name, digest FROM digests")}
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."
         changed = [(_text(n), table, _text(n)) for table, n in self._sums.items()]
-        try:
+        with self._errors():
             self.db.executemany("UPDATE digests SET digest = ? WHERE name = ? AND digest IS NOT ?", changed)
             self.db.execute("COMMIT")
-            self._sums = {}
-        except sqlite3.Error as e:
-            raise self._error(e) from e
+        self._sums = {}
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple]:
         "Return the rows of a query."
-        try:
+        with self._errors():
             return self.db.execute(sql, values).fetchall()
-        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
-            raise self._error(e) from e
 
     def query_in(self, sql: str, values: Sequence[Any]) -> list[tuple]:
         "Return the rows of a query that ends in IN, for any number of values."
@@ -336,20 +313,16 @@ class History:
 
     def pages(self, sql: str, n: int) -> Iterator[dict[str, list[Any]]]:
         "Yield the rows of a query as columns of at most n rows."
-        try:
+        with self._errors():
             cursor = self.db.execute(sql)
             names = [name for name, *_ in cursor.description]
             while rows := cursor.fetchmany(n):
                 yield dict(zip(names, map(list, zip(*rows))))
-        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
-            raise self._error(e) from e
 
     def write(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         "Run a statement for each row."
-        try:
+        with self._errors():
             self.db.executemany(sql, rows)
-        except (sqlite3.Error, OverflowError) as e:
-            raise self._error(e) from e
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
@@ -387,10 +360,16 @@ _DATES = ("night", "first_above")
 
 def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
     pa = require_package("pyarrow")
-    kinds = dict.fromkeys(("digest", "path"), pa.string()) | dict.fromkeys(_DATES, pa.date32())
-    kinds |= dict.fromkeys(("recordings", "usable"), pa.int64())
-    kinds |= {"sensor": pa.dictionary(pa.int32(), pa.string()), "time": pa.timestamp("us")}
-    kinds |= {"utc_offset_s": pa.int32(), "flags": pa.list_(pa.string()), "bands": pa.list_(pa.float64())}
+    kinds = {
+        **dict.fromkeys(("digest", "path"), pa.string()),
+        **dict.fromkeys(_DATES, pa.date32()),
+        **dict.fromkeys(("recordings", "usable"), pa.int64()),
+        "sensor": pa.dictionary(pa.int32(), pa.string()),
+        "time": pa.timestamp("us"),
+        "utc_offset_s": pa.int32(),
+        "flags": pa.list_(pa.string()),
+        "bands": pa.list_(pa.float64()),
+    }
     return pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
 
 
@@ -398,7 +377,7 @@ def _typed_pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
     "Yield columns with the types of the schema."
     for page in history.pages(sql, _PAGE):
         for name in set(_DATES) & set(page):
-            page[name] = [None if text is None else date.fromisoformat(text) for text in page[name]]
+            page[name] = [text and date.fromisoformat(text) for text in page[name]]
         if "time" in page:
             parse_time.cache_clear()
             page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))

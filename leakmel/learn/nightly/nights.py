@@ -66,8 +66,7 @@ class Budget:
         budget = "the budget (false visits per 100 sensor-nights)"
         for name, what, most in (("per_100_nights", budget, 10), ("start_share", "start_share", 0.5)):
             value = getattr(self, name)
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most
-            if not ok:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
                 raise UsageError(
                     f"{what} must be above 0 and at most {most}", code="out-of-range", found=repr(value)
                 )
@@ -118,8 +117,8 @@ class Evidence:
     @classmethod
     def start(cls, n_sensors: int) -> Self:
         "Begin without nights."
-        zero = np.zeros(n_sensors)
-        return cls(zero.copy(), zero.copy(), zero.copy(), np.zeros((len(BETS), n_sensors)))
+        n, mean, m2 = np.zeros((3, n_sensors))
+        return cls(n, mean, m2, np.zeros((len(BETS), n_sensors)))
 
     @property
     def value(self) -> np.ndarray:  # [S]
@@ -282,11 +281,6 @@ def read_visits(
 
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #19e2d06a
-_NIGHT_COLUMNS = (
-    "sensor, night, recordings, usable, score, rms_db, floor_db, flags, n, mean, m2, r0, r1, r2, first_above"
-)
-
-
 _Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags
 
 
@@ -325,13 +319,13 @@ def record_run(
     by_date: dict[str, dict[int, _Night]] = {}
     for k, sensor in enumerate(sensors):
         before = history.query(
-            f"SELECT {_NIGHT_COLUMNS} FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
+            "SELECT night, n, mean, m2, r0, r1, r2, first_above FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
             (sensor, since[sensor]),
         )
-        if before and before[0][1] > visited.get(sensor, ""):
-            evidence.n[k], evidence.mean[k], evidence.m2[k] = before[0][8:11]
-            evidence.r[:, k] = before[0][11:14]
-            first_above[k] = before[0][14]
+        if before and before[0][0] > visited.get(sensor, ""):
+            evidence.n[k], evidence.mean[k], evidence.m2[k] = before[0][1:4]
+            evidence.r[:, k] = before[0][4:7]
+            first_above[k] = before[0][7]
         rows = history.query(
             "SELECT night, score, rms_db, floor_db, flags FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
@@ -356,9 +350,8 @@ def _write_nights(
     for night in sorted(by_date):
         x = np.full(len(sensors), np.nan)
         for k, own in by_date[night].items():
-            score = own[2]
-            if score is not None and night > visited.get(sensors[k], ""):
-                x[k] = night_logit(score)
+            if own[2] is not None and night > visited.get(sensors[k], ""):
+                x[k] = night_logit(own[2])
         evidence.add(x)
         value = evidence.value
         rows = []

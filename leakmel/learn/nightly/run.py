@@ -23,7 +23,7 @@ __all__ = [
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
 import json, os, time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
@@ -77,7 +77,7 @@ from leakmel.learn.nightly.visits_page import (
     place_of,
     visits_page,
 )
-from ..predict.predict import Predictions, predict
+from ..predict.predict import predict
 from ..predict.readers import RecordingList, find_recordings
 from ..predict.scoring import ScoredRecording
 from ...mel.engines import open_engine
@@ -107,22 +107,20 @@ def model_digest(
     return found.hexdigest()
 
 
-def _check_model(history: History, digest: str, model: str) -> None:
-    "Refuse a model that the history does not belong to."
-    known = history.meta("model")
-    if known not in (None, digest):
-        raise UsageError(
-            "the history was made with another model, and scores of two models cannot be compared",
-            code="other-model",
-            path=history.path,
-            found=f"{model} ({digest})",
-            expected=str(known),
-            remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
-        )
-
-
 # %% ../../../nbs/learn/nightly/run.ipynb #04e24cdd
 _TRIED_AGAIN = ("unreadable", "changed")  # the file itself may be good
+
+
+def _rows(found: RecordingList) -> Iterator[tuple[bytes, int, int, NameParts]]:
+    x = found.listing
+    return zip(x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), found.names)
+
+
+def _listing(folder: Path, rows: Iterable[tuple[bytes, int, int, NameParts]]) -> Listing:
+    "Return recordings without labels."
+    paths, sizes, mtimes_ns, names = zip(*rows)
+    no_label = np.full(len(paths), -1, np.int16)
+    return Listing("", folder, list(paths), np.array(sizes), np.array(mtimes_ns), no_label, parts=names)
 
 
 def _find(
@@ -132,29 +130,14 @@ def _find(
     listed = find_recordings(folder, manifest=manifest, progress=progress)
     if manifest is None or manifest.table_path is None:
         return listed, []
-    every = find_recordings(folder, progress=progress)
-    x, y = listed.listing, every.listing
-    own, known = dict(zip(y.paths, every.names)), set(x.paths)
-    names = [
-        own.get(path, row)._replace(**{k: v for k, v in row._asdict().items() if v != "" and v == v})
-        for path, row in zip(x.paths, listed.names)
-    ]
-    missing = [k for k, path in enumerate(y.paths) if path not in known]
-    sizes, mtimes_ns = (
-        np.concatenate([getattr(x, n), getattr(y, n)[missing]]) for n in ("sizes", "mtimes_ns")
-    )
-    unlisted = [y.paths[k] for k in missing]
-    names += [every.names[k] for k in missing]
-    both = _listing(x.folder, [*x.paths, *unlisted], sizes, mtimes_ns, names)
-    return RecordingList(both, np.full(len(both), "", object), names), unlisted
-
-
-def _listing(
-    folder: Path, paths: list[bytes], sizes: np.ndarray, mtimes_ns: np.ndarray, names: Sequence[NameParts]
-) -> Listing:
-    "Return recordings without labels as a listing."
-    no_label = np.full(len(paths), -1, np.int16)
-    return Listing("", folder, paths, sizes, mtimes_ns, no_label, parts=tuple(names))
+    files = {row[0]: row for row in _rows(find_recordings(folder, progress=progress))}
+    missing = sorted(files.keys() - set(listed.listing.paths))
+    for path, size, mtime_ns, name in _rows(listed):
+        said = {k: v for k, v in name._asdict().items() if v != "" and v == v}
+        own = files[path][3] if path in files else name
+        files[path] = (path, size, mtime_ns, own._replace(**said))
+    both = _listing(listed.listing.folder, [files[path] for path in sorted(files)])
+    return RecordingList(both, np.full(len(both), "", object), both.names), missing
 
 
 @dataclass(eq=False)
@@ -169,10 +152,6 @@ class _Files:
     entries: list[HistoryEntry] = field(default_factory=list)  # recordings that were read
     rows: list[tuple] = field(default_factory=list)  # of the table `files`, of what was read
     n_from_file: int = 0  # recordings that were read, whose time is that of the file
-
-    def add_row(self, path: bytes, k: int, digest: str, problem: str) -> None:
-        x = self.found.listing
-        self.rows.append((path, int(x.sizes[k]), int(x.mtimes_ns[k]), digest, problem))
 
 
 _MAX_SENSOR = 200  # characters
@@ -195,45 +174,35 @@ def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
     if manifest is None or any(name.start_time for name in found.names):
         return
     naming, table = manifest.naming, manifest.names
-    if naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern):
-        source, remedy = (
-            f"the pattern {naming.pattern}",
-            "change the pattern, or leave {start_time} out of it",
+    of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
+    if of_pattern or table is not None and table.has_times:
+        raise DataError(
+            "no recording has a start time, although the pattern or the table has a place for it",
+            code="no-times",
+            path=found.listing.folder,
+            found=f"first recording {show_path(found.listing.paths[0])}",
+            expected=f"times like {TIME_FORMS}",
+            remedy="change the pattern or fill the column start_time; or leave start_time out of it: each recording "
+            "is then dated by its file, which is right only if the files were never copied",
         )
-    elif table is not None and table.has_times:
-        source, remedy = f"the table {show_path(table.file)}", "fill the column start_time, or remove it"
-    else:
-        return
-    raise DataError(
-        "no recording has a start time, although the pattern or the table has a place for it",
-        code="no-times",
-        path=found.listing.folder,
-        found=f"{source}; first recording {show_path(found.listing.paths[0])}"
-        if len(found.listing)
-        else source,
-        expected=f"times like {TIME_FORMS}",
-        remedy=f"{remedy}: each recording is then dated by its file, which is right only if the files were never copied",
-    )
 
 
 def _sort_files(history: History, found: RecordingList) -> _Files:
     "Find the files that are not known."
     x = found.listing
     files = _Files(found, stored_files(history, x.paths))
-    n_unnamed = 0
     for k, path in enumerate(x.paths):
         size, mtime_ns, digest, problem = files.stored.get(path, (None, None, "", ""))
-        if (size, mtime_ns) != (int(x.sizes[k]), int(x.mtimes_ns[k])):
-            if _sensor_name(found.names[k].sensor):
-                files.to_read.append(k)
+        if (size, mtime_ns) == (x.sizes[k], x.mtimes_ns[k]):
+            if problem:
+                files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
             else:
-                n_unnamed += 1
-                files.rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
-        elif problem:
-            files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
+                files.paths[digest] = path
+        elif _sensor_name(found.names[k].sensor):
+            files.to_read.append(k)
         else:
-            files.paths[digest] = path
-    if n_unnamed == len(x):
+            files.rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
+    if sum(r.code == "no_sensor" for r in files.rejected) == len(x):
         raise DataError(
             "no recording of the folder has the name of its sensor",
             code="no-sensor",
@@ -247,7 +216,7 @@ def _sort_files(history: History, found: RecordingList) -> _Files:
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fd79d613
 _CLOCK_DAYS = 2  # time zones and small errors of a clock
-_FIRST_YEAR = "1990"
+_FIRST_DAY = "1990-01-01"
 
 
 def recording_time(
@@ -257,10 +226,10 @@ def recording_time(
     "Choose the time of a recording."
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
     now = datetime.now()
-    if not _FIRST_YEAR <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
+    if not _FIRST_DAY <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
         changed = now
     latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
-    if start_time and _FIRST_YEAR <= start_time <= latest:
+    if start_time and _FIRST_DAY <= start_time <= latest:
         return start_time, False
     return changed.isoformat(), True
 
@@ -295,49 +264,39 @@ def _entry(
 def read_new(
     files: _Files,
     detector: Detector,
-    sensors: Sequence[str],  # of the history
-    last: str,  # last night of the history; empty: none
+    history: History,
     device: str,
     progress: str,
 ) -> None:
     "Score and measure the files that are not known."
-    x, names = files.found.listing, files.found.names
     if not files.to_read:
         return
-    place = {x.paths[k]: k for k in files.to_read}
-    part = _listing(
-        x.folder,
-        list(place),
-        x.sizes[files.to_read],
-        x.mtimes_ns[files.to_read],
-        [names[k] for k in files.to_read],
-    )
-    manifest = Manifest(x.folder, (), (part,))
-    done: Predictions = predict(x.folder, detector, manifest=manifest, device=device, progress=progress)
+    x, names = files.found.listing, files.found.names
+    new = {x.paths[k]: (x.paths[k], int(x.sizes[k]), int(x.mtimes_ns[k]), names[k]) for k in files.to_read}
+    manifest = Manifest(x.folder, (), (_listing(x.folder, new.values()),))
+    done = predict(x.folder, detector, manifest=manifest, device=device, progress=progress)
     payloads = [s.facts["digest"].decode() for s in done.scored]
     measured = recording_levels(x.folder, done.scored.paths, payloads, done.spec, progress=progress)
-    known = {text_key(sensor): sensor for sensor in sensors}
+    known = {text_key(sensor): sensor for sensor in all_sensors(history)}
     rejected = list(done.rejections)
-    numbers = [place[path] for path in done.scored.paths]
-    times = [recording_time(names[k].start_time, int(x.mtimes_ns[k])) for k in numbers]
+    times = [recording_time(new[path][3].start_time, new[path][2]) for path in done.scored.paths]
+    ((last,),) = history.query("SELECT max(night) FROM nights")
     latest = max((when for when, from_file in times if not from_file), default="")
-    for s, k, levels, (when, from_file) in zip(done.scored, numbers, measured, times):
+    for s, levels, (when, from_file) in zip(done.scored, measured, times):
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
         if from_file:  # a wrong clock must not move the last night of the network
-            wrong = latest or (f"{last}T23:59:59" if last and names[k].start_time else "")
-            when = min(when, wrong or when)
+            wrong = latest or (f"{last}T23:59:59" if last and new[s.path][3].start_time else when)
+            when = min(when, wrong)
         files.n_from_file += from_file
         name = _sensor_name(s.sensor)
         score = done.rule.score(s.segment_scores)
         entry = _entry(s, known.get(name, name), score, levels, when, from_file)
         files.entries.append(entry)
         files.paths[entry.digest] = s.path
-        files.add_row(s.path, k, entry.digest, "")
-    for r in rejected:
-        if r.code not in _TRIED_AGAIN:
-            files.add_row(r.path, place[r.path], "", r.code)
+        files.rows.append((*new[s.path][:3], entry.digest, ""))
+    files.rows += [(*new[r.path][:3], "", r.code) for r in rejected if r.code not in _TRIED_AGAIN]
     files.rejected += rejected
 
 
@@ -426,23 +385,22 @@ class NightlyRun:
     @property
     def summary(self) -> dict[str, Any]:
         "Counts and the sensors to visit as plain values, for machines."
-        listed = [r for r in self.sensors if r.visit]
-        named = [{"path": show_path(r.path), "code": r.code} for r in self.rejected[:MAX_NAMED]]
-        kept = {name: value for name, value in self.body.items() if name not in ("format", "sensors")}
         return {
             "folder": show_path(self.folder),
             "state": show_path(self.state),
             "model": self.model,
-            **kept,
+            **{name: value for name, value in self.body.items() if name not in ("format", "sensors")},
             "evaluation_result": self.evaluation_result,
             **asdict(self.counts),
             "rejected_by_code": dict(Counter(r.code for r in self.rejected).most_common()),
-            "rejected_files": named,
+            "rejected_files": [
+                {"path": show_path(r.path), "code": r.code} for r in self.rejected[:MAX_NAMED]
+            ],
             "sensors": len(self.sensors),
             "to_visit": len(self.to_visit),
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
-            "visits": [r.to_dict() for r in listed],
+            "visits": [r.to_dict() for r in self.sensors if r.visit],
             "seconds": self.seconds,
         }
 
@@ -451,21 +409,22 @@ class NightlyRun:
         c = self.counts
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
-        untimed = f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
         ill = [r for r in self.sensors if r.health != "ok"]
-        more = f"  and {len(ill) - MAX_NAMED:,} more loggers to check"
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 f"  detector: {self.evaluation}",
-                *[untimed] * (c.times_from_file > 0),
+                *[
+                    f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
+                ]
+                * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in self.warnings),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
-                *[more] * (len(ill) > MAX_NAMED),
+                *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
                 f"tables in {show_path(self.state)}",
             ]
         )
@@ -497,8 +456,11 @@ def write_tables(
     page: str,  # HTML
 ) -> None:  # raises OutputError, SpaceError
     "Write sensors.csv, sensors.json and visits.html."
-    body = json.dumps(done.body, ensure_ascii=True) + "\n"
-    texts = {SENSORS_CSV: done.table.to_csv(index=False), SENSORS_JSON: body, VISITS_HTML: page}
+    texts = {
+        SENSORS_CSV: done.table.to_csv(index=False),
+        SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
+        VISITS_HTML: page,
+    }
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -596,16 +558,22 @@ def nightly(
     found, missing = _find(folder, manifest, progress)
     _check_times(found, manifest)
     with History(target) as history:
-        _check_model(history, digest, named)
+        known = history.meta("model")
+        if known not in (None, digest):
+            raise UsageError(
+                "the history was made with another model, and scores of two models cannot be compared",
+                code="other-model",
+                path=history.path,
+                found=f"{named} ({digest})",
+                expected=known,
+                remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
+            )
         files = _sort_files(history, found)
-        notes = _notes(files, missing)
-        ((last,),) = history.query("SELECT max(night) FROM nights")
-        read_new(files, detector, all_sensors(history), last or "", device, progress)
+        read_new(files, detector, history, device, progress)
         history.begin()
         history.set_meta("model", digest)
-        done_visits = _known_visits(history, files.entries, visits)
-        added = record_run(history, files.entries, rule, done_visits)
-        notes += _ignored_visits(history, visits, done_visits)
+        used, ignored = _sort_visits(history, files.entries, visits)
+        added = record_run(history, files.entries, rule, used)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         _keep_reference(history, detector, reference)
         history.commit()
@@ -625,7 +593,7 @@ def nightly(
             sensors=tuple(rows),
             drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
             curves=_curves(history, rows),
-            notes=notes,
+            notes=(*_notes(files, missing), *ignored),
         )
         clips = _clips(rows, files.paths, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
@@ -633,61 +601,51 @@ def nightly(
 
 
 def _counts(files: _Files, n_added: int, n_missing: int) -> RunCounts:
-    "Count the files of the folder."
-    n = len(files.found.listing)
     n_read = len(files.entries)
-    n_rejected = len(files.rejected)
     # the history has them under the same path; size or time of the file changed
-    known = (
+    n_touched = sum(
         files.stored.get(path, (None,) * 4)[2] == digest for path, _, _, digest, _ in files.rows if digest
     )
-    n_touched = sum(known)
     return RunCounts(
-        found=n,
-        known=n - n_read - n_rejected + n_touched,
+        found=len(files.found.listing),
+        known=len(files.found.listing) - n_read - len(files.rejected) + n_touched,
         new=n_added,
         copies=n_read - n_added - n_touched,
-        rejected=n_rejected,
+        rejected=len(files.rejected),
         times_from_file=files.n_from_file,
         not_in_table=n_missing,
     )
 
 
-def _notes(files: _Files, missing: Sequence[bytes]) -> tuple[str, ...]:
+def _notes(files: _Files, missing: Sequence[bytes]) -> list[str]:
     "Report recordings that the table lacks, and sensors with names that look the same."
-    found, notes = files.found, []
+    sensors = (files.found.names[k].sensor for k in files.to_read)
+    notes = [f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors")]
     if missing:
-        n = f"{len(missing):,} of {len(found.listing):,}"
-        notes.append(f"{n} recordings are not in the table, first {show_path(missing[0])}")
-    sensors = (found.names[k].sensor for k in files.to_read)
-    return (*notes, *(f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors")))
+        n = f"{len(missing):,} of {len(files.found.listing):,}"
+        notes.insert(0, f"{n} recordings are not in the table, first {show_path(missing[0])}")
+    return notes
 
 
 _AHEAD_DAYS = 7  # recordings may arrive after a visit
-_FIRST_NIGHT = "1990-01-01"  # of an empty history
 
 
-def _known_visits(history: History, entries: list[HistoryEntry], visits: Mapping[str, str]) -> dict[str, str]:
-    "Return the visits of known sensors that do not lie in the future."
-    if not visits:
-        return {}
-    stored = dict(history.query("SELECT sensor, max(night) FROM nights GROUP BY sensor"))
-    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *stored)}
-    last = max([*stored.values(), *(e.night for e in entries)], default=_FIRST_NIGHT)
-    latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).date().isoformat()
-    return {known[s]: night for s, night in visits.items() if s in known and night <= latest}
-
-
-def _ignored_visits(history: History, visits: Mapping[str, str], done: Mapping[str, str]) -> tuple[str, ...]:
-    "Return a note on the visits that are not used, and how sensors are named if none is known."
-    ignored = [f"{sensor} ({visits[sensor]})" for sensor in sorted(visits.keys() - set(map(text_key, done)))]
+def _sort_visits(
+    history: History, entries: list[HistoryEntry], visits: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    "Return the visits of known sensors that do not lie in the future, and a note on the others."
+    ((last,),) = history.query("SELECT max(night) FROM nights")
+    last = max([last or _FIRST_DAY, *(e.night for e in entries)])
+    latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).isoformat()
+    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *all_sensors(history))}
+    used = {known[s]: night for s, night in visits.items() if s in known and night <= latest}
+    ignored = [f"{s} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
     if not ignored:
-        return ()
+        return used, []
     note = f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}"
-    known = sorted(all_sensors(history))
-    if known and not visits.keys() & set(map(text_key, known)):
+    if known and not visits.keys() & known.keys():
         note += (
-            f"; no visit names a sensor of the history, which are named like {', '.join(map(show_path, known[:3]))} "
+            f"; no visit names a sensor of the history, which are named like {', '.join(map(show_path, sorted(known.values())[:3]))} "
             "(a spreadsheet turns 000123 into 123, and a long number into 1,23E+05: format the column as text)"
         )
-    return (note,)
+    return used, [note]

@@ -19,9 +19,11 @@ __all__ = [
 
 # %% ../../../nbs/learn/nightly/sensors.ipynb #613fe9a9
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date, timedelta
 from hashlib import blake2b
+from itertools import groupby
+from operator import itemgetter
 from statistics import median  # of a few numbers: ten times faster than numpy's
 from typing import Any
 
@@ -90,7 +92,7 @@ class SensorRow:
 
     def to_dict(self) -> dict[str, Any]:
         "Plain values, by column."
-        return {name: getattr(self, name) for name in SENSOR_COLUMNS}
+        return asdict(self)
 
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
@@ -103,27 +105,23 @@ def plural(n: float, word: str) -> str:
     return f"{n:.0f} {word}{'s' * (round(n) != 1)}"
 
 
-def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p: float | None) -> str:
+def _reason(visit: str, own: Sequence[tuple], evidence: float, budget: Budget, p: float) -> str:
     "Say in a sentence why a sensor is on the list or not."
-    n, score, mean, first = own[-1][4], own[-1][5], own[-1][6], own[-1][7]
-    usual = 1 / (1 + np.exp(-mean))
+    n, score, mean, first = own[-1][4:8]
     if visit == "evidence":
-        many = f"more than 1,000 times the limit of {budget.limit:,.0f}"
-        size = (
-            many if evidence > 1000 * budget.limit else f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
-        )
+        size = f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
+        if evidence > 1000 * budget.limit:
+            size = f"more than 1,000 times the limit of {budget.limit:,.0f}"
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        return (
-            f"Scores rose against the sensor's own {plural(n, 'night')}: evidence {size}; "
-            f"on the list since {first}.{back}"
-        )
+        nights = plural(n, "night")
+        return f"Scores rose against the sensor's own {nights}: evidence {size}; on the list since {first}.{back}"
     if visit == "high from the start":
-        return f"The first nights already had higher scores than {100 * (1 - (p or 0)):.0f} % of the places without a leak that the model was evaluated on."
+        return f"The first nights already had higher scores than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
     if n <= MIN_NIGHTS:
         return f"{text}Too few nights to compare: {n:.0f} of {MIN_NIGHTS + 1}."
     last = "no usable recording" if score is None else f"median score {score:.2f}"
-    return f"{text}No evidence: last night {last}, usually {usual:.2f}."
+    return f"{text}No evidence: last night {last}, usually {1 / (1 + np.exp(-mean)):.2f}."
 
 
 def _start_p_values(history: History, sensors: Sequence[str], normal: np.ndarray | None) -> dict[str, float]:
@@ -168,23 +166,18 @@ def sensor_table(
     since = (day - timedelta(days=EARLIER_NIGHTS + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=_SHOWN_NIGHTS - 1)).isoformat()
     columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, r0, r1, r2"
-    by_sensor: dict[str, list[tuple]] = {}
-    for sensor, *row in history.query(
-        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
-        (since,),
-    ):
-        by_sensor.setdefault(sensor, []).append(tuple(row))
+    sql = (
+        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
+    )
+    by_sensor = {
+        s: [row[1:] for row in rows] for s, rows in groupby(history.query(sql, (since,)), itemgetter(0))
+    }
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    for sensor in all_sensors(history):
-        if sensor not in by_sensor:
-            by_sensor[sensor] = history.query(newest, (sensor,))
+    silent = set(all_sensors(history)) - by_sensor.keys()
+    by_sensor |= {sensor: history.query(newest, (sensor,)) for sensor in silent}
     p_values = _start_p_values(history, list(by_sensor), normal)
-    visits: dict[str, str] = {}
-    for sensor, own in by_sensor.items():
-        if own[-1][7] is not None:
-            visits[sensor] = "evidence"
-        elif p_values.get(sensor, 1.0) <= budget.start_share:
-            visits[sensor] = "high from the start"
+    visits = {s: "high from the start" for s, p in p_values.items() if p <= budget.start_share}
+    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][7] is not None}
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
@@ -198,7 +191,7 @@ def sensor_table(
             visits.get(s, ""),
             last,
             budget,
-            p_values.get(s),
+            p_values.get(s, 1.0),
             scores.get(s, _NONE),
             levels.get(s, _NONE),
         )
@@ -215,11 +208,10 @@ def _row(
     visit: str,
     last: str,
     budget: Budget,
-    p: float | None,
+    p: float,
     best: tuple,  # path, digest, level
     loudest: tuple,
 ) -> SensorRow:
-    "Return the row of a sensor."
     *_, first_above, r0, r1, r2 = own[-1]
     evidence = (r0 + r1 + r2) / 3
     used = night_logit(np.array([row[5] for row in own if row[5] is not None])).tolist()
