@@ -2737,8 +2737,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/learn/embed/embed.py'),
                                            'leakmel.learn.embed.embed._require_unused': ( 'learn/embed/embed.html#_require_unused',
                                                                                           'leakmel/learn/embed/embed.py'),
-                                           'leakmel.learn.embed.embed._texts': ( 'learn/embed/embed.html#_texts',
-                                                                                 'leakmel/learn/embed/embed.py'),
                                            'leakmel.learn.embed.embed.band_features': ( 'learn/embed/embed.html#band_features',
                                                                                         'leakmel/learn/embed/embed.py'),
                                            'leakmel.learn.embed.embed.band_statistics': ( 'learn/embed/embed.html#band_statistics',

@@ -63,9 +63,8 @@ if TYPE_CHECKING:
 Model = str | os.PathLike | Detector | None
 
 # %% ../../../nbs/learn/embed/embed.ipynb #c6015ea4
-FORMAT = "leakmel embeddings 1"
+FORMAT = "leakmel embeddings 2"
 _ARRAYS = {"vectors": ("<f4", 2), "rows": ("<i8", 1), "about": ("|u1", 1)}
-_TEXTS = ("paths", "labels", "digests")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,13 +122,11 @@ class Embeddings:
         "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
         about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
-        about |= {"sources": [os.fsencode(s).hex() for s in self.sources], "length": self.length}
+        about |= {"sources": self.sources, "length": self.length, "paths": list(map(os.fsdecode, self.paths))}
+        # names that are no text are kept: JSON escapes what stands for their bytes
+        about |= {"labels": self.labels, "digests": self.digests}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         arrays |= {"vectors": self.vectors, "rows": self.rows}
-        texts = (self.paths, [os.fsencode(x) for x in self.labels], [x.encode() for x in self.digests])
-        for name, values in zip(_TEXTS, texts):
-            arrays[name] = np.frombuffer(b"".join(values), np.uint8)
-            arrays[f"{name}_ends"] = np.cumsum([len(x) for x in values], dtype=np.int64)
         with io.BytesIO() as out:
             np.savez(out, **arrays)
             write_whole(
@@ -170,26 +167,16 @@ def _is_embeddings(f: BinaryIO) -> bool:
 
 
 # %% ../../../nbs/learn/embed/embed.ipynb #0e889449
-def _texts(arrays: dict[str, np.ndarray], name: str, n: int) -> list[bytes]:
-    "Cut a column of texts; raises ValueError for ends that do not rise to the length."
-    joined, ends = arrays[name].tobytes(), arrays[f"{name}_ends"]
-    starts = np.concatenate([[0], ends[:-1]]) if n else ends
-    if len(ends) != n or (starts > ends).any() or (n and ends[-1] != len(joined)) or (n and starts[0] != 0):
-        raise ValueError(f"the texts of {name} do not fit together")
-    return [joined[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
-
-
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:
     "Read the arrays of a file; raises ValueError for compressed ones, for pickles and for other kinds."
-    kinds = _ARRAYS | {name: ("|u1", 1) for name in _TEXTS} | {f"{name}_ends": ("<i8", 1) for name in _TEXTS}
     whole = read_own(path)
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         infos = archive.infolist()
     if sum(i.file_size for i in infos) > len(whole) or any(i.compress_type for i in infos):
         raise ValueError("compressed parts, or parts that are larger than the file")
     with np.load(io.BytesIO(whole), allow_pickle=False) as parts:
-        found = {name: parts[name] for name in kinds}
-    for name, (kind, n_axes) in kinds.items():
+        found = {name: parts[name] for name in _ARRAYS}
+    for name, (kind, n_axes) in _ARRAYS.items():
         if found[name].dtype != np.dtype(kind) or found[name].ndim != n_axes:
             raise ValueError(f"{name} is {found[name].dtype} {found[name].shape}")
     return found
@@ -223,18 +210,22 @@ def load_embeddings(
             raise ValueError("no vectors, or no source")
         if np.abs(arrays["vectors"]).max() > _MOST:
             raise ValueError(f"values above {_MOST:g}")
-        paths, labels, digests = (_texts(arrays, name, n) for name in _TEXTS)
+        paths, labels, digests = (
+            tuple(map(os.fsencode, about[name])) for name in ("paths", "labels", "digests")
+        )
+        if not len(paths) == len(labels) == len(digests) == n:
+            raise ValueError("another number of paths, labels or digests")
         return Embeddings(
             vectors=arrays["vectors"],
-            paths=tuple(paths),
+            paths=paths,
             labels=tuple(map(os.fsdecode, labels)),
-            digests=tuple(x.decode("ascii") for x in digests),
+            digests=tuple(map(os.fsdecode, digests)),
             rows=arrays["rows"],
-            sources=tuple(os.fsdecode(bytes.fromhex(s)) for s in about["sources"]),
+            sources=tuple(about["sources"]),
             kind=str(about["kind"]),
             identity=str(about["identity"]),
             spec=MelSpec(**about["spec"]),
-            length=str(about.get("length", "")),
+            length=str(about["length"]),
         )
     except Exception as e:  # parsers of damaged bytes raise what they like
         raise DataError(
