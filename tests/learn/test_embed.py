@@ -342,9 +342,6 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_
     )
     with raises("other-embeddings"):
         lm.similar(query, again, length="spec", **QUIET)
-    assert (
-        lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"
-    )  # an earlier file
     words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--json"]
     assert main([*words, "--sample-rate", "8000"]) == 1
     body = json.loads(capsys.readouterr().out)

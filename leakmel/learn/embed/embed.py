@@ -84,7 +84,7 @@ class Embeddings:
     spec: MelSpec
     rejections: tuple[Rejected, ...] = ()  # recordings without an embedding; not stored
     seconds: float = 0.0  # listing to the last vector; not stored
-    length: str = ""  # as for `embed`; empty: a file of an earlier version, which does not say
+    length: str = "spec"  # as for `embed`
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -121,14 +121,16 @@ class Embeddings:
     ) -> Path:  # raises OutputError
         "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
-        about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
-        about |= {"sources": self.sources, "length": self.length, "paths": list(map(os.fsdecode, self.paths))}
+        names = ("kind", "identity", "sources", "length", "labels", "digests")
+        about = {name: getattr(self, name) for name in names} | {
+            "format": FORMAT,
+            "spec": self.spec.to_dict(),
+        }
         # names that are no text are kept: JSON escapes what stands for their bytes
-        about |= {"labels": self.labels, "digests": self.digests}
-        arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
-        arrays |= {"vectors": self.vectors, "rows": self.rows}
+        about["paths"] = list(map(os.fsdecode, self.paths))
+        coded = np.frombuffer(json.dumps(about).encode(), np.uint8)
         with io.BytesIO() as out:
-            np.savez(out, **arrays)
+            np.savez(out, about=coded, vectors=self.vectors, rows=self.rows)
             write_whole(
                 target,
                 sealed(out.getvalue()),
@@ -146,9 +148,11 @@ def _checked_target(path: str | os.PathLike) -> Path:
     "Return the absolute path of a file to write; raises OutputError where it cannot be written, or is another file."
     target = output_path(path)
     if target.suffix.lower() != ".npz":
-        expected = "a name that ends in .npz"
         raise OutputError(
-            "embeddings are written to a .npz file", code="not-npz", path=target, expected=expected
+            "embeddings are written to a .npz file",
+            code="not-npz",
+            path=target,
+            expected="a name that ends in .npz",
         )
     require_kind(target, "file of embeddings", _is_embeddings)
     if target.parent.exists() and not os.access(target.parent, os.W_OK | os.X_OK):
@@ -191,12 +195,11 @@ def load_embeddings(
     "Read stored embeddings; never runs code."
     where = Path(path)
     if not where.is_file():
-        remedy = missing_remedy(where, "give a file of leakmel embed")
         raise DataError(
             "the file does not exist, or is not a regular file",
             code="file-missing",
             path=where,
-            remedy=remedy,
+            remedy=missing_remedy(where, "give a file of leakmel embed"),
         )
     try:
         arrays = _arrays_of(where)
@@ -204,17 +207,15 @@ def load_embeddings(
         if about["format"] != FORMAT:
             raise ValueError(f"format {about['format']!r}")
         n = len(arrays["vectors"])
-        if len(arrays["rows"]) != n or not np.isfinite(arrays["vectors"]).all():
-            raise ValueError("vectors that are not finite, or another number of rows")
-        if not arrays["vectors"].size or not about["sources"]:
-            raise ValueError("no vectors, or no source")
-        if np.abs(arrays["vectors"]).max() > _MOST:
-            raise ValueError(f"values above {_MOST:g}")
+        if not (np.abs(arrays["vectors"]) <= _MOST).all():
+            raise ValueError(f"values that are not finite, or above {_MOST:g}")
         paths, labels, digests = (
             tuple(map(os.fsencode, about[name])) for name in ("paths", "labels", "digests")
         )
-        if not len(paths) == len(labels) == len(digests) == n:
-            raise ValueError("another number of paths, labels or digests")
+        if not len(paths) == len(labels) == len(digests) == len(arrays["rows"]) == n:
+            raise ValueError("another number of rows, paths, labels or digests")
+        if not arrays["vectors"].size or not about["sources"]:
+            raise ValueError("no vectors, or no source")
         return Embeddings(
             vectors=arrays["vectors"],
             paths=paths,
@@ -330,9 +331,8 @@ def embed_recordings(
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
     with HostScorer(engine, spec, add) as scorer:
-        label = "embeddings of"
         readers = run_scorer(
-            found, spec, scorer, sizes, length=length, label=label, progress=progress
+            found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
         ).readers
     good = np.flatnonzero(readers.facts["good"])
     parts = (good[a : a + _FINISHED] for a in range(0, len(good), _FINISHED))
@@ -497,8 +497,14 @@ def embed(
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         _require_unused(spec, embedder.spec, "detector")
-        given: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
-        done = embed_recordings(found, embedder, progress=progress, **given)
+        done = embed_recordings(
+            found,
+            embedder,
+            length=length,
+            engine=engine,
+            files_per_batch=files_per_batch,
+            progress=progress,
+        )
     else:
         sources = source_list(source)
         opened = open_sources(sources, same_labels=False)
@@ -518,16 +524,12 @@ def embed(
         finally:
             close_opened(opened, sources)
     if not len(done):
-        first = (
-            f"; first {show_path(done.rejections[0].path)}: {done.rejections[0].message}"
-            if done.rejections
-            else ""
-        )
+        first = [f"; first {show_path(r.path)}: {r.message}" for r in done.rejections[:1]]
         raise DataError(
             "no recording has an embedding",
             code="all-rejected",
             path=Path(done.sources[0]),
-            found=f"{len(done.rejections):,} rejected files{first}",
+            found=f"{len(done.rejections):,} rejected files{''.join(first)}",
         )
     if target is not None:
         done.save(target)

@@ -365,7 +365,6 @@ class Suggestions:
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000009
 def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
-    "Return the digests that earlier tables of suggestions name."
     read = [csv_table(Path(file), read_text(file)) for file in tables]
     rows = [row for table in read for _, row in table.records("path", "digest", "kind", "reason")]
     return {row["digest"] for row in rows} - {""}
@@ -397,7 +396,6 @@ MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 
 def _reason(choice: Choice, probability: float, threshold: float, is_calibrated: bool) -> str:
-    "Say why a recording was chosen."
     n, name = choice.n_group, "probability" if is_calibrated else "score"
     return {
         "random": "drawn at random for the test set",
