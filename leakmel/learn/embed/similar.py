@@ -145,13 +145,13 @@ class SimilarRecordings:
             for n in s["neighbours"]
         ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
+        lost = f"  {s['rejected']:,} files could not be read and were not searched"
         return "\n".join(
             [
                 f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
                 *near,
                 f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
-                *lost,
+                *([lost] if s["rejected"] else []),
             ]
         )
 

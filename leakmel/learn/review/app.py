@@ -251,12 +251,13 @@ class ReviewApp:
         display(HTML(f"<script>{script}</script>"))
 
     def _others(self) -> list[tuple[int, str]]:
-        "List neighbours, then similar recordings, each with what it has in common."
         item = self.session.item
         if item is None:
             return []
-        near = [(i, "same sensor") for i in neighbours_of(self.session.found, item.index)]
-        return near + [(i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)]
+        return [
+            *((i, "same sensor") for i in neighbours_of(self.session.found, item.index)),
+            *((i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)),
+        ]
 
     def _make_widgets(self) -> None:
         import ipywidgets as w

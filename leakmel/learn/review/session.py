@@ -167,8 +167,8 @@ def is_decided(
     current: CurrentLabels,
 ) -> bool:  # by anyone; a recording that was skipped is not decided
     "Return whether a person has given a recording a label, or is unsure."
-    last = (*current.last.get(recording.digest, ()), *current.last.get(recording.path, ()))
-    return any(d.label != SKIPPED for d in last)
+    keys = (recording.digest, recording.path)
+    return any(d.label != SKIPPED for key in keys for d in current.last.get(key, ()))
 
 
 def _disagreements(found: ReviewRecordings, current: CurrentLabels) -> Iterable[_Ranked]:
