@@ -342,6 +342,8 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_
     )
     with raises("other-embeddings"):
         lm.similar(query, again, length="spec", **QUIET)
+    unknown = replace(again, length="")
+    assert lm.similar(query, unknown, length="spec", **QUIET).length == "spec"
     words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--json"]
     assert main([*words, "--sample-rate", "8000"]) == 1
     body = json.loads(capsys.readouterr().out)

@@ -84,7 +84,7 @@ class Embeddings:
     spec: MelSpec
     rejections: tuple[Rejected, ...] = ()  # recordings without an embedding; not stored
     seconds: float = 0.0  # listing to the last vector; not stored
-    length: str = "spec"  # as for `embed`
+    length: str = ""  # as for `embed`; empty: not known
 
     def __len__(self) -> int:
         return len(self.vectors)

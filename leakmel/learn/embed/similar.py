@@ -249,7 +249,7 @@ Collection = DataSource | Sequence[DataSource] | Embeddings
 def _require_stored(found: Embeddings, spec: SpecLike, length: str | None) -> None:
     "Refuse features and a length other than those of embeddings; raises DataError."
     wrong = other_features(spec, found.spec)
-    if length is not None and length != found.length:
+    if length is not None and found.length and length != found.length:
         wrong.append(f"length {length}, not {found.length}")
     if wrong:
         raise DataError(
@@ -290,7 +290,7 @@ def similar(
         among = load_embeddings(among)
     found = among if isinstance(among, Embeddings) else embed(detector, among, spec=spec, **given)
     _require_stored(found, spec, length)
-    given["length"] = found.length
+    given["length"] = length = length or found.length or "spec"
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
         raise DataError(
@@ -327,4 +327,4 @@ def similar(
         same = bool(own.digests[0]) and found.digests[i] == own.digests[0]
         mark = SAME_CONTENT if same else SAME_FEATURES if apart < _SAME else ""
         neighbours.append(Neighbour(found.paths[i], found.labels[i], 1 / (1 + apart), apart, mark, i))
-    return SimilarRecordings(path, tuple(neighbours), found, found.length)
+    return SimilarRecordings(path, tuple(neighbours), found, length)
