@@ -24,6 +24,7 @@ import numpy as np
 from ..audio.naming import iso_time, parse_name
 from ..audio.wav import Recording, read_wav
 from ..core.errors import DataError, UsageError, show_path
+from ..insight.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.locate.cross_spectra import (
     METHODS,
     MIN_AVERAGES,
@@ -575,8 +576,6 @@ def correlate(
 # %% ../../nbs/locate/correlate.ipynb #a1c40005
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "Keep the point of largest magnitude of every few neighbours."
-    from leakmel.insight.plots import MAX_POINTS
-
     step = -(-len(x) // MAX_POINTS)
     starts = np.arange(0, len(x), step)
     index = np.array([i + int(np.abs(y[i : i + step]).argmax()) for i in starts], int)
@@ -587,8 +586,6 @@ def correlation_figure(
     found: Correlation,
 ) -> "go.Figure":
     "Draw the correlogram over the position, the coherence, and the phase with the line of the delay."
-    from leakmel.insight.plots import MAX_POINTS, Trace, apply_style, label_colour, f32, styled_subplots
-
     c = found.curves
     shown = "ml" if found.method == "phase" else found.method
     traces: list[tuple[int, Trace]] = []

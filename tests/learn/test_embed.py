@@ -184,6 +184,8 @@ def _array(values: np.ndarray) -> bytes:
 def test_hostile_files_are_refused(folder, tmp_path):
     found = lm.embed(None, folder, spec=SPEC, **QUIET)
     path, n = found.save(tmp_path / "e.npz"), len(found)
+    with np.load(path) as parts:
+        about = json.loads(parts["about"].tobytes())
     huge = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         huge, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 9)}
@@ -192,8 +194,14 @@ def test_hostile_files_are_refused(folder, tmp_path):
         "pickle": {"vectors": _array(np.array([print, 1], object))},
         "no numbers": {"vectors": _array(np.full((n, 3), np.nan, "<f4"))},
         "other length": {"rows": _array(np.zeros(n + 1, "<i8"))},
-        "ends that fall": {"paths_ends": _array(np.arange(n, 0, -1).astype("<i8"))},
-        "negative ends": {"labels_ends": _array(np.full(n, -5, "<i8"))},
+        "a path too few": {
+            "about": _array(
+                np.frombuffer(json.dumps(about | {"paths": about["paths"][1:]}).encode(), np.uint8)
+            )
+        },
+        "a label that is no text": {
+            "about": _array(np.frombuffer(json.dumps(about | {"labels": [5] * n}).encode(), np.uint8))
+        },
         "huge": {"vectors": huge.getvalue()},
         "no JSON": {"about": _array(np.zeros(4, np.uint8))},
         "other kind": {"vectors": _array(np.zeros((n, 2), "<f8"))},
@@ -334,9 +342,8 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_
     )
     with raises("other-embeddings"):
         lm.similar(query, again, length="spec", **QUIET)
-    assert (
-        lm.similar(query, replace(again, length=""), length="spec", **QUIET).length == "spec"
-    )  # an earlier file
+    unknown = replace(again, length="")
+    assert lm.similar(query, unknown, length="spec", **QUIET).length == "spec"
     words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--json"]
     assert main([*words, "--sample-rate", "8000"]) == 1
     body = json.loads(capsys.readouterr().out)

@@ -45,11 +45,11 @@ def test_every_decision_is_a_line(folder, tmp_path):
     s = opened(folder, table)
     first = s.recording
     assert first is not None
-    s.leak(" a\n tap ")
-    s.no_leak()
+    s.act("leak", " a\n tap ")
+    s.act("no_leak")
     s.undo()
-    s.unsure()
-    s.skip("noise")
+    s.act("unsure")
+    s.act("skip", "noise")
     done = read_decisions(table)
     assert [d.label for d in done] == ["LEAK", "NOLEAK", "", "?", ""]
     assert [d.note for d in done] == ["a tap", "", "undone", "", "skipped: noise"]
@@ -64,13 +64,13 @@ def test_every_decision_is_a_line(folder, tmp_path):
 def test_undo_restores_the_earlier_label(folder, tmp_path):
     table = tmp_path / "labels.csv"
     s = opened(folder, table, n=1)
-    s.leak()
+    s.act("leak")
     r = s.found.recordings[s.queue.items[0].index]
     opened(folder, table, by="ben", queue="random")
     ben = ReviewSession(s.found, table, by="ben", n=20)
     assert r.path not in [i.path for i in ben.queue.items]
     s.position, s.steps = 0, []
-    s.no_leak()
+    s.act("no_leak")
     s.undo()
     assert read_labels(table).labels[r.digest] == "LEAK"
     s.undo()  # nothing is left to undo
@@ -80,8 +80,8 @@ def test_undo_restores_the_earlier_label(folder, tmp_path):
 def test_two_people_at_the_same_time(folder, tmp_path):
     table = tmp_path / "labels.csv"
     ann, ben = opened(folder, table), opened(folder, table, by="ben")
-    ann.leak()
-    ben.no_leak()
+    ann.act("leak")
+    ben.act("no_leak")
     assert len(ben.disagreements) == 1
     assert "ann: LEAK" in ben.disagreements[0]
     assert len(opened(folder, table, by="cid", queue="disagreements").queue) == 1
@@ -100,7 +100,7 @@ def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):
     app.buttons["l"].click()
     assert app.session.item == item
     assert not table.exists()
-    assert "Not stored" in app.status.value
+    assert "Not stored" in app.html["status"].value
     assert app.n_shown == at + 1  # the page takes keys again
     monkeypatch.undo()
     app.buttons["l"].click()
@@ -110,13 +110,13 @@ def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):
 def test_names_of_files_are_no_html(folder, tmp_path):
     app = lm.review(folder, labels=tmp_path / "l.csv", by="<b>", n=99, controls=True, progress="none")
     for _ in range(12):
-        shown = [app.facts, app.status, *(text for _, text in app.others)]
+        shown = [app.html["facts"], app.html["status"], *(text for _, text in app.others)]
         assert not any("<img" in w.value or "by <b>" in w.value for w in shown)
         app.buttons["n"].click()
-    assert "finished" in app.facts.value
+    assert "finished" in app.html["facts"].value
     assert app.buttons["n"].disabled
     app.queue.value = "kinds"
-    assert "not available" in app.facts.value
+    assert "not available" in app.html["facts"].value
 
 
 def test_a_recording_that_vanished(folder, tmp_path):
@@ -125,9 +125,9 @@ def test_a_recording_that_vanished(folder, tmp_path):
     app = lm.review(tmp_path / "d", labels=tmp_path / "l.csv", by="ann", controls=True, progress="none")
     (tmp_path / "d" / app.session.queue.items[1].path).unlink()
     app.buttons["l"].click()
-    assert "cannot be read" in app.sound.value
+    assert "cannot be read" in app.html["sound"].value
     app.buttons["s"].click()
-    assert "<audio" in app.sound.value
+    assert "<audio" in app.html["sound"].value
 
 
 @each("rate", [100, 4096, 8000, 48_000])
@@ -199,7 +199,7 @@ def test_labels_of_a_review_reach_the_notebook_of_builds(folder, tmp_path):
     for _ in range(4):
         assert s.recording is not None
         changed += s.recording.label != "LEAK"
-        s.leak()
+        s.act("leak")
     given = {"data_root": str(folder), "labels": str(s.labels), "out": str(tmp_path / "out"), "tuned": False}
     (built,) = execute(plan_run(given, progress="none"), progress="none")
     assert built.summary["labels_by_people"]["changed"] == changed

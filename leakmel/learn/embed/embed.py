@@ -63,9 +63,8 @@ if TYPE_CHECKING:
 Model = str | os.PathLike | Detector | None
 
 # %% ../../../nbs/learn/embed/embed.ipynb #c6015ea4
-FORMAT = "leakmel embeddings 1"
+FORMAT = "leakmel embeddings 2"
 _ARRAYS = {"vectors": ("<f4", 2), "rows": ("<i8", 1), "about": ("|u1", 1)}
-_TEXTS = ("paths", "labels", "digests")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,7 +84,7 @@ class Embeddings:
     spec: MelSpec
     rejections: tuple[Rejected, ...] = ()  # recordings without an embedding; not stored
     seconds: float = 0.0  # listing to the last vector; not stored
-    length: str = ""  # as for `embed`; empty: a file of an earlier version, which does not say
+    length: str = ""  # as for `embed`; empty: not known
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -122,16 +121,16 @@ class Embeddings:
     ) -> Path:  # raises OutputError
         "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
-        about = {"format": FORMAT, "kind": self.kind, "identity": self.identity, "spec": self.spec.to_dict()}
-        about |= {"sources": [os.fsencode(s).hex() for s in self.sources], "length": self.length}
-        arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
-        arrays |= {"vectors": self.vectors, "rows": self.rows}
-        texts = (self.paths, [os.fsencode(x) for x in self.labels], [x.encode() for x in self.digests])
-        for name, values in zip(_TEXTS, texts):
-            arrays[name] = np.frombuffer(b"".join(values), np.uint8)
-            arrays[f"{name}_ends"] = np.cumsum([len(x) for x in values], dtype=np.int64)
+        names = ("kind", "identity", "sources", "length", "labels", "digests")
+        about = {name: getattr(self, name) for name in names} | {
+            "format": FORMAT,
+            "spec": self.spec.to_dict(),
+        }
+        # names that are no text are kept: JSON escapes what stands for their bytes
+        about["paths"] = list(map(os.fsdecode, self.paths))
+        coded = np.frombuffer(json.dumps(about).encode(), np.uint8)
         with io.BytesIO() as out:
-            np.savez(out, **arrays)
+            np.savez(out, about=coded, vectors=self.vectors, rows=self.rows)
             write_whole(
                 target,
                 sealed(out.getvalue()),
@@ -149,9 +148,11 @@ def _checked_target(path: str | os.PathLike) -> Path:
     "Return the absolute path of a file to write; raises OutputError where it cannot be written, or is another file."
     target = output_path(path)
     if target.suffix.lower() != ".npz":
-        expected = "a name that ends in .npz"
         raise OutputError(
-            "embeddings are written to a .npz file", code="not-npz", path=target, expected=expected
+            "embeddings are written to a .npz file",
+            code="not-npz",
+            path=target,
+            expected="a name that ends in .npz",
         )
     require_kind(target, "file of embeddings", _is_embeddings)
     if target.parent.exists() and not os.access(target.parent, os.W_OK | os.X_OK):
@@ -170,26 +171,16 @@ def _is_embeddings(f: BinaryIO) -> bool:
 
 
 # %% ../../../nbs/learn/embed/embed.ipynb #0e889449
-def _texts(arrays: dict[str, np.ndarray], name: str, n: int) -> list[bytes]:
-    "Cut a column of texts; raises ValueError for ends that do not rise to the length."
-    joined, ends = arrays[name].tobytes(), arrays[f"{name}_ends"]
-    starts = np.concatenate([[0], ends[:-1]]) if n else ends
-    if len(ends) != n or (starts > ends).any() or (n and ends[-1] != len(joined)) or (n and starts[0] != 0):
-        raise ValueError(f"the texts of {name} do not fit together")
-    return [joined[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
-
-
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:
     "Read the arrays of a file; raises ValueError for compressed ones, for pickles and for other kinds."
-    kinds = _ARRAYS | {name: ("|u1", 1) for name in _TEXTS} | {f"{name}_ends": ("<i8", 1) for name in _TEXTS}
     whole = read_own(path)
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         infos = archive.infolist()
     if sum(i.file_size for i in infos) > len(whole) or any(i.compress_type for i in infos):
         raise ValueError("compressed parts, or parts that are larger than the file")
     with np.load(io.BytesIO(whole), allow_pickle=False) as parts:
-        found = {name: parts[name] for name in kinds}
-    for name, (kind, n_axes) in kinds.items():
+        found = {name: parts[name] for name in _ARRAYS}
+    for name, (kind, n_axes) in _ARRAYS.items():
         if found[name].dtype != np.dtype(kind) or found[name].ndim != n_axes:
             raise ValueError(f"{name} is {found[name].dtype} {found[name].shape}")
     return found
@@ -204,12 +195,11 @@ def load_embeddings(
     "Read stored embeddings; never runs code."
     where = Path(path)
     if not where.is_file():
-        remedy = missing_remedy(where, "give a file of leakmel embed")
         raise DataError(
             "the file does not exist, or is not a regular file",
             code="file-missing",
             path=where,
-            remedy=remedy,
+            remedy=missing_remedy(where, "give a file of leakmel embed"),
         )
     try:
         arrays = _arrays_of(where)
@@ -217,24 +207,26 @@ def load_embeddings(
         if about["format"] != FORMAT:
             raise ValueError(f"format {about['format']!r}")
         n = len(arrays["vectors"])
-        if len(arrays["rows"]) != n or not np.isfinite(arrays["vectors"]).all():
-            raise ValueError("vectors that are not finite, or another number of rows")
+        if not (np.abs(arrays["vectors"]) <= _MOST).all():
+            raise ValueError(f"values that are not finite, or above {_MOST:g}")
+        paths, labels, digests = (
+            tuple(map(os.fsencode, about[name])) for name in ("paths", "labels", "digests")
+        )
+        if not len(paths) == len(labels) == len(digests) == len(arrays["rows"]) == n:
+            raise ValueError("another number of rows, paths, labels or digests")
         if not arrays["vectors"].size or not about["sources"]:
             raise ValueError("no vectors, or no source")
-        if np.abs(arrays["vectors"]).max() > _MOST:
-            raise ValueError(f"values above {_MOST:g}")
-        paths, labels, digests = (_texts(arrays, name, n) for name in _TEXTS)
         return Embeddings(
             vectors=arrays["vectors"],
-            paths=tuple(paths),
+            paths=paths,
             labels=tuple(map(os.fsdecode, labels)),
-            digests=tuple(x.decode("ascii") for x in digests),
+            digests=tuple(map(os.fsdecode, digests)),
             rows=arrays["rows"],
-            sources=tuple(os.fsdecode(bytes.fromhex(s)) for s in about["sources"]),
+            sources=tuple(about["sources"]),
             kind=str(about["kind"]),
             identity=str(about["identity"]),
             spec=MelSpec(**about["spec"]),
-            length=str(about.get("length", "")),
+            length=str(about["length"]),
         )
     except Exception as e:  # parsers of damaged bytes raise what they like
         raise DataError(
@@ -339,9 +331,8 @@ def embed_recordings(
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
     with HostScorer(engine, spec, add) as scorer:
-        label = "embeddings of"
         readers = run_scorer(
-            found, spec, scorer, sizes, length=length, label=label, progress=progress
+            found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
         ).readers
     good = np.flatnonzero(readers.facts["good"])
     parts = (good[a : a + _FINISHED] for a in range(0, len(good), _FINISHED))
@@ -506,8 +497,14 @@ def embed(
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         _require_unused(spec, embedder.spec, "detector")
-        given: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
-        done = embed_recordings(found, embedder, progress=progress, **given)
+        done = embed_recordings(
+            found,
+            embedder,
+            length=length,
+            engine=engine,
+            files_per_batch=files_per_batch,
+            progress=progress,
+        )
     else:
         sources = source_list(source)
         opened = open_sources(sources, same_labels=False)
@@ -527,16 +524,12 @@ def embed(
         finally:
             close_opened(opened, sources)
     if not len(done):
-        first = (
-            f"; first {show_path(done.rejections[0].path)}: {done.rejections[0].message}"
-            if done.rejections
-            else ""
-        )
+        first = [f"; first {show_path(r.path)}: {r.message}" for r in done.rejections[:1]]
         raise DataError(
             "no recording has an embedding",
             code="all-rejected",
             path=Path(done.sources[0]),
-            found=f"{len(done.rejections):,} rejected files{first}",
+            found=f"{len(done.rejections):,} rejected files{''.join(first)}",
         )
     if target is not None:
         done.save(target)

@@ -108,19 +108,18 @@ class SimilarRecordings:
     @property
     def summary(self) -> dict[str, Any]:
         "Neighbours and counts as plain values, for machines."
-        shown = [
-            {
-                "path": show_path(n.path),
-                "label": show_path(n.label),
-                "similarity": n.similarity,
-                "distance": n.distance,
-                "duplicate": n.duplicate,
-            }
-            for n in self.neighbours
-        ]
         return {
             "query": show_path(self.query),
-            "neighbours": shown,
+            "neighbours": [
+                {
+                    "path": show_path(n.path),
+                    "label": show_path(n.label),
+                    "similarity": n.similarity,
+                    "distance": n.distance,
+                    "duplicate": n.duplicate,
+                }
+                for n in self.neighbours
+            ],
             "labels": {show_path(name): n for name, n in self.labels.items()},
             "recordings": len(self.among),
             "rejected": len(self.among.rejections),
@@ -146,13 +145,13 @@ class SimilarRecordings:
             for n in s["neighbours"]
         ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
+        lost = f"  {s['rejected']:,} files could not be read and were not searched"
         return "\n".join(
             [
                 f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
                 *near,
                 f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
-                *lost,
+                *([lost] if s["rejected"] else []),
             ]
         )
 
@@ -162,12 +161,11 @@ class SimilarRecordings:
     ) -> "go.Figure":  # raises UsageError; a recording that cannot be read again has an empty picture
         "Draw the mel spectrograms of the query and of the nearest recordings with one colour scale."
         if not 1 <= most <= _MOST_PICTURES:
-            expected = f"1 to {_MOST_PICTURES}"
             raise UsageError(
                 "the figure cannot show this number of recordings",
                 code="out-of-range",
                 found=most,
-                expected=expected,
+                expected=f"1 to {_MOST_PICTURES}",
             )
         near = self.neighbours[:most]
         pictures = [("query", show_path(self.query), _features_of(self.query, self.among.spec, self.length))]
@@ -217,7 +215,6 @@ def _neighbour_features(among: Embeddings, numbers: Sequence[int], length: str) 
 
 
 def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec) -> "go.Figure":
-    "Draw spectrograms below each other."
     import plotly.graph_objects as go
 
     empty = np.full(spec.row_shape, np.nan, np.float32)
@@ -237,14 +234,9 @@ def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec
     fig.update_xaxes(title=dict(text="time (s)"), row=n, col=1)
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    title = (
-        f"The query and the {n - 1} most similar recordings"
-        if n > 2
-        else "The query and the most similar recording"
-    )
     return apply_style(
         fig,
-        title,
+        "The query and the most similar recordings",
         "Log-mel spectrograms with one colour scale; before the path: similarity and label",
         110 + 130 * n,
     )

@@ -190,7 +190,6 @@ _OTHER = """<div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px'
 
 
 def _recording_html(session: ReviewSession, band_pass: bool) -> str:
-    "Return player and spectrogram of the recording."
     item, r, found = session.item, session.recording, session.found
     if item is None or r is None:
         return ""
@@ -204,7 +203,6 @@ def _recording_html(session: ReviewSession, band_pass: bool) -> str:
 
 
 def _row_html(session: ReviewSession, i: int) -> Markup:
-    "Describe another recording in a line."
     return Markup(filled(_ROW, session=session, r=session.found.recordings[i], show=show_path))
 
 
@@ -253,23 +251,25 @@ class ReviewApp:
         display(HTML(f"<script>{script}</script>"))
 
     def _others(self) -> list[tuple[int, str]]:
-        "List neighbours, then similar recordings, each with what it has in common."
         item = self.session.item
         if item is None:
             return []
-        near = [(i, "same sensor") for i in neighbours_of(self.session.found, item.index)]
-        return near + [(i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)]
+        return [
+            *((i, "same sensor") for i in neighbours_of(self.session.found, item.index)),
+            *((i, f"similarity {s:.2f}") for i, s in self.similar.of(item.index)),
+        ]
 
     def _make_widgets(self) -> None:
-        "Make the widgets, once; later only their values change."
         import ipywidgets as w
 
-        wide = {"width": "100%"}
         s = self.session
-        options = [(title, name) for name, title in QUEUES.items()]
         style = {"description_width": "initial"}
         self.queue = w.Dropdown(
-            options=options, value=s.queue.name, description="queue", style=style, layout={"width": "340px"}
+            options=[(title, name) for name, title in QUEUES.items()],
+            value=s.queue.name,
+            description="queue",
+            style=style,
+            layout={"width": "340px"},
         )
         self.by = w.Text(
             value=s.by,
@@ -278,9 +278,8 @@ class ReviewApp:
             style=style,
             layout={"width": "240px"},
         )
-        self.status = w.HTML(layout=wide)
-        self.facts = w.HTML(layout=wide)
-        self.sound = w.HTML(layout=wide)
+        names = ("status", "facts", "sound", "other_sound", "disagreements")
+        self.html = {name: w.HTML(layout={"width": "100%"}) for name in names}
         self.band = w.Checkbox(
             description="band-pass to 2 kHz",
             indent=False,
@@ -293,8 +292,6 @@ class ReviewApp:
         )
         self.buttons = self._make_buttons()
         self.others = [self._other_row(k) for k in range(N_NEIGHBOURS + N_SIMILAR)]
-        self.other_sound = w.HTML(layout=wide)
-        self.disagreements = w.HTML(layout=wide)
         self.queue.observe(lambda change: self._begin(change["new"]), "value")
         self.by.observe(self._renamed, "value")
         self.band.observe(lambda _: self._show_sound(), "value")
@@ -302,13 +299,13 @@ class ReviewApp:
         self.box = w.VBox(
             [
                 w.HBox([self.queue, self.by, self.band], layout=line),
-                self.status,
-                self.facts,
+                self.html["status"],
+                self.html["facts"],
                 w.HBox([*self.buttons.values(), self.note], layout=line),
-                self.sound,
+                self.html["sound"],
                 w.HBox([row for row, _ in self.others], layout=line),
-                self.other_sound,
-                self.disagreements,
+                self.html["other_sound"],
+                self.html["disagreements"],
             ],
             layout=w.Layout(width="100%", overflow="hidden"),
         )
@@ -316,7 +313,6 @@ class ReviewApp:
         self.show()
 
     def _make_buttons(self) -> dict[str, Any]:  # by key
-        "Make a button for each key."
         import ipywidgets as w
 
         s = self.session
@@ -350,10 +346,7 @@ class ReviewApp:
         "Do what a button says; a decision that cannot be stored is reported."
         self.message = ""
         try:
-            if act == "undo":
-                self.session.undo()
-            else:
-                getattr(self.session, act)(self.note.value)
+            self.session.act(act, self.note.value)
             self.note.value = ""
         except LeakmelError as e:
             self.message = f"Not stored: {e}"
@@ -370,19 +363,17 @@ class ReviewApp:
         self.by.value = self.session.by  # decisions need a person
 
     def _play(self, index: int) -> None:
-        "Play another recording."
         try:
             sound = playback(read_wav(self.session.found.full_path(index)), self.band.value)
         except (RecordingError, OSError) as e:
-            self.other_sound.value = filled("<p>{{ why }}</p>", why=e)
+            self.html["other_sound"].value = filled("<p>{{ why }}</p>", why=e)
             return
-        self.other_sound.value = filled(_OTHER, url=sound.url, line=_row_html(self.session, index))
+        self.html["other_sound"].value = filled(_OTHER, url=sound.url, line=_row_html(self.session, index))
 
     def _show_sound(self) -> None:
-        self.sound.value = _recording_html(self.session, self.band.value)
+        self.html["sound"].value = _recording_html(self.session, self.band.value)
 
     def _show_others(self) -> None:
-        "Fill the rows of neighbours and similar recordings."
         self.shown = self._others()
         for row, _ in self.others[len(self.shown) :]:
             row.layout.display = "none"
@@ -395,24 +386,23 @@ class ReviewApp:
         "Show the state of the session."
         s = self.session
         self.n_shown += 1
-        self.facts.value = filled(_FACTS, session=s, show=show_path)
+        self.html["facts"].value = filled(_FACTS, session=s, show=show_path)
         self._show_sound()
         self._show_others()
-        self.other_sound.value = ""
+        self.html["other_sound"].value = ""
         for key, button in self.buttons.items():
             button.disabled = not s.steps if key == "z" else s.item is None
-        self.disagreements.value = filled(_DIFFER, lines=s.disagreements)
+        self.html["disagreements"].value = filled(_DIFFER, lines=s.disagreements)
         # last: its token tells the page that all is shown
-        self.status.value = filled(_STATUS, app=self, show=show_path)
+        self.html["status"].value = filled(_STATUS, app=self, show=show_path)
 
 
 # %% ../../../nbs/learn/review/app.ipynb #2103ff42
 def review_kinds() -> Kinds:
     "Return names and types of the parameters of review.ipynb."
-    text = (str,)
     names = ("tables", "queue", "labels", "by", "leak_label", "other_label", "device")
     more: Kinds = {"data_root": (str, None), "model": (str, None), "n": (int,), "controls": (bool, None)}
-    return dict.fromkeys(names, text) | more
+    return dict.fromkeys(names, (str,)) | more
 
 
 def review_of(
@@ -471,9 +461,11 @@ def write_review(
     installed = Path(leakmel.__file__).parent / "notebooks" / REVIEW
     notebook = json.loads(installed.read_text(encoding="utf-8"))
     at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
-    lines = [f"{name} = {value!r}\n" for name, value in parameters.items()]
-    cell: dict[str, Any] = {"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []}
-    cell |= {"metadata": {"tags": ["injected-parameters"]}, "source": lines}
+    cell = {
+        **{"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []},
+        "metadata": {"tags": ["injected-parameters"]},
+        "source": [f"{name} = {value!r}\n" for name, value in parameters.items()],
+    }
     notebook["cells"].insert(at + 1, cell)
     path = run_folder(out, "review") / REVIEW
     try:
@@ -496,10 +488,13 @@ def lab_command(
             code="missing-package",
             remedy="install it: pip install 'leakmel[learn,notebook]'",
         )
-    words = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"]
-    words += [f"--ServerApp.root_dir={notebook.parent}", f"--LabApp.default_url=/lab/tree/{notebook.name}"]
-    words += ["--allow-root"] if os.geteuid() == 0 else []
-    return words if browser else [*words, "--no-browser"]
+    return [
+        *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
+        f"--ServerApp.root_dir={notebook.parent}",
+        f"--LabApp.default_url=/lab/tree/{notebook.name}",
+        *(["--allow-root"] if os.geteuid() == 0 else []),
+        *([] if browser else ["--no-browser"]),
+    ]
 
 
 def review_parameters(
@@ -516,11 +511,10 @@ def review_parameters(
         raise UsageError(
             "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
         )
-    full = [os.path.abspath(os.path.expanduser(table)) for table in tables]
     return {
         "data_root": os.path.abspath(os.path.expanduser(folder)),
         "model": None if model is None else os.path.abspath(os.path.expanduser(model)),
-        "tables": ",".join(full),
+        "tables": ",".join(os.path.abspath(os.path.expanduser(table)) for table in tables),
         "queue": queue,
         "n": n,
         "labels": os.path.abspath(os.path.expanduser(labels)),

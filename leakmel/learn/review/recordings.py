@@ -141,11 +141,13 @@ class ReviewRecordings:
         return len(self.recordings)
 
     def __repr__(self) -> str:
-        words = [f"{len(self):,} recordings of {show_path(self.folder)}"]
-        words += [f"{self.rejected:,} others cannot be read"] if self.rejected else []
-        words += [f"scores from {self.scores_from}"] if self.scores_from else ["no scores"]
-        words += [f"held-out scores from {self.held_out_from}"] if self.held_out_from else []
-        return "; ".join(words)
+        words = [
+            f"{len(self):,} recordings of {show_path(self.folder)}",
+            f"{self.rejected:,} others cannot be read" if self.rejected else "",
+            f"scores from {self.scores_from}" if self.scores_from else "no scores",
+            f"held-out scores from {self.held_out_from}" if self.held_out_from else "",
+        ]
+        return "; ".join(filter(None, words))
 
     def full_path(self, i: int) -> Path:
         "Path of a recording."
@@ -172,8 +174,7 @@ def _from_content(
 ) -> tuple[list[ReviewRecording], int]:
     "Read the facts of all recordings; and the number of files that cannot be read."
     found = find_recordings(folder, manifest=manifest, progress=progress)
-    table = read_content([found.listing], progress=progress)[0]
-    rows = table.to_dict("records")
+    rows = read_content([found.listing], progress=progress)[0].to_dict("records")
     some = [
         _from_facts(os.fsdecode(found.listing.paths[k]), found.labels[k], found.names[k].sensor, facts)
         for k, facts in enumerate(rows)
@@ -183,7 +184,6 @@ def _from_content(
 
 
 def _scored(done: Predictions, kinds: Mapping[str, Predictions]) -> list[ReviewRecording]:
-    "Return the recordings of predictions, with the scores of single kinds of detectors."
     score = done.rule.score
     by_path = {
         kind: {s.path: score(s.segment_scores) for s in single.scored} for kind, single in kinds.items()
@@ -206,23 +206,20 @@ def _by_model(
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}
     done = predict(folder, detector, **given)
-    parts: dict[str, Predictions] = {}
-    if isinstance(detector.classifier, BlendClassifier):
-        parts = {m.kind: predict(folder, replace(detector, classifier=m), **given) for m in detector.members}
-    spec = done.spec
+    members = detector.members if isinstance(detector.classifier, BlendClassifier) else ()
+    parts = {m.kind: predict(folder, replace(detector, classifier=m), **given) for m in members}
     return ReviewRecordings(
         folder=done.folder,
         recordings=tuple(_scored(done, parts)),
         rejected=len(done.rejections),
         leak_label=detector.task.leak_label,
         threshold=done.rule.threshold,
-        segment_s=spec.long_hop / spec.sample_rate,
+        segment_s=done.spec.long_hop / done.spec.sample_rate,
         scores_from="the detector in memory" if isinstance(model, Detector) else show_path(model),
     )
 
 
 def _with_table(found: ReviewRecordings, table: ScoreTable) -> ReviewRecordings:
-    "Add the scores of a table."
     places: dict[str, list[int]] = {}
     for i, r in enumerate(found.recordings):
         steps = show_path(r.path).split("/")

@@ -146,7 +146,6 @@ class ReviewQueue:
 
 def _lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
     "Say what a queue needs and the recordings lack."
-    kinds = max((len(r.by_kind) for r in found.recordings), default=0)
     needs = {
         "suggested": (any(r.suggestion for r in found.recordings), "the table of leakmel suggest"),
         "errors": (
@@ -154,7 +153,10 @@ def _lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
             "held-out scores: cross_validation.csv of leakmel train --cross-validate",
         ),
         "threshold": (found.scores_from, "scores: a model, or a table of leakmel predict"),
-        "kinds": (kinds > 1, "scores by kind: a model of the kind blend"),
+        "kinds": (
+            any(len(r.by_kind) > 1 for r in found.recordings),
+            "scores by kind: a model of the kind blend",
+        ),
     }
     is_there, what = needs.get(name, (True, ""))
     return "" if is_there else f"needs {what}"
@@ -165,8 +167,8 @@ def is_decided(
     current: CurrentLabels,
 ) -> bool:  # by anyone; a recording that was skipped is not decided
     "Return whether a person has given a recording a label, or is unsure."
-    last = (*current.last.get(recording.digest, ()), *current.last.get(recording.path, ()))
-    return any(d.label != SKIPPED for d in last)
+    keys = (recording.digest, recording.path)
+    return any(d.label != SKIPPED for key in keys for d in current.last.get(key, ()))
 
 
 def _disagreements(found: ReviewRecordings, current: CurrentLabels) -> Iterable[_Ranked]:
@@ -245,15 +247,6 @@ def other_label_of(
     return others[0] if others else "NOLEAK"
 
 
-@dataclass(frozen=True)
-class _Step:
-    "A decision that can be undone."
-
-    position: int
-    decision: Decision
-    label_before: str  # last label by the same person; SKIPPED: none
-
-
 class ReviewSession:
     "A person's way through a queue."
 
@@ -274,7 +267,8 @@ class ReviewSession:
         self.other_label = other_label or other_label_of(found)
         self.n = n
         self.seed = seed
-        self.steps: list[_Step] = []
+        # decisions that can be undone: position, decision, and the last label by the same person
+        self.steps: list[tuple[int, Decision, str]] = []
         self.read()
         self.start(queue)
 
@@ -287,7 +281,6 @@ class ReviewSession:
         self.decided_before = {d.key for d in self.decisions if d.by == self.by}
 
     def _last(self, recording: ReviewRecording, by: str) -> Decision | None:
-        "Return the last decision of a person on a recording."
         last = (*self.current.last.get(recording.path, ()), *self.current.last.get(recording.digest, ()))
         return next((d for d in reversed(last) if d.by == by), None)
 
@@ -340,40 +333,41 @@ class ReviewSession:
         if label == SKIPPED:
             note = f"{SKIP_NOTE}: {note}" if note else SKIP_NOTE
         decision = self._store(recording, label, note, self.by)
-        self.steps.append(_Step(self.position, decision, before.label if before else SKIPPED))
+        self.steps.append((self.position, decision, before.label if before else SKIPPED))
         self.position += 1
 
-    def leak(self, note: str = "") -> None:
-        "Decide: a leak."
-        self.decide(self.found.leak_label, note)
-
-    def no_leak(self, note: str = "") -> None:
-        "Decide: no leak."
-        self.decide(self.other_label, note)
-
-    def unsure(self, note: str = "") -> None:
-        "Decide: unsure."
-        self.decide(UNSURE, note)
-
-    def skip(self, note: str = "") -> None:
-        "Skip the recording."
-        self.decide(SKIPPED, note)
+    def act(
+        self,
+        name: str,  # "leak", "no_leak", "unsure", "skip" or "undo"
+        note: str = "",
+    ) -> None:  # raises DataError, OutputError
+        "Do what a button of the page says."
+        labels = {
+            "leak": self.found.leak_label,
+            "no_leak": self.other_label,
+            "unsure": UNSURE,
+            "skip": SKIPPED,
+        }
+        if name == "undo":
+            self.undo()
+        else:
+            self.decide(labels[name], note)
 
     def undo(self) -> None:  # raises DataError, OutputError
         "Withdraw the last decision by a further record, and show its recording again."
         if not self.steps:
             return
-        step = self.steps[-1]
-        recording = self.found.recordings[self.queue.items[step.position].index]
-        self._store(recording, step.label_before, UNDO_NOTE, step.decision.by)
-        self.position = step.position
+        position, decision, label_before = self.steps[-1]
+        recording = self.found.recordings[self.queue.items[position].index]
+        self._store(recording, label_before, UNDO_NOTE, decision.by)
+        self.position = position
         self.steps.pop()
 
     @property
     def n_changed(self) -> int:
         "Decisions on this queue that change a label."
         items, recordings = self.queue.items, self.found.recordings
-        pairs = [(recordings[items[s.position].index].label, s.decision.label) for s in self.steps]
+        pairs = [(recordings[items[at].index].label, decision.label) for at, decision, _ in self.steps]
         keys = [[text_key(label).casefold() for label in pair] for pair in pairs if pair[0]]
         return sum(new != old and new not in (SKIPPED, UNSURE) for old, new in keys)
 

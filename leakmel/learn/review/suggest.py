@@ -233,9 +233,8 @@ class Suggestion:
         "Columns of the table."
         shown = show_path(self.path)
         coded = "" if shown.encode() == self.path else base64.b64encode(self.path).decode()
-        named = {"path": shown, "label": "", "split": self.split, "sensor": show_path(self.sensor)}
-        rest = {name: getattr(self, name) for name in ("kind", "reason", "probability", "score", "digest")}
-        return named | rest | {"path_base64": coded}
+        named = {"path": shown, "label": "", "sensor": show_path(self.sensor), "path_base64": coded}
+        return {name: named[name] if name in named else getattr(self, name) for name in SUGGESTION_COLUMNS}
 
 
 def check_suggestions_file(
@@ -309,7 +308,6 @@ class Suggestions:
     def summary(self) -> dict[str, Any]:
         "Counts and suggestions as plain values, for machines."
         counts = Counter(s.kind for s in self.items)
-        rows = [{k: None if v != v else v for k, v in s.row.items()} for s in self.items]
         return {
             "folder": show_path(self.folder),
             "model": self.model,
@@ -322,26 +320,26 @@ class Suggestions:
             "left_out": self.left_out,
             "threshold": self.threshold,
             "calibrated": self.is_calibrated,
-            "suggestions": rows,
+            "suggestions": [{k: None if v != v else v for k, v in s.row.items()} for s in self.items],
             "out": None if self.out is None else show_path(self.out),
         }
 
     def text(self) -> str:
         "Return the table and the counts as text."
         counts = self.summary["by_kind"]
-        kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
         left = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.items() if n)
-        n_known = len(self) + sum(self.left_out.values()) - self.left_out["rejected"]
-        why = (
-            "the others are left out"
-            if n_known >= self.n_scored
-            else f"with at most {self.per_sensor} per sensor"
-        )
         width = max((len(x.row["path"]) for x in self.items), default=4)
         lines = [
-            (True, f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"),
+            (
+                True,
+                f"{len(self)} of {self.n_scored:,} recordings to label: "
+                + ", ".join(f"{n} {kind}" for kind, n in counts.items()),
+            ),
             (left, f"  not suggested: {left}"),
-            (len(self) < self.n, f"  fewer than {self.n}: no others may be chosen ({why})"),
+            (
+                len(self) < self.n,
+                f"  fewer than {self.n}: the others are left out, or above {self.per_sensor} per sensor",
+            ),
             (
                 not self.is_calibrated,
                 "  the model has no held-out scores: the scores are not calibrated",
@@ -365,7 +363,6 @@ class Suggestions:
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000009
 def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
-    "Return the digests that earlier tables of suggestions name."
     read = [csv_table(Path(file), read_text(file)) for file in tables]
     rows = [row for table in read for _, row in table.records("path", "digest", "kind", "reason")]
     return {row["digest"] for row in rows} - {""}
@@ -397,7 +394,6 @@ MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 
 def _reason(choice: Choice, probability: float, threshold: float, is_calibrated: bool) -> str:
-    "Say why a recording was chosen."
     n, name = choice.n_group, "probability" if is_calibrated else "score"
     return {
         "random": "drawn at random for the test set",
@@ -410,8 +406,9 @@ def _features(done: Predictions, counts: np.ndarray, seed: int, progress: str) -
     "Band statistics of a random part of the recordings that count, [n] bool; NaN for the others."
     some = np.sort(np.random.default_rng(seed).permutation(np.flatnonzero(counts))[:MAX_FEATURES])
     found = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
-    paths = [done.scored[i].path for i in some]
-    found[some] = band_statistics(done.folder, paths, done.spec, progress=progress)
+    found[some] = band_statistics(
+        done.folder, [done.scored[i].path for i in some], done.spec, progress=progress
+    )
     return found
 
 
