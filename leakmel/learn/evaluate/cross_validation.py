@@ -4,21 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "MOST_LEFT_OUT",
-    "WORKER_IDLE_S",
-    "WORTH_PROCESSES",
-    "outer_folds",
-    "Fit",
-    "single_thread",
-    "Scores",
-    "result_files",
-    "Resampled",
     "CrossValidation",
     "plain_rows",
     "figures_text",
-    "plan_processes",
-    "groups_of",
-    "Resampling",
     "require_at_least",
     "open_resampling",
     "cross_validate",
@@ -42,22 +30,22 @@ import torch
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
-from ...audio.labels import LabelTable, counts_text
-from ...core.cluster import Cluster, open_cluster, run_tasks
-from ...core.comparison import text_column
-from ...core.errors import DataError, UsageError, show_path
-from ...core.monitor import free_memory, usable_cores
-from ...core.threads import safe_module_path
-from ...core.progress import Progress, announce
-from ...core.run_plan import RowTable, user_path, write_summary
-from ..data.groups import Group, group_values, recordings_of
-from ..data.segments import Segments
-from ..data.splits import can_be_left_out, label_counts, recordings_table
-from ..data.task import Task
-from .plots import reliability_figure, roc_figure
-from ..metrics.bootstrap import Bootstrap, Groups
-from ..metrics.decisions import HeldOutScores, cross_calibrated
-from ..metrics.metrics import leak_metrics, reliability, vote_scores
+from leakmel.audio.labels import LabelTable, counts_text
+from leakmel.core.cluster import Cluster, open_cluster, run_tasks
+from leakmel.core.comparison import text_column
+from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.monitor import free_memory, usable_cores
+from leakmel.core.threads import safe_module_path
+from leakmel.core.progress import Progress, announce
+from leakmel.core.run_plan import RowTable, user_path, write_summary
+from leakmel.learn.data.groups import Group, group_values, recordings_of
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
+from leakmel.learn.data.task import Task
+from leakmel.learn.evaluate.plots import reliability_figure, roc_figure
+from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
+from leakmel.learn.metrics.decisions import HeldOutScores, cross_calibrated
+from leakmel.learn.metrics.metrics import leak_metrics, reliability, vote_scores
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
@@ -65,11 +53,11 @@ from leakmel.learn.metrics.significance import (
     plain,
     score_model,
 )
-from ..model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
-from ..model.devices import pick_device
-from ...core.files import write_whole
-from ..model.files import require_kind
-from ..model.settings import TrainSettings
+from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
+from leakmel.learn.model.devices import pick_device
+from leakmel.core.files import write_whole
+from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     ONE_KIND,
@@ -80,8 +68,8 @@ from leakmel.learn.train.folds import (
     kinds_to_fit,
     make_folds,
 )
-from ..train.inputs import Sources, TrainingData, open_training
-from ..train.loop import folder_lock, network_time, seconds_text
+from leakmel.learn.train.inputs import Sources, TrainingData, open_training
+from leakmel.learn.train.loop import folder_lock, network_time, seconds_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

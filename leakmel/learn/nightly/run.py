@@ -10,13 +10,8 @@ __all__ = [
     "FORMAT",
     "MAX_NAMED",
     "LISTED",
-    "model_digest",
-    "stored_files",
-    "recording_time",
-    "read_new",
     "RunCounts",
     "NightlyRun",
-    "write_tables",
     "nightly",
 ]
 
@@ -34,21 +29,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.naming import TIME_FORMS, NameParts, pattern_tokens
-from ...audio.listing import Listing
-from ...audio.manifest import Manifest
-from ...audio.problems import twin_problems
-from ...audio.tables import has_columns
-from ...core.comparison import text_key
-from ...core.errors import DataError, OutputError, UsageError, show_path
-from ...core.files import replacing
-from ...core.store import LocalCopies
-from ...dataset.file.schema import Rejected
-from ..model import classifiers
-from ..model.card import evaluation_result, evaluation_text
-from ..model.detector import Detector, load_detector, required_spec
-from ..model.files import require_kind
-from ..model.locate import model_file
+from leakmel.audio.naming import TIME_FORMS, NameParts, pattern_tokens
+from leakmel.audio.listing import Listing
+from leakmel.audio.manifest import Manifest
+from leakmel.audio.problems import twin_problems
+from leakmel.audio.tables import has_columns
+from leakmel.core.comparison import text_key
+from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.files import replacing
+from leakmel.core.store import LocalCopies
+from leakmel.dataset.file.schema import Rejected
+from leakmel.learn.model import classifiers
+from leakmel.learn.model.card import evaluation_result, evaluation_text
+from leakmel.learn.model.detector import Detector, load_detector, required_spec
+from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.locate import model_file
 from leakmel.learn.nightly.drift import (
     Drift,
     drift_of,
@@ -57,7 +52,7 @@ from leakmel.learn.nightly.drift import (
     reference_of_history,
     with_held_out_scores,
 )
-from .history import HistoryEntry, History, night_of
+from leakmel.learn.nightly.history import HistoryEntry, History, night_of
 from leakmel.learn.nightly.nights import (
     Budget,
     Levels,
@@ -67,7 +62,7 @@ from leakmel.learn.nightly.nights import (
     recording_levels,
     record_run,
 )
-from .sensors import SENSOR_COLUMNS, SensorRow, all_sensors, normal_medians, sensor_table
+from leakmel.learn.nightly.sensors import SENSOR_COLUMNS, SensorRow, all_sensors, normal_medians, sensor_table
 from leakmel.learn.nightly.visits_page import (
     MAX_CLIPS,
     PAGE_BEGINS,
@@ -77,10 +72,10 @@ from leakmel.learn.nightly.visits_page import (
     place_of,
     visits_page,
 )
-from ..predict.predict import predict
-from ..predict.readers import RecordingList, find_recordings
-from ..predict.scoring import ScoredRecording
-from ...mel.engines import open_engine
+from leakmel.learn.predict.predict import predict
+from leakmel.learn.predict.readers import RecordingList, find_recordings
+from leakmel.learn.predict.scoring import ScoredRecording
+from leakmel.mel.engines import open_engine
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,7 +7,6 @@ __all__ = [
     "MAX_SIMILAR",
     "N_NEIGHBOURS",
     "N_SIMILAR",
-    "REVIEW",
     "neighbours_of",
     "SimilarRecordings",
     "queue_html",
@@ -15,9 +14,6 @@ __all__ = [
     "review_kinds",
     "review_of",
     "review",
-    "write_review",
-    "lab_command",
-    "review_parameters",
 ]
 
 # %% ../../../nbs/learn/review/app.ipynb #4a735ff8
@@ -34,8 +30,8 @@ from markupsafe import Markup
 
 import leakmel
 
-from ...audio.manifest import Manifest
-from ...audio.wav import read_wav
+from leakmel.audio.manifest import Manifest
+from leakmel.audio.wav import read_wav
 from leakmel.core.errors import (
     LeakmelError,
     MissingPackageError,
@@ -44,17 +40,17 @@ from leakmel.core.errors import (
     show_path,
     write_error,
 )
-from ...core.parameters import Kinds
-from ...core.run_plan import run_folder
-from ...insight.explore_view import shows_controls
-from ...insight.page_figures import filled
-from ..embed.embed import band_statistics
-from ..embed.similar import nearest
-from ..model.detector import Detector
-from .listening import playback, player_html, spectrogram_svg
-from .recordings import ReviewRecordings, review_recordings
-from .session import QUEUES, ReviewSession
-from ...mel.spec import MelSpec
+from leakmel.core.parameters import Kinds
+from leakmel.core.run_plan import run_folder
+from leakmel.insight.explore_view import shows_controls
+from leakmel.insight.page_figures import filled
+from leakmel.learn.embed.embed import band_statistics
+from leakmel.learn.embed.similar import nearest
+from leakmel.learn.model.detector import Detector
+from leakmel.learn.review.listening import playback, player_html, spectrogram_svg
+from leakmel.learn.review.recordings import ReviewRecordings, review_recordings
+from leakmel.learn.review.session import QUEUES, ReviewSession
+from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/app.ipynb #b29d92d1
 MAX_SIMILAR = 1000  # labelled recordings that are compared, an even sample

@@ -5,14 +5,10 @@
 # %% auto #0
 __all__ = [
     "KINDS",
-    "MAX_GROUPS",
     "SUGGESTION_COLUMNS",
     "MAX_FEATURES",
     "SampleMix",
     "sample_mix",
-    "SamplePool",
-    "Choice",
-    "choose_recordings",
     "Suggestion",
     "check_suggestions_file",
     "Suggestions",
@@ -30,17 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.labels import read_labels
-from ...audio.manifest import Manifest
-from ...audio.tables import csv_table, read_text
-from ...core.comparison import match_texts, text_key
-from ...core.errors import DataError, OutputError, UsageError, show_path
-from ..embed.embed import band_statistics
-from ..model.detector import Detector, load_detector, required_spec
-from ...core.files import write_whole
-from ..model.locate import model_file
-from ..predict.predict import Predictions, predict
-from ..predict.scoring import ScoredRecording, each_once
+from leakmel.audio.labels import read_labels
+from leakmel.audio.manifest import Manifest
+from leakmel.audio.tables import csv_table, read_text
+from leakmel.core.comparison import match_texts, text_key
+from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.learn.embed.embed import band_statistics
+from leakmel.learn.model.detector import Detector, load_detector, required_spec
+from leakmel.core.files import write_whole
+from leakmel.learn.model.locate import model_file
+from leakmel.learn.predict.predict import Predictions, predict
+from leakmel.learn.predict.scoring import ScoredRecording, each_once
 
 if TYPE_CHECKING:
     import pandas as pd
