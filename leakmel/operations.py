@@ -585,7 +585,11 @@ class Join(Operation):
 
     def __call__(self, run: Run) -> Outcome:
         how: dict[str, Any] = {"check": self.check, "keep_parts": self.keep_parts, "progress": run.progress}
-        made = lm.join(self.out, pipeline=self.speed, **how)
+        speed = {
+            name: None if value == "none" and name != "compression" else value
+            for name, value in self.speed.items()
+        }
+        made = lm.join(self.out, pipeline=speed, **how)
         return Outcome(made, made.summary, build_text(made, (), run))
 
 

@@ -168,7 +168,7 @@ def parameter_kinds(
         found = field_kinds(nested.get(f.name, cls))
         if f.name not in nested:
             found = {f.name: found[f.name]}
-        may_lack = f.default is MISSING or f.default == ()
+        may_lack = (f.default is MISSING or f.default == ()) and not f.metadata.get("has_defaults")
         kinds |= {
             n: tuple(
                 dict.fromkeys(

@@ -419,6 +419,10 @@ class Correlate(Operation):
         from leakmel.locate.correlate import correlate
         from leakmel.locate.cross_spectra import synthetic_pair
 
+        if self.distance_m is None:
+            raise UsageError(
+                "the distance of the loggers is not given", code="wrong-type", expected="distance_m"
+            )
         page = check_report(self.html) if self.html else None
         band: Any = (self.band_low_hz, self.band_high_hz)
         if (self.band_low_hz is None) != (self.band_high_hz is None):
