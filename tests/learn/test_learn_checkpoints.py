@@ -40,7 +40,9 @@ def assert_whole(values: dict[str, Any], step: int) -> None:
     assert values["names"] == ["a", None, 2.5, True]
 
 
-IMPORTS = "import os, torch\nfrom leakmel.learn.model.files import save_checkpoint\ntorch.set_num_threads(1)\n"
+IMPORTS = (
+    "import os, torch\nfrom leakmel.learn.model.files import save_checkpoint\ntorch.set_num_threads(1)\n"
+)
 # Saves four checkpoints and notes each that is through; the process is killed at one of its steps, of a write perhaps in the middle.
 KILLED = f"""
 import itertools, signal
