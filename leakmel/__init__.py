@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 from importlib import import_module as _import_module
 
-# public name -> module that defines it
+# public name -> module that defines it; `make export` writes __init__.pyi from it, for type checkers and editors
 _PUBLIC = {
     "LeakmelError": "core.errors",
     "read_wav": "audio.wav",
@@ -87,6 +87,9 @@ def __getattr__(name: str):
 
         raise missing_package(e) from e
     value = getattr(module, name)
+    from .core.parameters import add_comments
+
+    add_comments(value)
     globals()[name] = value
     return value
 

@@ -290,6 +290,47 @@ EXTRAS = {
 }
 
 
+# extra -> MB that it adds to the base installation (nbs/_tools/install_sizes.py, as on the front page; torch without CUDA)
+EXTRA_MB = {
+    "learn": 1_074,
+    "notebook": 257,
+    "search": 38,
+    "cluster": 39,
+    "store": 16,
+    "sets": 5,
+    "onnx": 200,
+    "formats": 219,
+}
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # index of torch without CUDA
+
+
+def install_command(
+    # names in `settings.ini`, such as "learn"
+    *extras: str,
+) -> str:
+    "Return the shell command that adds extras to this installation of leakmel, in the way in which it was installed."
+    import json, shlex, shutil, sys
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        origin = json.loads(distribution("leakmel").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    names, url = f"[{','.join(extras)}]", urlsplit(origin.get("url", ""))
+    wanted = f"leakmel{names} @ {url.geturl()}" if url.scheme else f"leakmel{names}"
+    if url.scheme == "file":
+        source = os.path.relpath(url2pathname(url.path))
+        wanted = (url2pathname(url.path) if source.startswith("..") else source) + names
+    options = ["-e"] if origin.get("dir_info", {}).get("editable") else []
+    if "learn" in extras and sys.platform == "linux" and not shutil.which("nvidia-smi"):
+        options = ["--extra-index-url", CPU_WHEELS, *options]
+    python = os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    return shlex.join([python, "-m", "pip", "install", *options, wanted])
+
+
 class MissingPackageError(LeakmelError, ImportError):  # type: ignore[misc]  # both have a path
     "A package that is not installed because it belongs to an extra."
 
@@ -308,5 +349,5 @@ def missing_package(
         f"the package {package} is not installed",
         code="missing-package",
         found="the base installation of leakmel",
-        remedy=f"install it: pip install 'leakmel[{extra}]'",
+        remedy=f"install it{f' (about {EXTRA_MB[extra]:,} MB)' if extra in EXTRA_MB else ''}: {install_command(extra)}",
     )

@@ -20,7 +20,7 @@ from leakmel.core.parameters import (
     add_field_options,
     count_converter,
     field_choices,
-    field_comments,
+    source_comments,
     field_kinds,
     option_metavar,
     text_converter,
@@ -270,7 +270,7 @@ def add_options(
     "Add the arguments and options of an operation to a command; what is not given is absent from the result."
     nested, comments, choices, kinds = (
         _settings(cls),
-        field_comments(cls),
+        source_comments(cls),
         field_choices(cls),
         field_kinds(cls),
     )

@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import argparse, difflib, inspect, math, re, types, typing
+import argparse, ast, difflib, inspect, math, re, sys, textwrap, types, typing
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 
@@ -286,21 +287,81 @@ class ParameterCheck:
 
 
 # %% ../../nbs/core/parameters.ipynb #597ea047
-def field_comments(
-    cls: type,  # a dataclass
-) -> dict[str, str]:  # field name -> comment
-    "Return the source comments of the fields of a dataclass: on the line of the field, or on the lines above it."
-    comments: dict[str, str] = {}
-    for c in reversed(cls.__mro__):
-        if not hasattr(c, "__dataclass_fields__"):
+_COMMENT = re.compile(r"(^ *|  )# *(?!noqa)(.+)")
+
+
+def _comments_of(lines: list[str], first: int, last: int) -> str:
+    "Join the comments of lines, numbered from 1, and those that stand alone above them."
+    while first > 1 and lines[first - 2].lstrip().startswith("#"):
+        first -= 1
+    return " ".join(found[2] for found in map(_COMMENT.search, lines[first - 1 : last]) if found)
+
+
+@cache
+def _classes_of(module: str) -> tuple[list[str], dict[str, Any]]:
+    "Parse the classes of a module, once for all; return its lines too."
+    source = inspect.getsource(sys.modules[module])
+    return source.splitlines(), {
+        node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)
+    }
+
+
+def _definition_of(part: Any) -> tuple[list[str], Any]:
+    "Return source lines and syntax tree of a class or function; raises OSError or TypeError where there is no source."
+    if inspect.isclass(part) and part.__module__ != "__main__":
+        lines, classes = _classes_of(part.__module__)
+        if part.__qualname__ in classes:
+            return lines, classes[part.__qualname__]
+    source = textwrap.dedent(inspect.getsource(part))
+    return source.splitlines(), ast.parse(source).body[0]
+
+
+def source_comments(
+    # a function, or a class with fields
+    value: Any,
+) -> dict[str, str]:
+    """Return the comments in the source of parameters or fields: those above, and those on the same lines.
+
+    The comment of a function's result is under the name `return`. A source that cannot be read has no comments.
+    """
+    found = dict[str, str]()
+    for part in reversed(value.__mro__) if inspect.isclass(value) else [inspect.unwrap(value)]:
+        try:
+            lines, tree = _definition_of(part)
+        except (TypeError, OSError, SyntaxError):
             continue
-        above: list[str] = []
-        for line in inspect.getsource(c).splitlines():
-            if field := re.match(r"    (\w+): [^#]*(?:#\s*(.+))?$", line):
-                comments[field[1]] = " ".join([*above, field[2] or ""]).strip()
-            note = re.match(r"    #\s*(.+)$", line)
-            above = [*above, note[1]] if note else []
-    return comments
+        if inspect.isclass(part):
+            nodes: list[Any] = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+            found |= {node.target.id: _comments_of(lines, node.lineno, node.end_lineno) for node in nodes}
+            continue
+        args = tree.args
+        pairs = [*zip(args.kwonlyargs, args.kw_defaults)]
+        pairs += zip(reversed([*args.posonlyargs, *args.args]), reversed(args.defaults))
+        ends = {arg.arg: default.end_lineno for arg, default in pairs if default is not None}
+        end, last = tree.lineno, tree.body[0].lineno - 1
+        for arg in ast.iter_child_nodes(args):
+            if isinstance(arg, ast.arg):
+                end = ends.get(arg.arg) or arg.end_lineno or end
+                if end < last:  # in a signature of one line, the comment is that of the result
+                    found[arg.arg] = _comments_of(lines, arg.lineno, end)
+        found["return"] = _comments_of(lines, end + (end < last), last)
+    return found
+
+
+def add_comments(
+    # a public function or class, whose docstring grows
+    value: Any,
+) -> None:
+    "Add the comments of parameters and fields to a docstring, so that `help` shows them."
+    found = {name: text for name, text in source_comments(value).items() if text and name != "self"}
+    parts = {
+        "Parameters": [n for n in found if n != "return"],
+        "Returns": [n for n in found if n == "return"],
+    }
+    for title, names in parts.items():
+        if names:
+            lines = [f"{name if title == 'Parameters' else 'result'}\n    {found[name]}" for name in names]
+            value.__doc__ = "\n".join([f"{inspect.getdoc(value)}\n\n{title}\n{'-' * len(title)}", *lines])
 
 
 _METAVARS = {
@@ -378,7 +439,7 @@ def add_field_options(
 ) -> None:
     "Add one option per field of a dataclass; an option that is not given is absent from the result."
     group = parser.add_argument_group(title)
-    comments = field_comments(cls)
+    comments = source_comments(cls)
     choices = field_choices(cls)
     for name, kinds in field_kinds(cls).items():
         if name in ("preset_name", *leave_out):

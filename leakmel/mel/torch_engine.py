@@ -19,7 +19,7 @@ import torch
 
 from leakmel.audio.conform import FULL_SCALE, even_step, int16_moments, moments_of
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import EngineError
+from leakmel.core.errors import EngineError, install_command
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
@@ -288,7 +288,7 @@ def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not 
         raise EngineUnavailable(
             f"engine torchaudio is not installed ({e})",
             code="engine-missing",
-            remedy="pip install 'leakmel[learn]', or use engine='auto'",
+            remedy=f"{install_command('learn')}, or use engine='auto'",
         ) from e
     except (OSError, RuntimeError):  # the compiled part does not load
         for name in [n for n in sys.modules if n.split(".")[0] == "torchaudio"]:

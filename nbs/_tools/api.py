@@ -4,16 +4,13 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import io
 import re
-import textwrap
-import tokenize
 from typing import Any
 
 from fastcore.docments import docments
 from numpy.typing import ArrayLike
 
-from leakmel.core.parameters import field_comments
+from leakmel.core.parameters import source_comments
 
 
 def public_page() -> str:
@@ -117,10 +114,7 @@ def _class(cls: type) -> str:
 
 def _fields(cls: type) -> list[tuple[str, Any]]:
     "The fields of a dataclass, inherited ones too, with the comments beside them."
-    try:
-        comments = field_comments(cls)
-    except (OSError, TypeError):
-        comments = {}
+    comments = source_comments(cls)
     known = _docments(cls)
     return [
         (
@@ -175,38 +169,9 @@ def _docments(value: Any) -> dict[str, Any]:
         return {}
 
 
-def comments_of(
-    function: Any,
-) -> dict[str, str]:  # by parameter; `return` for the result
-    "Comments above a parameter and on its last line: a type of several lines ends where its comment stands."
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-        (tree,) = ast.parse(source).body
-    except (TypeError, OSError, ValueError, SyntaxError):
-        return {}
-    assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    said = {line: text for line, text in said.items() if not text.startswith("noqa")}
-    a = tree.args
-    plain = [*a.posonlyargs, *a.args]
-    absent: list[ast.expr | None] = [None] * (len(plain) - len(a.defaults))
-    pairs = [*zip(plain, [*absent, *a.defaults]), *zip(a.kwonlyargs, a.kw_defaults)]
-    ends = {arg.arg: (default or arg).end_lineno or 0 for arg, default in pairs}
-    ends |= {arg.arg: arg.end_lineno or 0 for arg in (a.vararg, a.kwarg) if arg}
-    last = tree.body[0].lineno - 1
-    if last in ends.values():  # a signature of one line: its comment is that of the result
-        ends = {name: end for name, end in ends.items() if end != last}
-    found, line = dict[str, str](), tree.lineno
-    for name, end in [*sorted(ends.items(), key=lambda pair: pair[1]), ("return", last)]:
-        found[name] = " ".join(said[n] for n in range(line, end + 1) if n in said)
-        line = end + 1
-    return found
-
-
 def _parameters(function: Any) -> str:
     "The table of a function's parameters and of its result."
-    comments = comments_of(function)
+    comments = source_comments(function)
     rows = [(name, d) for name, d in _docments(function).items() if name != "self"]
     return _table([(name, {**d, "docment": comments.get(name, "")}) for name, d in rows])
 

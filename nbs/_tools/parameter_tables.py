@@ -24,7 +24,7 @@ OF_BUILD: list[tuple[str, object, str]] = [
 def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     "All parameters of a run notebook that its parameters cell does not list."
     from leakmel.core.operation import parameter_defaults
-    from leakmel.core.parameters import field_choices, field_comments
+    from leakmel.core.parameters import field_choices, source_comments
     from leakmel.dataset.run.config import PipelineConfig
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.operations import Train
@@ -34,7 +34,7 @@ def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     passed_over = {*shown, "preset_name", "settings", "checkpoints", *(name for name, *_ in rows)}
     classes = (MelSpec, PipelineConfig) if notebook == "build" else (Train, TrainSettings, CheckpointSettings)
     for cls in classes:
-        comments, choices = field_comments(cls), field_choices(cls)
+        comments, choices = source_comments(cls), field_choices(cls)
         defaults = parameter_defaults(cls)
         for f in fields(cls):
             if f.name in passed_over or f.metadata.get("command_only"):

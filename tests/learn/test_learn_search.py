@@ -921,10 +921,10 @@ def test_missing_optuna_names_the_package_to_install(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with raises("package-missing", says="leakmel[search]"):
+    with raises("package-missing", says="[search]"):
         searched(sets, tmp_path / "run")
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
-    assert "leakmel[search]" in capsys.readouterr().err
+    assert "[search]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     trained = train(*files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False)
     assert trained.epochs, "nothing else needs it"

@@ -1,5 +1,6 @@
 "The base installation: it builds, verifies and reads data sets without torch, plotly and Jupyter."
 
+import inspect
 import json
 import os
 import re
@@ -98,7 +99,7 @@ def test_the_base_installation_builds_verifies_and_reads(tmp_path):
     found = session(python, work, clean_env(tmp_path))
     assert (found["rows"], found["shape"], found["loaded"]) == (N_FILES, [40, 2, 64, 1], [])
     assert found["checked"] == [True] * 3
-    assert "pip install 'leakmel[learn]'" in found["missing"]
+    assert "/source[learn]" in found["missing"], "as it was installed: from this folder"
     command = [python.with_name("leakmel"), "train", "mels", "--out", "run", "--json"]
     done = subprocess.run(
         command, cwd=work, env=clean_env(tmp_path), capture_output=True, text=True, timeout=60
@@ -106,6 +107,41 @@ def test_the_base_installation_builds_verifies_and_reads(tmp_path):
     assert done.returncode == 1
     assert json.loads(done.stdout)["code"] == "missing-package"
     assert "Traceback" not in done.stderr
+
+
+WRONG_CALLS = """import leakmel as lm
+
+made: lm.BuildResult = lm.build("x", split="training", check=None)
+lm.build("x", splitt="training")
+lm.build("x", check="many")
+lm.biuld("x")
+lm.train("x.h5", out="y", device=3)
+lm.MelSpec(n_mels="64")
+lm.predict("x", "model").tabel
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_know_the_public_names_and_help_shows_parameters(tmp_path):
+    "Wrong calls are errors for mypy where leakmel is only imported, and `help` prints the comment of each parameter."
+    (tmp_path / "calls.py").write_text(WRONG_CALLS)
+    (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache" / "calls", "calls.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    found = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line]
+    assert found == [4, 5, 6, 7, 8, 9], done.stdout
+    import leakmel as lm
+
+    for name in lm._PUBLIC:
+        if not inspect.isclass(value := getattr(lm, name)):
+            own = [n for n in inspect.signature(value).parameters if f"\n{n}\n    " not in value.__doc__]
+            assert own == [], f"help(lm.{name}) does not explain {own}"
 
 
 # distribution -> its module, where the names differ

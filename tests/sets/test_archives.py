@@ -115,7 +115,7 @@ def test_rar_without_a_program_names_programs_and_the_other_way(
 
 def test_rar_without_the_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rarfile", None)
-    with raises("missing-package", MissingPackageError, says="leakmel[sets]"):
+    with raises("missing-package", MissingPackageError, says="[sets]"):
         members(write(tmp_path / "x.rar", rar_of({"a.wav": b"x"})))
 
 

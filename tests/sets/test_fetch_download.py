@@ -290,7 +290,7 @@ def test_other_content_and_another_process_are_not_disturbed(server: RecordServe
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "requests", None)
-    with raises("missing-package", MissingPackageError, says="leakmel[sets]"):
+    with raises("missing-package", MissingPackageError, says="[sets]"):
         fetch(tmp_path)
 
 

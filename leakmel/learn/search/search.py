@@ -20,7 +20,15 @@ import plotly.graph_objects as go
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, explain, show_path
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    UsageError,
+    explain,
+    install_command,
+    show_path,
+)
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
@@ -56,7 +64,7 @@ def import_optuna() -> Any:  # the module; raises UsageError where it is not ins
         raise UsageError(
             "a search needs Optuna, which is not installed",
             code="package-missing",
-            remedy="install it: pip install 'leakmel[search]'",
+            remedy=f"install it: {install_command('search')}",
         ) from e
     return optuna
 
@@ -958,16 +966,16 @@ def search(
     again: int = 2,  # number of other seeds with which the best and the initial settings are trained; 0: none
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
-    leak_label: str = "LEAK",  # this and the following as for `train`
-    kind: Literal["multiclass", "binary"] = "multiclass",
-    leave_out: Sequence[str] = (),
+    leak_label: str = "LEAK",  # class that means a leak
+    kind: Literal["multiclass", "binary"] = "multiclass",  # learn all classes, or leak against the rest
+    leave_out: Sequence[str] = (),  # classes that are not learned
     split: Split | None = None,  # of `group_split`, in place of `validation`; its part "testing" is not read
-    allow_leaky_split: bool = False,
-    legacy: bool = False,
+    allow_leaky_split: bool = False,  # accept sensors or recordings on both sides of the split
+    legacy: bool = False,  # accept data sets of the earlier system
     resume: str = "auto",  # resume an interrupted search: "auto", "always" or "never"
-    device: str = "auto",
-    checkpoints: CheckpointSettings | None = None,
-    progress: bool | str = True,
+    device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1" ...
+    checkpoints: CheckpointSettings | None = None,  # when a trial stores its state; None: the defaults
+    progress: bool | str = True,  # True, False, "auto", "notebook", "terminal", "log" or "none"
     cluster: Cluster
     | None = None,  # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
