@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 SETUP  := settings.ini setup.py pyproject.toml
-# A target installs the extra that it needs: notebook (build), all (lab), dev (test, test-site, check, docs, export).
+# Torch without CUDA (0.4 GB instead of 2.9 GB), from its own index, unless this machine has an NVIDIA card: TORCH=cuda or TORCH=cpu decides.
+TORCH  ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+# A target installs the extra that it needs: notebook (build), learn, all (lab), dev (test, test-site, check, docs, export).
 INSTALLED := .venv/.installed
 
 # Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
@@ -26,7 +28,7 @@ override SETTINGS := $(value SETTINGS)
 export DATA OUT SETTINGS
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test test-site static notebooks house lab docs export clean setup
+.PHONY: help build learn check test test-site static notebooks house lab docs export clean setup
 .PRECIOUS: $(INSTALLED)-%
 .SUFFIXES:
 
@@ -36,6 +38,7 @@ help: ## print this list
 	@echo "  make build DATA=folder OUT=folder    your recordings: a folder of splits, or of label folders"
 	@echo "  make build SETTINGS=\"sample_rate=4096 duration_s=1 preset=overlap\""
 	@echo "                                       any parameter of nbs/build.ipynb; quote values with blanks: table='my list.csv'"
+	@echo "  make learn TORCH=cuda                torch with CUDA, also where no NVIDIA card is found"
 	@echo "  make test PYTHON=python3.12          another interpreter for a new .venv"
 
 setup: $(INSTALLED)-dev ## set up .venv with all that tests and documentation need
@@ -44,16 +47,19 @@ $(INSTALLED)-%: $(SETUP)
 	@command -v "$(PYTHON)" >/dev/null || { echo "make: $(PYTHON) was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1); Python 3.11 or newer is needed. Name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments: its venv module is missing. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -c 'import pip' 2>/dev/null || { echo "setting up .venv (a few minutes the first time)" && "$(PYTHON)" -m venv --clear .venv; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]' || { echo "make: the installation did not finish; the cause is printed above. It needs the package index once; run the same command again to continue" >&2; exit 1; }
+	@$(BIN)/python -c 'import pip' 2>/dev/null || { echo "setting up .venv" && "$(PYTHON)" -m venv --clear .venv; }
+	@$(BIN)/python nbs/_tools/install.py "$(TORCH)" $* || { echo "make: the installation did not finish; the cause is printed above. It needs the package index once; run the same command again to continue" >&2; exit 1; }
 	@touch $@ $(foreach part,$(INCLUDED_$*),$(INSTALLED)-$(part))
 
 # extras that another one installs too
-INCLUDED_all := notebook
-INCLUDED_dev := all notebook
+INCLUDED_all := notebook learn
+INCLUDED_dev := all notebook learn
 
 build: $(INSTALLED)-notebook ## build verified data sets, from DATA or a made demo set, into OUT or a new folder below runs/
 	@$(BIN)/python nbs/_tools/run_build.py
+
+learn: $(INSTALLED)-learn ## install what detectors need: torch and scikit-learn
+	@echo "next: $(BIN)/leakmel train FOLDER --out detector"
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
@@ -88,8 +94,9 @@ house: $(INSTALLED)-dev ## print the figures of structure and language; SINCE=co
 	@$(BIN)/python nbs/_tools/house.py $(if $(SINCE),--since "$(SINCE)")
 	@$(BIN)/python nbs/_tools/prose.py
 
-lab: $(INSTALLED)-all ## open JupyterLab on this machine, in nbs/
-	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
+lab: $(INSTALLED)-all ## open JupyterLab on this machine, in a folder of run notebooks: runs/lab
+	@$(BIN)/leakmel init runs/lab
+	cd runs/lab && ../../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
 docs: $(INSTALLED)-dev ## build the site into _docs/, without a network
 	@$(BIN)/python nbs/_tools/prepare.py

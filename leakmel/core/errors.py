@@ -290,7 +290,7 @@ EXTRAS = {
 }
 
 
-# extra -> MB that it adds to the base installation (nbs/_tools/install_sizes.py, as on the front page; torch without CUDA)
+# extra -> MB that it adds to the base installation (nbs/_tools/install_sizes.py; torch without CUDA)
 EXTRA_MB = {
     "learn": 1_074,
     "notebook": 257,

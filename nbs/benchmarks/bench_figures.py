@@ -358,18 +358,15 @@ def compare_text(
 def front_table(
     figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
 ) -> str:
-    "Return the table of the front page: files per second in both geometries with a warm page cache, and how long the runs took."
+    "Return the table of the front page: files per second in both geometries with a warm page cache."
     if figures is None:
         return NOT_MEASURED
-    rows = [["", *(f"{g}, files/s" for g in figures["settings"]), "seconds of a run"]]
+    rows = [["", *(f"{g}, files/s" for g in figures["settings"])]]
     for name in _ranked(figures, "warm"):
         if figures["contestants"][name].get("status", "ok") != "ok":
             continue
         rates = [_measured(figures, name, f"{g}, warm", "files_per_s") for g in figures["settings"]]
-        took = [_measured(figures, name, f"{g}, warm", "seconds") for g in figures["settings"]]
-        seconds = sorted(round(t["median"]) for t in took if t)
-        cells = ["-" if rate is None else f"{rate['median']:,.0f}" for rate in rates]
-        rows.append([name, *cells, " to ".join(map(str, dict.fromkeys((seconds[0], seconds[-1]))))])
+        rows.append([name, *("-" if rate is None else f"{rate['median']:,.0f}" for rate in rates)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])

@@ -558,9 +558,7 @@ def test_engine_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "leakmel.mel.triton_kernel", raising=False)
     for device in ("auto", "cuda"):
-        with raises(
-            "engine-missing", EngineUnavailable, says="[gpu]', or use engine='auto'"
-        ):
+        with raises("engine-missing", EngineUnavailable, says="[gpu]', or use engine='auto'"):
             open_engine("triton", MelSpec.preset("disjoint", duration_s=1), device=device)
 
 

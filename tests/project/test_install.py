@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from leakmel.cli import OPERATIONS
+
 pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,8 +109,24 @@ def test_the_base_installation_builds_verifies_and_reads(tmp_path):
     assert done.returncode == 1
     assert json.loads(done.stdout)["code"] == "missing-package"
     assert "Traceback" not in done.stderr
+    helped = subprocess.run(
+        [python, "-c", HELP], cwd=work, env=clean_env(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert helped.stdout.split()[-1] == str(len(OPERATIONS)), "each command has its help without the extras"
+    assert helped.stderr == ""
 
 
+HELP = """
+from leakmel.cli import OPERATIONS, main
+
+shown = 0
+for command in OPERATIONS:
+    try:
+        main([command, "--help-all"])
+    except SystemExit as e:
+        shown += not e.code
+print(shown)
+"""
 WRONG_CALLS = """import leakmel as lm
 
 made: lm.BuildResult = lm.build("x", split="training", check=None)
@@ -195,3 +213,45 @@ def test_no_package_is_demanded_that_nothing_imports():
                 unused.append(f"{key}: {name}")
     assert unused == []
     assert set(NOT_IMPORTED) | set(MODULES) <= named
+
+
+PAGE = ROOT / "nbs" / "explanations" / "troubleshooting.ipynb"
+
+
+def test_make_installs_torch_without_cuda_where_it_can(monkeypatch, capsys):
+    "The sizes are those of the page on installation, and are printed before pip begins."
+    import install
+    from leakmel.core.errors import CPU_WHEELS, EXTRA_MB
+
+    table = re.findall(
+        r"\| `?(\w+)`? \| \d+ \| ([\d,]+) \|",
+        PAGE.read_text(encoding="utf-8").partition("What each extra adds")[2].partition("\n  }")[0],
+    )
+    sizes = {name: int(text.replace(",", "")) for name, text in table}
+    assert sizes == {"none": install.BASE_MB} | EXTRA_MB
+
+    def installed(torch: str, extra: str, is_there: bool) -> tuple[list[str], str]:
+        given: list[list[str]] = []
+
+        def run(words: list[str], **how: object) -> subprocess.CompletedProcess:
+            given.append(words)
+            return subprocess.CompletedProcess(words, 0)
+
+        with monkeypatch.context() as m:
+            m.setattr(sys, "argv", ["install.py", torch, extra])
+            m.setattr(install, "can_reach", lambda url: is_there)
+            m.setattr(install.subprocess, "run", run)
+            assert install.main() == (0 if torch in ("cpu", "cuda") else 2)
+        return given[0] if given else [], "".join(capsys.readouterr())
+
+    words, text = installed("cpu", "all", True)
+    assert words[-4:] == ["--extra-index-url", CPU_WHEELS, "-e", ".[all]"]
+    assert "at most 2.2 GB" in text
+    for torch, is_there in (("cpu", False), ("cuda", True)):
+        words, text = installed(torch, "learn", is_there)
+        assert CPU_WHEELS not in words
+        assert "at most 4.0 GB" in text
+    words, text = installed("cpu", "notebook", True)
+    assert CPU_WHEELS not in words
+    assert "at most 0.7 GB" in text
+    assert installed("gpu", "learn", True) == ([], "make: TORCH is cpu or cuda, not 'gpu'\n")

@@ -72,7 +72,7 @@ def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     (command,) = [line for line in output.splitlines() if "jupyter-lab" in line]
     folder, started = command.split(" && ")
     words = shlex.split(started)
-    assert (folder, words[0]) == ("cd nbs", "../.venv/bin/jupyter-lab")
+    assert (folder, words[0]) == ("cd runs/lab", "../../.venv/bin/jupyter-lab")
     words = [
         str(Path(sys.executable).parent / "jupyter-lab"),
         *words[1:],

@@ -1,0 +1,77 @@
+"""Install leakmel with an extra into this environment, from this folder; the size is printed before.
+
+    python nbs/_tools/install.py cpu learn
+
+`cpu` takes torch from the index of builds without CUDA, if that can be reached; `cuda` takes it from the usual index.
+"""
+
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE_MB = 394  # the base installation
+CUDA_MB = 2_500  # what torch with CUDA has more
+
+
+def parts_of(extra: str) -> set[str]:
+    "Return the names of an extra and of the extras that it brings."
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    found = {extra}
+    for line in parser["DEFAULT"][f"{extra}_requirements"].split():
+        if line.startswith("leakmel["):
+            for name in line[len("leakmel[") : -1].split(","):
+                found |= parts_of(name)
+    return found
+
+
+def can_reach(url: str) -> bool:
+    "Return whether an address answers within a few seconds."
+    try:
+        with urlopen(f"{url}/torch/", timeout=5):
+            return True
+    except (OSError, URLError, ValueError):
+        return False
+
+
+def main() -> int:
+    "Install; the exit status is that of pip."
+    torch, extra = sys.argv[1:]
+    if torch not in ("cpu", "cuda"):
+        print(f"make: TORCH is cpu or cuda, not {torch!r}", file=sys.stderr)
+        return 2
+    # errors.py imports nothing that is not in the standard library; the package itself is not installed yet
+    sys.path.insert(0, str(ROOT))
+    from leakmel.core.errors import CPU_WHEELS, EXTRA_MB
+
+    parts = parts_of(extra)
+    megabytes = BASE_MB + sum(EXTRA_MB.get(name, 0) for name in parts)
+    options = []
+    if "learn" in parts and torch == "cpu" and can_reach(CPU_WHEELS):
+        options = ["--extra-index-url", CPU_WHEELS]
+    elif "learn" in parts:
+        megabytes += CUDA_MB
+    print(
+        f"installing leakmel[{extra}] into .venv: at most {megabytes / 1000:.1f} GB, a few minutes the first time",
+        flush=True,
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        *options,
+        "-e",
+        f".[{extra}]",
+    ]
+    return subprocess.run(pip, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
