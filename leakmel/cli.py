@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, threading, warnings
+import argparse, difflib, errno, gc, io, json, logging, os, re, select, signal, sys, threading, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -44,6 +44,15 @@ _LISTED: tuple[type[Operation], ...] = (
     *(Nightly, Review, Retrain, Fetch, Correlate, Export, Card, Labels, Page, Cache, Bench, Tune, Doctor),
 )
 OPERATIONS = {cls.command.name: cls for cls in _LISTED}
+FIRST_DAY = """leakmel: log-mel data sets and leak detectors from folders of pipe recordings
+
+  leakmel scan recordings --content                 rates, lengths, labels and problems of a folder
+  leakmel build recordings --split all --out mels   verified data sets
+  leakmel train mels --out detector                 a detector and its evaluation
+  leakmel predict others --model detector           scores of other recordings
+  leakmel init work                                 notebooks for JupyterLab: begin with start.ipynb
+
+leakmel --help lists all commands, leakmel COMMAND --help the options of one."""
 
 
 # %% ../nbs/cli.ipynb #5dee17f6
@@ -115,6 +124,9 @@ class CommandParser(argparse.ArgumentParser):
                 if word in known
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' ", message):
+            close = difflib.get_close_matches(wrong[1].lower(), OPERATIONS, n=1)
+            message = f"unknown command {wrong[1]}" + (f": did you mean {close[0]}?" if close else "")
         text = f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help"
         raise UsageError(text, code="invalid-arguments")
 
@@ -230,6 +242,9 @@ def main(
 
 def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether an error was raised
     "Run a command and print its outcome."
+    if not words:
+        print(FIRST_DAY)
+        return 2, False
     _start_streams()
     args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
     handlers: dict[int, Any] = {}

@@ -234,7 +234,6 @@ def test_failures_are_json_with_a_message_on_stderr(data, tmp_path, say):
 @each(
     "args",
     [
-        (),
         ("--nonsense",),
         ("magic",),
         ("build",),
@@ -254,6 +253,18 @@ def test_usage_errors(args, say):
     assert err.startswith("leakmel")
     assert err.endswith("--help\n")
     assert err.count("\n") == 1, "one line that says what is wrong"
+
+
+def test_without_a_command_the_first_day_is_shown_and_a_misspelt_command_is_named(say):
+    status, out, err = say()
+    assert (status, err) == (2, "")
+    shown = [line.split()[1] for line in out.splitlines() if line.startswith("  leakmel ")]
+    assert shown == ["scan", "build", "train", "predict", "init"]
+    assert max(map(len, out.splitlines())) <= 100
+    for word, meant in (("bulid", "build"), ("Predict", "predict"), ("nightley", "nightly")):
+        status, _, err = say(word, "x")
+        assert status == 2
+        assert f"unknown command {word}: did you mean {meant}?" in err
 
 
 def test_invalid_choice_lists_valid_ones(data, tmp_path, say):
