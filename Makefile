@@ -74,7 +74,7 @@ test-site: $(INSTALLED)-dev ## the tests of installation, documentation, pages i
 
 # Two parts of `make test`, side by side: much of them keeps one core busy.
 static:
-	$(BIN)/ruff format --check leakmel nbs tests setup.py
+	$(BIN)/ruff format --check nbs tests setup.py
 	$(BIN)/ruff check leakmel tests nbs/_tools nbs/benchmarks/*.py
 	$(BIN)/python nbs/_tools/sync.py --check
 	$(BIN)/mypy

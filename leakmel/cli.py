@@ -54,7 +54,6 @@ FIRST_DAY = """leakmel: log-mel data sets and leak detectors from folders of pip
 
 leakmel --help lists all commands, leakmel COMMAND --help the options of one."""
 
-
 # %% ../nbs/cli.ipynb #5dee17f6
 @contextmanager
 def warnings_to_stderr() -> Iterator[None]:
@@ -70,7 +69,6 @@ def warnings_to_stderr() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
 
 # %% ../nbs/cli.ipynb #136e769c
 class _ShowAllOptions(argparse.Action):
@@ -165,7 +163,6 @@ def _parser(
         if first in ("", name):
             add_options(p, cls)
     return parser
-
 
 # %% ../nbs/cli.ipynb #c322abb4
 class Signal(BaseException):
@@ -318,7 +315,6 @@ def _start_streams() -> None:
         )
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-
 
 # %% ../nbs/cli.ipynb #20f2b3aa
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from leakmel.dataset.run.publish import BuildResult
     from leakmel.mel.spec import MelSpec
 
-
 # %% ../nbs/operations.ipynb #e53a74b6
 @dataclass(frozen=True, kw_only=True)
 class NamedRecordings(Operation):
@@ -54,7 +53,6 @@ class NamedRecordings(Operation):
         "The words of a command that name the recordings."
         return [word for name, value in self.named_by.items() for word in (f"--{name}", os.fspath(value))]
 
-
 # %% ../nbs/operations.ipynb #1d2d6041
 @operation("demo", example="leakmel demo recordings --files 1200")
 class Demo(Operation):
@@ -76,7 +74,6 @@ class Demo(Operation):
         faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
         text = "\n".join([repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)])
         return Outcome(done, vars(done) | {"root": show_path(done.root), "faults": faults}, text)
-
 
 # %% ../nbs/operations.ipynb #53251e9d
 @operation(
@@ -151,7 +148,6 @@ class Scan(NamedRecordings):
         }
         failed = lost or not len(manifest) or self.strict and problems
         return Outcome(manifest, body, "\n".join(lines), 1 if failed else 0)
-
 
 # %% ../nbs/operations.ipynb #e0cb2b5d
 @dataclass(frozen=True, repr=False)
@@ -264,7 +260,6 @@ class BuildPlan(RowTable):
         }
         yield from ((name, text) for name, text in rows.items() if text)
 
-
 # %% ../nbs/operations.ipynb #616e4b96
 @dataclass(frozen=True, kw_only=True)
 class WithFeatures(NamedRecordings):
@@ -290,7 +285,6 @@ class WithFeatures(NamedRecordings):
         given = {name: None if value == "none" else value for name, value in self.features.items()}
         is_default = run.keeps and self.preset == "disjoint"  # written in the parameters cell
         return requested_spec(self.spec_file, None if self.spec_file and is_default else self.preset, given)
-
 
 # %% ../nbs/operations.ipynb #0d68eeb1
 _SHORT = (
@@ -499,7 +493,6 @@ class Build(WithFeatures):
         body = {name: value for name, value in vars(made).items() if name != "lane"}
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
-
 # %% ../nbs/operations.ipynb #92fe2a7a
 def build_text(
     result: "BuildResult",
@@ -563,7 +556,6 @@ def run_summary(results: "Sequence[BuildResult]") -> dict[str, Any]:
         "kept_files": kept,
         "splits": [r.summary for r in results],
     }
-
 
 # %% ../nbs/operations.ipynb #2076e06d
 @operation(

@@ -47,7 +47,6 @@ def moments_of(
         out[b] = low, high, x.sum(), np.square(x, out=x).sum(), clipped
     return out
 
-
 # %% ../../nbs/audio/conform.ipynb #fa383835
 LSB = 1 / 32_768
 RMS_FLOOR_DB = -200.0  # level of all-zero samples
@@ -70,7 +69,6 @@ def quality(
         "silent": (high - low) * scale <= LSB,
     }
 
-
 # %% ../../nbs/audio/conform.ipynb #95742d00
 FIGURES = np.dtype(
     [("rms_db", "f4"), ("peak", "f4"), ("clipped_share", "f4"), ("dc_offset", "f4"), ("silent", "?")]
@@ -90,7 +88,6 @@ def quality_figures(
     else:
         moments = moments_of(all_channels, FULL_SCALE if whole else full_scale(encoding))
     return tuple(v[0] for v in quality(moments, samples.size, whole).values())
-
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed1
 _PARTS = 16  # of the shortest stall; and parts with changes, at the least
@@ -121,7 +118,6 @@ def has_stalled(
             return True
     return False
 
-
 # %% ../../nbs/audio/conform.ipynb #5ca11ed3
 def add_faults(
     status: str,  # of `conform`
@@ -131,7 +127,6 @@ def add_faults(
     faults = ["unread_samples"] * (recording.unclaimed > 0)
     faults += ["stalled"] * has_stalled(recording.samples, recording.sample_rate)
     return "+".join([*([] if status == "ok" and faults else [status]), *faults])
-
 
 # %% ../../nbs/audio/conform.ipynb #7849eaad
 @dataclass(frozen=True)
@@ -144,7 +139,6 @@ class ConformRules:
     short: Literal["pad", "reject"] = "pad"  # a shorter recording is padded with zeros at its end
     long: Literal["cut", "reject"] = "cut"  # a longer recording is cut at its end
     rate: Literal["resample", "reject"] = "resample"  # another rate is converted by soxr VHQ
-
 
 # %% ../../nbs/audio/conform.ipynb #5b3e2db8
 OPPOSITE_SHARE = 0.01  # energy of the channels' mean over the channels' mean energy: -20 dB
@@ -172,7 +166,6 @@ def opposite_phase(
     mean = channel_mean(samples) if mean is None else mean
     # not np.dot: BLAS starts its own threads, which keep all cores busy for longer than the product takes
     return bool(np.einsum("n,n->", mean, mean) < OPPOSITE_SHARE * energy)
-
 
 # %% ../../nbs/audio/conform.ipynb #fffe1b9d
 def to_mono(
@@ -206,7 +199,6 @@ def to_mono(
         return first, status
     scale = 1 / 32768 if samples.dtype == np.int16 else 1.0
     return (mean * scale).astype(np.float32), status
-
 
 # %% ../../nbs/audio/conform.ipynb #061eca92
 def import_soxr() -> ModuleType:  # raises MachineError where it is not installed
@@ -250,7 +242,6 @@ def fit_length(
     "Cut at the end, or pad with zeros at the end."
     return x[:n] if len(x) >= n else np.concatenate([x, np.zeros(n - len(x), x.dtype)])
 
-
 # %% ../../nbs/audio/conform.ipynb #757b1dee
 MAX_PEAK = 2.0**20  # times full scale
 _MAX_GAIN = 256  # float samples above it are rather in the scale of integers
@@ -281,7 +272,6 @@ def check_range(
             "unsupported",
             f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from",
         )
-
 
 # %% ../../nbs/audio/conform.ipynb #38d5b701
 _FILTER_REACH = 2000  # samples at the lower rate; several times what soxr VHQ looks ahead
@@ -320,7 +310,6 @@ def conform(
         check_range(row)
     return row, "+".join(done) or "ok"
 
-
 # %% ../../nbs/audio/conform.ipynb #a4c960d8
 @cache
 def native() -> ModuleType | None:
@@ -345,7 +334,6 @@ def native() -> ModuleType | None:
             remedy,
         )
         return None
-
 
 # %% ../../nbs/audio/conform.ipynb #187e33c7
 def digests_of(
@@ -391,7 +379,6 @@ def int16_moments(
     module = native()
     return moments_of(rows) if module is None else module.int16_moments(np.ascontiguousarray(rows))
 
-
 # %% ../../nbs/audio/conform.ipynb #3d03f923
 _REMEDIES = {
     "long segment": "lower long_window, or raise duration_s",
@@ -421,7 +408,6 @@ def piece_count(
             remedy=_REMEDIES.get(what),
         )
     return 1 + (n_samples - window) // hop
-
 
 # %% ../../nbs/audio/conform.ipynb #2dd03d9d
 @dataclass(frozen=True)
@@ -456,7 +442,6 @@ class SegmentGrid:
         "Distinct frame starts [D], ascending, and for each frame the number of its start, [L, S, T]."
         starts, index = np.unique(self.frame_starts, return_inverse=True)
         return starts, index.reshape(self.frame_starts.shape)
-
 
 # %% ../../nbs/audio/conform.ipynb #f6d43a41
 def even_step(

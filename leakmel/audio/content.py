@@ -36,7 +36,6 @@ from leakmel.core.store import LocalCopies
 if TYPE_CHECKING:
     import pandas as pd
 
-
 # %% ../../nbs/audio/content.ipynb #2159f8bf
 @dataclass(frozen=True, eq=False, repr=False)
 class Columns:
@@ -73,7 +72,6 @@ class Columns:
     def duration_s(self) -> np.ndarray:
         "[B] seconds as recorded."
         return self.n_samples / self.sample_rate
-
 
 # %% ../../nbs/audio/content.ipynb #d69e3bdf
 CLIPPED_SHARE = 0.01  # of the samples at full scale
@@ -144,7 +142,6 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
         for i in np.flatnonzero(is_found).tolist():
             yield Problem(kind, c.show(i), message(i))
 
-
 # %% ../../nbs/audio/content.ipynb #81b1af96
 DEAD_FILES = 3  # recordings of a sensor, at the least
 DEAD_RMS = 2 * LSB  # of full scale
@@ -164,7 +161,6 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
             show_path(bytes(names[k])),
             f"all {counts[k]:,} recordings of this sensor are silent, or their RMS is at most two 16-bit steps",
         )
-
 
 # %% ../../nbs/audio/content.ipynb #a6b3f8ce
 _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 1], np.uint64)
@@ -198,7 +194,6 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
             if c.label_id[i] != origin.label_id[row]:
                 yield Problem("duplicate_labels", path, f"{message}, which has another label")
         n_splits += len(part.places)
-
 
 # %% ../../nbs/audio/content.ipynb #abf17a43
 TIED_FILES = 10  # recordings with a value, or of a label, at the least
@@ -236,7 +231,6 @@ def tied_values(
         if chance < math.log(MAX_CHANCE):
             yield value, label, int(row[label]), n, float(p)
 
-
 # %% ../../nbs/audio/content.ipynb #feb2766a
 def label_auc(
     values: np.ndarray,  # [B] numbers
@@ -248,7 +242,6 @@ def label_auc(
     n = np.bincount(label_id).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (np.bincount(label_id, ranks) - n * (n + 1) / 2) / (n * (len(values) - n))
-
 
 # %% ../../nbs/audio/content.ipynb #a57c1336
 _RECORDER = "a detector would learn the recorder, not the leak"
@@ -292,7 +285,6 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
                 f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}",
             )
 
-
 # %% ../../nbs/audio/content.ipynb #a6a6822b
 def content_problems(
     columns: Columns,
@@ -309,7 +301,6 @@ def content_problems(
     yield from _dead_sensors(columns)
     yield from _duplicates(columns, before)
     yield from _tied_labels(columns)
-
 
 # %% ../../nbs/audio/content.ipynb #7d49944d
 FACTS = np.dtype(
@@ -340,7 +331,6 @@ def read_facts(
     except MemoryError as e:
         raise OutOfMemory(path) from e
     return recording.sample_rate, *x.shape, recording.encoding, status, recording.digest, *figures
-
 
 # %% ../../nbs/audio/content.ipynb #8a8b41ae
 FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wait long
@@ -403,7 +393,6 @@ def read_content(
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
     return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
-
 
 # %% ../../nbs/audio/content.ipynb #33a28c36
 def content_columns(

@@ -80,7 +80,6 @@ def _merge_sums(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -
     total = builder.mul(builder.xor(total, builder.lshr(total, WORD(37))), WORD(_AVALANCHE))
     return builder.xor(total, builder.lshr(total, WORD(32)))
 
-
 # %% ../../nbs/audio/digests.ipynb #b91ee5a7
 @emitted
 def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: ir.Value) -> None:
@@ -128,7 +127,6 @@ def hash_rows(
     "Write the digest of each row, as high and low words."
     for i in range(len(rows)):
         write_digest((address(rows[i]), rows.shape[1], address(out[i])))
-
 
 # %% ../../nbs/audio/digests.ipynb #3239eed8
 _SHORTS, _PAIRS = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(32), 16)

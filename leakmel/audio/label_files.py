@@ -50,7 +50,6 @@ from leakmel.core.errors import (
 )
 from leakmel.core.files import write_errors
 
-
 # %% ../../nbs/audio/label_files.ipynb #0564b40f
 def _digests(manifest: Manifest, progress: str) -> list[list[str]]:  # by listing
     content = manifest.content
@@ -116,7 +115,6 @@ def _notes(listing: Listing, found: Relabelled) -> Iterator[Problem]:
     for k in found.unsure:
         yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 
-
 # %% ../../nbs/audio/label_files.ipynb #e106d5d3
 @dataclass(frozen=True, slots=True)
 class TimeRange:
@@ -162,7 +160,6 @@ def write_label_track(
 ) -> str:  # content of a text file that Audacity imports
     "Write a label track of Audacity."
     return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
-
 
 # %% ../../nbs/audio/label_files.ipynb #2f0a842b
 _SELECTION, _BEGIN, _END = "Selection", "Begin Time (s)", "End Time (s)"
@@ -212,7 +209,6 @@ def write_selections(
         rows.append((str(k), "Spectrogram 1", "1", *times, r.text))
     return "".join("\t".join(row) + "\n" for row in rows)
 
-
 # %% ../../nbs/audio/label_files.ipynb #886f1d62
 def label_of(
     ranges: Iterable[TimeRange],
@@ -229,7 +225,6 @@ def label_of(
         return leak or SKIPPED
     longest = [name for name, s in seconds.items() if s == max(seconds.values())]
     return SKIPPED if not longest else longest[0] if len(longest) == 1 else UNSURE
-
 
 # %% ../../nbs/audio/label_files.ipynb #5ac5e655
 _ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re.ASCII)
@@ -264,7 +259,6 @@ class _Recordings:
                 remedy="move the track next to its recording",
             )
         return found[0] if found else None
-
 
 # %% ../../nbs/audio/label_files.ipynb #62454aa1
 @dataclass(frozen=True)
@@ -388,7 +382,6 @@ def import_tracks(
     for decision in new.values():
         append_decision(into, decision)
     return TrackImport(into, tuple(new.values()), n_same, tuple(unlabelled), tuple(lost))
-
 
 # %% ../../nbs/audio/label_files.ipynb #c303a29e
 TRACK_FORMATS = {"audacity": ".txt", "raven": ".selections.txt"}  # and the ends of the file names

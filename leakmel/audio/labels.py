@@ -109,7 +109,6 @@ def now_utc() -> str:  # for `Decision.when`
     "Return the present time as ISO 8601 in UTC, to a millisecond."
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-
 # %% ../../nbs/audio/labels.ipynb #f3a3f8fc
 _BOM = b"\xef\xbb\xbf"
 
@@ -203,7 +202,6 @@ def _last_line(fd: int, size: int, file: Path, delimiter: str) -> tuple[int, boo
         ]
     return start + at, False
 
-
 # %% ../../nbs/audio/labels.ipynb #cac430fb
 def read_decisions(
     file: str | os.PathLike,  # as `append_decision` writes it
@@ -238,7 +236,6 @@ def _decisions(file: Path, data: bytes) -> list[Decision]:
         except DataError as e:
             raise row_error(file, line, str(e)) from e
     return found
-
 
 # %% ../../nbs/audio/labels.ipynb #b6b897a1
 @dataclass(frozen=True, eq=False)
@@ -298,7 +295,6 @@ def current_labels(
         tuple(key for key, (kind, _) in verdicts.items() if kind == "unsure"),
         tuple(key for key, (kind, _) in verdicts.items() if kind == "none" and key in named),
     )
-
 
 # %% ../../nbs/audio/labels.ipynb #d1757b35
 @dataclass(frozen=True, eq=False)
@@ -410,7 +406,6 @@ def relabel(
                 new.labels[i] = label
                 new.changed.append(i)
     return replace(new, missing=frozenset(current.last.keys() - met))
-
 
 # %% ../../nbs/audio/labels.ipynb #ac411217
 LabelTable = str | os.PathLike | CurrentLabels

@@ -33,14 +33,12 @@ from leakmel.core.errors import (
 )
 from leakmel.core.store import StorePath, absolute_folder, list_objects, names_in
 
-
 # %% ../../nbs/audio/listing.ipynb #9be0afab
 def is_recording_name(
     name: bytes,
 ) -> bool:
     "Whether a file of this name counts as a recording."
     return name.lower().endswith((b".wav", b".wave")) and not name.startswith(b".")
-
 
 # %% ../../nbs/audio/listing.ipynb #e9a3b56a
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
@@ -65,7 +63,6 @@ def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelErro
 def is_inside(path: str | bytes, root: str | bytes) -> bool:
     "Whether a path, with its links resolved, lies below a root whose links are resolved."
     return os.fsencode(os.path.realpath(path)).startswith(os.fsencode(root).rstrip(b"/") + b"/")
-
 
 # %% ../../nbs/audio/listing.ipynb #cffdecae
 # folders that operating systems, storage devices and programs that synchronise make, in lower case
@@ -212,7 +209,6 @@ def holds_recording(
             raise list_error(e, path) from e
     return False
 
-
 # %% ../../nbs/audio/listing.ipynb #8d63e517
 def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
     "stat of an entry, through links inside the root, whose own links are resolved; None for a link that is not followed."
@@ -224,7 +220,6 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
         if e.errno in MACHINE_FAULTS or not entry.is_symlink():
             raise
         return None
-
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 FileEntry = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
@@ -484,7 +479,6 @@ def found_below(
     found.sort()
     return found, left_out.problems()
 
-
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
 DRY = -2  # in place of a label
 
@@ -594,7 +588,6 @@ class Listing:
             return [parse_name(path) for path in self.paths]
         return [self.naming.read(path).parts for path in self.paths]
 
-
 # %% ../../nbs/audio/listing.ipynb #90297a75
 MAX_LABELS = 32_767  # a label is an int16
 
@@ -624,7 +617,6 @@ def make_listing(
     mtimes_ns = np.array(files.mtimes_ns, np.int64)
     known = None if parts is None else tuple(parts)
     return Listing(split, folder, files.paths, sizes, mtimes_ns, label_ids, naming, known)
-
 
 # %% ../../nbs/audio/listing.ipynb #f0240e01
 def existing_folder(

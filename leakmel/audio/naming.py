@@ -43,7 +43,6 @@ def split_name(
     "The split a folder name stands for."
     return _ALIASES.get(re.sub(r"^dataset[_ -]", "", text_key(folder).casefold()))
 
-
 # %% ../../nbs/audio/naming.ipynb #07094184
 _TIME = re.compile(
     # date and time of day; AudioMoth writes a T behind the time of a triggered recording, Song Meter a $ before it
@@ -98,7 +97,6 @@ def number_in(
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
 
-
 # %% ../../nbs/audio/naming.ipynb #f16ddcf7
 class NameParts(NamedTuple):
     "What the name of a recording says; empty where it does not."
@@ -121,7 +119,6 @@ def parse_name(
     if len(parts) != 4:
         return NameParts(folder=folder)
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
-
 
 # %% ../../nbs/audio/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
@@ -154,7 +151,6 @@ def _times(texts: np.ndarray) -> np.ndarray:
     times[rest] = others
     return times
 
-
 # %% ../../nbs/audio/naming.ipynb #d7c032a0
 _AT_ONCE = 8192  # names that are cut together
 _MOST_BYTES = 1 << 22  # of their columns: names times the longest of them
@@ -169,7 +165,6 @@ def _blocks(paths: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         n = max(1, int(np.searchsorted(longest * np.arange(1, len(longest) + 1), _MOST_BYTES, "right")))
         yield paths[begin : begin + n]
         begin += n
-
 
 # %% ../../nbs/audio/naming.ipynb #76841f24
 def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.ndarray]:
@@ -211,7 +206,6 @@ def columns_of_names(
     if not parts:
         return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
-
 
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
@@ -287,7 +281,6 @@ def pattern_tokens(
             tokens[k + 1] = ("text", after[1][1:])
     return tuple(t for t in tokens if t != ("text", ""))
 
-
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
 _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
@@ -297,7 +290,6 @@ _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
 }
 # of all attempts to match one path; names of 250 characters and ten fields take up to 22,000
 _MAX_STEPS = 30_000
-
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
 def _fit(
@@ -353,7 +345,6 @@ def _fit(
 
     return rest(0, 0), steps
 
-
 # %% ../../nbs/audio/naming.ipynb #98bfce5b
 def match_pattern(
     pattern: str,
@@ -372,7 +363,6 @@ def match_pattern(
             return {name: value for name, value in matched if name != "*"}
     return None
 
-
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
 
@@ -386,7 +376,6 @@ class ParsedPath:
     parts: NameParts = NameParts()
     fits: bool = True  # the path matches the pattern
     unread: tuple[tuple[str, str], ...] = ()  # field and text, where the text is not a time or a gain
-
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
 @lru_cache(256)
@@ -463,7 +452,6 @@ class Naming:
                 "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
             ) from e
 
-
 # %% ../../nbs/audio/naming.ipynb #3433a20a
 def pattern_naming(
     pattern: str | None,  # None: folders
@@ -474,7 +462,6 @@ def pattern_naming(
     if not isinstance(pattern, str):
         raise UsageError("the pattern must be text", code="wrong-type", found=repr(pattern))
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
-
 
 # %% ../../nbs/audio/naming.ipynb #0900e597
 def unread_fields(

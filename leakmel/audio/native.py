@@ -28,7 +28,6 @@ READ = CODE.constants["READ"]
 USE_FALLBACK = CODE.constants["USE_FALLBACK"]
 _MIN_BYTES = CODE.constants["MIN_BYTES"]
 
-
 # %% ../../nbs/audio/native.ipynb #e963a9ed
 def as_bytes(
     paths: list[bytes],  # at least one
@@ -40,7 +39,6 @@ def as_bytes(
         base + (b"\0" + base).join(paths) + b"\0"
     )  # writable, as the compiled function expects
     return np.frombuffer(packed, np.uint8), lengths.cumsum() - lengths
-
 
 # %% ../../nbs/audio/native.ipynb #6e640002
 def to_hex(words: np.ndarray) -> np.ndarray:
@@ -84,7 +82,6 @@ def mix_channels(
     _FUNCTIONS["mix_channels"](np.require(samples, np.int16, ["C", "W"]), mean, out)
     return mean, out[0], out[1], out[2] == 0
 
-
 # %% ../../nbs/audio/native.ipynb #90934970
 _ROWS_BUFFER = 1 << 20  # bytes; fits into the caches of a core
 
@@ -106,7 +103,6 @@ def digest_file_rows(
     if outcome:
         raise OSError(outcome, os.strerror(outcome))
     return to_hex(words), largest
-
 
 # %% ../../nbs/audio/native.ipynb #ba386557
 def read_rows(
@@ -196,7 +192,6 @@ def _read(
         )
     return outcomes, ctimes_ns, to_hex(words), sums, 1e-9 * float(clock[2])
 
-
 # %% ../../nbs/audio/native.ipynb #6dc08ea6
 _FILES_PER_THREAD = 4000  # for fewer, another thread does not pay
 
@@ -222,7 +217,6 @@ def stat_files(
             list(pool.map(look, range(0, len(paths), step)))
     return out
 
-
 # %% ../../nbs/audio/native.ipynb #cb134b2f
 def prefetch_files(
     paths: list[bytes],
@@ -234,7 +228,6 @@ def prefetch_files(
         if paths
         else 0
     )
-
 
 # %% ../../nbs/audio/native.ipynb #970d467b
 def self_check() -> None:

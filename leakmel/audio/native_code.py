@@ -50,7 +50,6 @@ errno_at = declare_function(
 
 HERE = -100  # AT_FDCWD: paths are relative to the working folder of the process
 
-
 # %% ../../nbs/audio/native_code.ipynb #6e630007
 @intrinsic
 def int32_at(typing_context: Any, place: Any) -> Any:
@@ -73,7 +72,6 @@ def call_at(typing_context: Any, function: Any, result: Any, error: Any, words: 
         return builder.call(called, [builder.inttoptr(x, place) for x in args[1:]])
 
     return types.int32(function, result, error, words), codegen
-
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a3
 _EXACT = 1 << 16  # frames; the squares of their sums over 64 channels fit into 63 bits
@@ -106,7 +104,6 @@ def _mix_channels(samples, mean, out):
         out[0] += of_totals / n_channels**2
         out[1] += of_all
         out[2] += differ != 0
-
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000a
 ENDED = -1  # the file ends before the rows do
@@ -147,7 +144,6 @@ def _digest_file_rows(place, buffer, digests, largest):
             write_digest((address(buffer[i]), n_bytes, address(digests[start + i])))
     return 0
 
-
 # %% ../../nbs/audio/native_code.ipynb #6e63000c
 # outcomes; from 1 up: errno of opening or reading
 READ = 0
@@ -164,7 +160,6 @@ _MTIME = 112 // 8
 def _time_ns(stat, word):
     "Return a time of struct statx in ns: seconds, then nanoseconds in 32 bits."
     return stat[word] * 1_000_000_000 + (stat[word + 1] & 0xFFFFFFFF)
-
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000c2
 _BLOCK = 512  # bytes of a file that are read at once
@@ -220,7 +215,6 @@ def _samples_at(fd, n_file, header, block, n_row):
                 return start
         at += 8 + size + (size & 1)
     return np.int64(-1)
-
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000d
 @njit
@@ -349,7 +343,6 @@ def _read_rows(
                     outcomes[i] = USE_FALLBACK  # computed again, where the error is reported
                 clock[2] += _now_ns(clock) - began_ns
 
-
 # %% ../../nbs/audio/native_code.ipynb #6e63000f
 _NO_FOLLOW = 0x100  # AT_SYMLINK_NOFOLLOW
 _KIND_SIZE_TIMES = 0x1 | 0x2 | _SIZE_TIMES  # STATX_TYPE | STATX_MODE, and those
@@ -366,7 +359,6 @@ def _stat_files(folder, paths, starts, words, out):
             out[i, 2] = _time_ns(words, _MTIME)
             out[i, 3] = _time_ns(words, _CTIME)
 
-
 # %% ../../nbs/audio/native_code.ipynb #6e630010
 _WILL_NEED = 3  # POSIX_FADV_WILLNEED
 
@@ -380,7 +372,6 @@ def _prefetch_files(paths, starts, sizes):
             n_accepted += fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
             close(fd)
     return n_accepted
-
 
 # %% ../../nbs/audio/native_code.ipynb #6e630012
 FUNCTIONS = {

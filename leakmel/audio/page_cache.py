@@ -24,7 +24,6 @@ def thread_read_bytes() -> int | None:
 
     return 512 * resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
-
 # %% ../../nbs/audio/page_cache.ipynb #7f52d75e
 def cached_share(
     fd: int,
@@ -61,7 +60,6 @@ def cached_share(
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
-
 # %% ../../nbs/audio/page_cache.ipynb #2232f499
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -82,7 +80,6 @@ def is_in_cache(
         if e.errno in _UNSUPPORTED:
             return None
         raise
-
 
 # %% ../../nbs/audio/page_cache.ipynb #eb5a8b9d
 # shares of the bytes requested

@@ -18,7 +18,6 @@ import numpy as np
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import show_path
 
-
 # %% ../../nbs/audio/problems.ipynb #3cc9b84f
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -106,7 +105,6 @@ def meaning_of(kind: str) -> str:
     "Return the meaning of a kind; empty for an unknown kind."
     return KIND_GROUPS[group_of(kind)].get(kind, "")
 
-
 # %% ../../nbs/audio/problems.ipynb #f4508556
 def count_kinds(
     kinds: Iterable[str] | Mapping[str, int],  # one by one, or counted already
@@ -138,7 +136,6 @@ def show_place(
 ) -> str:
     "Return a path below the root for display."
     return "/".join(filter(None, [show_path(place), show_path(path)])) if place else show_path(path)
-
 
 # %% ../../nbs/audio/problems.ipynb #019f4a4a
 def name_problems(
@@ -192,11 +189,9 @@ def label_problems(
                     "empty_label", show_place(place, name), "the split has no recording of this label"
                 )
 
-
 # %% ../../nbs/audio/problems.ipynb #b1903c72
 ALWAYS_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
 MAX_PER_KIND = 100
-
 
 # %% ../../nbs/audio/problems.ipynb #4bd4b4cf
 class ProblemReport:

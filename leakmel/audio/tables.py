@@ -173,7 +173,6 @@ def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: 
             )
     return _Header(known, extra, tuple(ignored))
 
-
 # %% ../../nbs/audio/tables.ipynb #84578403
 MAX_TABLE_BYTES = 1 << 30
 
@@ -258,7 +257,6 @@ def row_error(
     "Return the error of a row of a table."
     return DataError(f"line {line}: {message}", code="table-row", path=file, **more)
 
-
 # %% ../../nbs/audio/tables.ipynb #5a1e0b01
 @dataclass(frozen=True, eq=False)
 class CsvTable:
@@ -303,7 +301,6 @@ class CsvTable:
                 )
         for line, cells in self.rows(len(columns) if whole else 0):
             yield line, {n: cell if n == "path" else cell.strip() for n, cell in zip(columns, cells)}
-
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b02
 _SEP = re.compile(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', re.IGNORECASE)
@@ -358,7 +355,6 @@ def has_columns(
     table = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns)
     return table.columns[: len(columns)] == list(columns)
 
-
 # %% ../../nbs/audio/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
@@ -386,7 +382,6 @@ def dashed_date(
         return f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}"
 
     return _DATE.sub(dashed, text.strip(), count=1)
-
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
 def _path_in(cells: dict[str, str], wrong: Callable[..., NoReturn]) -> bytes:
@@ -428,7 +423,6 @@ def _parts_in(cells: dict[str, str], delimiter: str, wrong: Callable[..., NoRetu
     except ValueError:
         wrong("the gain is not a number", "gain", "use a decimal point, or leave the cell empty")
     return NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
-
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
 def read_table(
@@ -520,7 +514,6 @@ def _checked_columns(
     extra = {name: texts for name, texts in table.extra.items() if name not in long}
     return replace(table, splits=splits, ignored=(*table.ignored, *long), extra=extra)
 
-
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(
     table: NameTable,
@@ -547,7 +540,6 @@ def paths_below_root(
             remedy="remove one of the two; paths can be relative to the data folder or to the folder of their split",
         )
     return replace(table, paths=paths)
-
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
 def _plain(path: bytes) -> str:

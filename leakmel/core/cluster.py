@@ -99,7 +99,6 @@ def cores_of_task(
         return 1  # Dask runs as many tasks at the same time as a worker has threads
     return max(1, usable_cores() // n_together)
 
-
 # %% ../../nbs/core/cluster.ipynb #cu000005
 _DIED = ("KilledWorker", "FutureCancelledError")  # classes of Dask, by name
 

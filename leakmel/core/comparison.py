@@ -39,7 +39,6 @@ def text_key(
         text = unicodedata.normalize("NFC", shown)
     return "/".join(" ".join(part.split()) for part in text.split("/"))
 
-
 # %% ../../nbs/core/comparison.ipynb #ck440007
 def match_texts(
     wanted: Collection[str],
@@ -56,7 +55,6 @@ def match_texts(
             if len(same := by_key.get(text_key(text), [])) == 1:
                 found[text] = same[0]
     return found
-
 
 # %% ../../nbs/core/comparison.ipynb #0c751895
 def text_column(

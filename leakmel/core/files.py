@@ -17,7 +17,6 @@ from leakmel.core.errors import SpaceError, VerifyError, write_error
 if TYPE_CHECKING:
     import numpy as np
 
-
 # %% ../../nbs/core/files.ipynb #8f928f71
 @contextmanager
 def write_errors(
@@ -28,7 +27,6 @@ def write_errors(
         yield
     except OSError as e:
         raise write_error(e, e.filename or target) from e
-
 
 # %% ../../nbs/core/files.ipynb #1c2aee11
 def require_space(
@@ -47,7 +45,6 @@ def require_space(
             expected=f"{n_bytes:,} bytes",
             remedy="free disk space, or write to another file system",
         )
-
 
 # %% ../../nbs/core/files.ipynb #115bbe53
 @contextmanager
@@ -71,7 +68,6 @@ def delayed_signals() -> Iterator[None]:
             signal.signal(number, handler)
         for number, frame in came[:1]:
             usual[number](number, frame)
-
 
 # %% ../../nbs/core/files.ipynb #bfba93f0
 def read_at(
@@ -113,7 +109,6 @@ def write_all(fd: int, data: memoryview | bytes) -> None:  # raises OSError
     while len(data):
         data = data[os.write(fd, data[: 1 << 20]) :]
 
-
 # %% ../../nbs/core/files.ipynb #6f8265c8
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -147,7 +142,6 @@ def sync_tree(folder: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_folder, [folder, *folder.rglob("*")]))
 
-
 # %% ../../nbs/core/files.ipynb #dde2243b
 def write_whole(
     path: Path,
@@ -178,7 +172,6 @@ def write_whole(
     except OSError as e:
         raise write_error(e, path) from e
     return path
-
 
 # %% ../../nbs/core/files.ipynb #0f1e0005
 _HEAD, _HEAD_END = b'{\n "digest": "', b'",'
@@ -221,7 +214,6 @@ def write_sealed(
         file.write(content)
     file.seek(len(_HEAD))
     file.write(total.hexdigest().encode())
-
 
 # %% ../../nbs/core/files.ipynb #0f1e0008
 def unsealed(
@@ -269,7 +261,6 @@ def read_own(
 def read_own_json(path: str | os.PathLike) -> Any:  # raises OSError, ValueError, RecursionError
     "Read the values of a JSON file, and compare it with its digest."
     return json.loads(read_own(path))
-
 
 # %% ../../nbs/core/files.ipynb #0f1e000b
 def open_private(path: str | os.PathLike) -> int:  # raises OSError, ValueError

@@ -37,7 +37,6 @@ def constant(
         kind, [ir.Constant(kind.element, float(np.float32(v)) if is_float else int(v)) for v in each]
     )
 
-
 # %% ../../nbs/core/jit.ipynb #509165ef
 def _operator(float_name: str, int_name: str) -> Callable[["Vector", Any], "Vector"]:
     "Create a method of Vector that appends an instruction with another vector or a number."
@@ -122,7 +121,6 @@ class Vector:
         places = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
         return Vector(self.builder, self.builder.shuffle_vector(self.value, (other or self).value, places))
 
-
 # %% ../../nbs/core/jit.ipynb #eca6d685
 def moved(builder: ir.IRBuilder, place: ir.Value, n_bytes: int | ir.Value) -> ir.Value:
     "Add a byte offset to an address."
@@ -162,7 +160,6 @@ def store(vector: Vector, place: ir.Value, align: int = 4) -> None:
     pointer = vector.builder.inttoptr(place, ir.PointerType(vector.value.type))
     vector.builder.store(vector.value, pointer).align = align
 
-
 # %% ../../nbs/core/jit.ipynb #715ff719
 def emitted(
     body: Callable[..., None],  # receives the builder and a value for each item; generates the code
@@ -192,7 +189,6 @@ def address(typing_context: Any, array: Any) -> Any:
 
     return types.int64(array), codegen
 
-
 # %% ../../nbs/core/jit.ipynb #19bed458
 def transposed(
     rows: list[Vector],  # as many as they have lanes
@@ -208,7 +204,6 @@ def transposed(
         bit *= 2
     return rows
 
-
 # %% ../../nbs/core/jit.ipynb #095848c4
 def half_bits(x: Vector) -> Vector:
     "Round float32 numbers to float16, returned as bits."
@@ -223,14 +218,12 @@ def half_bits(x: Vector) -> Vector:
     )  # infinity; NaN
     return (half | (bits.high(16) & 0x8000)).low(SHORTS)
 
-
 # %% ../../nbs/core/jit.ipynb #537a2364
 def compiled(
     signature: str,
 ) -> Callable[[Callable[..., Any]], Any]:  # a decorator
     "Compile a function now; it releases the interpreter lock (GIL)."
     return njit(signature, nogil=True, no_cfunc_wrapper=True)
-
 
 # %% ../../nbs/core/jit.ipynb #6a000002
 @intrinsic

@@ -46,7 +46,6 @@ def locked_error(
         "another process is writing this file", code="output-locked", path=target, found=holder, remedy=remedy
     )
 
-
 # %% ../../nbs/core/locks.ipynb #29c4f0d9
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -123,7 +122,6 @@ def read_owner(
         pass
     return Owner("an unknown computer", "", 0, "", "")
 
-
 # %% ../../nbs/core/locks.ipynb #5cf7230c
 def owner_path(
     target: Path,  # the file that the lock protects
@@ -199,7 +197,6 @@ class OwnerLock:
         if found is not None and found.token == self.token:  # not one that somebody put there by hand
             self.path.unlink()
 
-
 # %% ../../nbs/core/locks.ipynb #7e19452e
 def lock_kind(
     folder: Path,  # writable
@@ -215,7 +212,6 @@ def lock_kind(
         with OwnerLock(probe):
             return "owner"
     return ""
-
 
 # %% ../../nbs/core/locks.ipynb #05344e15
 class OutputLock:
@@ -284,7 +280,6 @@ class OutputLock:
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
             os.close(self.fd)
-
 
 # %% ../../nbs/core/locks.ipynb #1f0d0002
 @contextmanager

@@ -89,7 +89,6 @@ class BoundCall:
         result, error = (self._outcome[i:].ctypes.data for i in (0, 1))
         self.places = np.array([address, result, error, self.words.ctypes.data], np.int64)
 
-
 # %% ../../nbs/core/machine_code.ipynb #6d630007
 def cache_folders() -> list[Path]:
     "Return the folders that may have object files, in the order in which they are tried."
@@ -180,7 +179,6 @@ def _write(
         with suppress(OSError):
             os.unlink(name)
         raise
-
 
 # %% ../../nbs/core/machine_code.ipynb #6d630009
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ def _machine_clocks() -> tuple[float, float]:
     total = sum(times.values()) - times.get("guest", 0) - times.get("guest_nice", 0)
     return total - times["idle"] - times.get("iowait", 0), total
 
-
 # %% ../../nbs/core/monitor.ipynb #59501daf
 def _gpu_handle(
     device: str = "",  # "cuda:1"; of other names, the first GPU that this process may use
@@ -91,7 +90,6 @@ def _gpu_handle(
     if not name.isdigit():
         raise LookupError("CUDA_VISIBLE_DEVICES hides this GPU")
     return pynvml.nvmlDeviceGetHandleByIndex(int(name))
-
 
 # %% ../../nbs/core/monitor.ipynb #d58ccbd5
 class Sampler:
@@ -153,7 +151,6 @@ class Sampler:
                 self.add_missing(keys, e)
         return sample
 
-
 # %% ../../nbs/core/monitor.ipynb #0bcd402b
 CGROUP_ROOT = "/sys/fs/cgroup"  # root folder of the control groups
 CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
@@ -196,7 +193,6 @@ def read_small_file(path: Path) -> str:
     except OSError:
         return ""
 
-
 # %% ../../nbs/core/monitor.ipynb #f2752aa7
 def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
     "CPU time limit of the control groups in cores; None if they have no limit."
@@ -209,7 +205,6 @@ def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CG
         if len(pair) == 2 and pair[0].isdecimal() and pair[1].isdecimal() and int(pair[1]):
             found.append(int(pair[0]) / int(pair[1]))
     return min(found, default=None)
-
 
 # %% ../../nbs/core/monitor.ipynb #c689b367
 @cache
@@ -226,7 +221,6 @@ def usable_cores() -> int:
         n = os.cpu_count() or 1
     quota = _own_quota()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
-
 
 # %% ../../nbs/core/monitor.ipynb #f7335e73
 _MEMORY_FILES = (
@@ -249,7 +243,6 @@ def cgroup_free_bytes(
                 found.append(max(0, int(limit) - int(used) + spare))
     return min(found, default=None)
 
-
 # %% ../../nbs/core/monitor.ipynb #47bdc9f7
 def free_memory(
     root: str | os.PathLike = CGROUP_ROOT,  # root folder of the control groups
@@ -265,7 +258,6 @@ def free_memory(
     room = cgroup_free_bytes(root, own)
     return free if room is None else min(free, room)
 
-
 # %% ../../nbs/core/monitor.ipynb #0b1f7a32
 def wsl_version(
     release: str | None = None,  # of the kernel; None: of this machine
@@ -275,7 +267,6 @@ def wsl_version(
     if "microsoft" not in text:
         return 0
     return 2 if "wsl2" in text or "microsoft-standard" in text else 1
-
 
 # %% ../../nbs/core/monitor.ipynb #741b3176
 class Monitor:
@@ -328,7 +319,6 @@ class Monitor:
         while not self._stop.wait(self.interval_s):
             self._sample()
 
-
 # %% ../../nbs/core/monitor.ipynb #c83894d6
 def peak(
     samples: list[dict],  # as in Timeline.samples
@@ -347,7 +337,6 @@ def mean(
     weight = sum(seconds for seconds, _ in spans)
     return sum(seconds * value for seconds, value in spans) / weight if weight > 0 else peak(samples, key)
 
-
 # %% ../../nbs/core/monitor.ipynb #90755b43
 def size_text(
     n_bytes: float,
@@ -357,7 +346,6 @@ def size_text(
         if n_bytes >= factor:
             return f"{n_bytes / factor:,.{2 if unit == 'GB' else 1 if n_bytes < 100 * factor else 0}f} {unit}"
     return f"{n_bytes:,.0f} bytes"
-
 
 # %% ../../nbs/core/monitor.ipynb #a966f08e
 def machine_facts() -> dict[str, Any]:

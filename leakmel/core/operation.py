@@ -67,7 +67,6 @@ def option(
     }
     return dataclasses.field(default=default, metadata=shown)
 
-
 # %% ../../nbs/core/operation.ipynb #eaba9181
 @dataclass(frozen=True)
 class Command:
@@ -142,7 +141,6 @@ def operation(
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return declare
-
 
 # %% ../../nbs/core/operation.ipynb #e3cc6dba
 def _settings(
@@ -250,7 +248,6 @@ def make(
         given[f.name] = {n: v for n, v in own.items() if v is not None} if is_open else nested[f.name](**own)
     not_given = {f.name: None for f in fields(cls) if f.default is MISSING}
     return cls(**not_given | given | _given(cls, values))
-
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
 def _some_text(text: str) -> str:

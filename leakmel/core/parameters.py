@@ -16,7 +16,6 @@ from typing import Any
 
 from leakmel.core.errors import UsageError
 
-
 # %% ../../nbs/core/parameters.ipynb #601d0b5c
 @dataclass(frozen=True)
 class EarlierSetting:
@@ -176,7 +175,6 @@ def answer_unknown(
     close = difflib.get_close_matches(name, known, 1, 0.7)
     return f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else "")
 
-
 # %% ../../nbs/core/parameters.ipynb #6b6bbeb9
 Kinds = dict[str, tuple[type | None, ...]]
 
@@ -207,7 +205,6 @@ def field_kinds(
             plain += map(type, typing.get_args(hint)) if is_literal else [hint]
         kinds[f.name] = tuple(dict.fromkeys(None if kind is type(None) else kind for kind in plain))
     return kinds
-
 
 # %% ../../nbs/core/parameters.ipynb #c3a65e9d
 _KIND_WORDS: dict[type | None, str] = {
@@ -260,7 +257,6 @@ def check_types(
     if wrong:
         raise UsageError("; ".join(wrong), code="wrong-type")
 
-
 # %% ../../nbs/core/parameters.ipynb #8210b63a
 class ParameterCheck:
     "Collect the parameters of a run notebook, including unknown ones."
@@ -284,7 +280,6 @@ class ParameterCheck:
         values = {n: namespace[n] for n in kinds if n in namespace}
         check_types(values, kinds, by_papermill=True)
         return values
-
 
 # %% ../../nbs/core/parameters.ipynb #597ea047
 _COMMENT = re.compile(r"(^ *|  )# *(?!noqa)(.+)")
@@ -425,7 +420,6 @@ def count_converter(text: str) -> int | None:
 
 
 count_converter.__name__ = "number (0 or more, or all):"  # argparse puts it into its message
-
 
 # %% ../../nbs/core/parameters.ipynb #57c48486
 def add_field_options(

@@ -11,7 +11,6 @@ from typing import Any, Self, TextIO
 
 log = logging.getLogger("leakmel")
 
-
 # %% ../../nbs/core/progress.ipynb #8c85bce8
 def _duration_text(seconds: float) -> str:
     "Format a duration in seconds, minutes or hours."
@@ -19,7 +18,6 @@ def _duration_text(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
 
 # %% ../../nbs/core/progress.ipynb #1ef2c1f7
 # set by Jupyter's server and by VS Code for the notebooks that they show
@@ -49,7 +47,6 @@ class _Notebook:
             self.line_at = time.monotonic()
             self.has_lines = True
             sys.stderr.write(f"{progress!r}\n")
-
 
 # %% ../../nbs/core/progress.ipynb #09804c96
 class _Terminal:
@@ -82,7 +79,6 @@ class _Terminal:
         else:
             self.bar.close()  # draws it where the next line belongs
 
-
 # %% ../../nbs/core/progress.ipynb #ce392fe3
 class _Log:
     "Log line every few seconds, and one at the end."
@@ -98,7 +94,6 @@ class _Log:
 
 _FRONT_ENDS: dict[str, Any] = {"notebook": _Notebook, "terminal": _Terminal, "log": _Log, "none": None}
 
-
 # %% ../../nbs/core/progress.ipynb #d1c09454
 def front_end() -> str:
     "Detect the front end: notebook, terminal or log."
@@ -107,7 +102,6 @@ def front_end() -> str:
     if any(c.__name__ == "ZMQInteractiveShell" for c in type(shell).__mro__):
         return "notebook"
     return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "log"
-
 
 # %% ../../nbs/core/progress.ipynb #9af07d66
 class Progress:
@@ -228,7 +222,6 @@ class Progress:
     def __exit__(self, kind, error, trace) -> None:
         self.close("done" if kind is None else "stopped")
 
-
 # %% ../../nbs/core/progress.ipynb #2a94c494
 class DelayedProgress(Progress):
     "Progress that is shown only if the work takes longer than `after_s`."
@@ -243,7 +236,6 @@ class DelayedProgress(Progress):
         after_s: float = 1.0,  # seconds after which it is shown
     ):
         super().__init__(total, unit=unit, label=label, show=show, after_s=after_s)
-
 
 # %% ../../nbs/core/progress.ipynb #fc54c2fa
 def announce(
@@ -266,7 +258,6 @@ def announce(
 def print_error(text: str) -> None:
     "Print a line on standard error."
     print(text, file=sys.stderr, flush=True)
-
 
 # %% ../../nbs/core/progress.ipynb #8efdfba0
 def line_width(

@@ -15,7 +15,6 @@ from typing import Any
 
 from leakmel.core.files import replacing
 
-
 # %% ../../nbs/core/run_plan.ipynb #7ed0a4aa
 class RowTable:
     "Base class for objects that are displayed as rows of a name and a text."
@@ -33,7 +32,6 @@ class RowTable:
             for name, text in self.rows()
         )
         return f"<table>{rows}</table>"
-
 
 # %% ../../nbs/core/run_plan.ipynb #7d5a5a27
 def runs_folder() -> Path:
@@ -73,7 +71,6 @@ def newest_run(
     "Find the newest run that has a file."
     found = list(runs_folder().glob(f"*/{file}"))
     return (max(found, key=lambda p: (p.stat().st_mtime_ns, str(p))), len(found)) if found else None
-
 
 # %% ../../nbs/core/run_plan.ipynb #8796e0fd
 def write_run_file(

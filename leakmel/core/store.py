@@ -91,7 +91,6 @@ def output_path(
         )
     return Path(os.path.abspath(path))
 
-
 # %% ../../nbs/core/store.ipynb #so000008
 _RETRY = {
     "max_retries": 8,  # after 429, 5xx and broken connections
@@ -230,7 +229,6 @@ def open_store(
     except Exception as e:
         raise store_error(e, path) from None
 
-
 # %% ../../nbs/core/store.ipynb #so000011
 _STAMP_RANGE = (1 << 31) * 1_000_000_000  # ns: every file system stores times up to the year 2038
 
@@ -270,7 +268,6 @@ def names_in(
         raise store_error(e, folder) from None
     folders = {path.rpartition("/")[2] for path in found["common_prefixes"]}
     return sorted(folders), sorted(meta["path"].rpartition("/")[2] for meta in found["objects"])
-
 
 # %% ../../nbs/core/store.ipynb #so000014
 _TOGETHER = 64  # requests
@@ -407,7 +404,6 @@ class LocalCopies:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join()
             place.cleanup()
-
 
 # %% ../../nbs/core/store.ipynb #so000017
 _PART_BYTES, _MAX_PARTS = 16 << 20, 9_000

@@ -14,7 +14,6 @@ from typing import Any
 
 from leakmel.core.errors import LeakmelError, MachineError, explain
 
-
 # %% ../../nbs/core/threads.ipynb #fe60a50d
 def machine_error(
     error: BaseException,  # of any kind
@@ -37,7 +36,6 @@ def machine_error(
             remedy=remedy,
         )
     return error
-
 
 # %% ../../nbs/core/threads.ipynb #a53492dd
 class ThreadGroup:
@@ -109,7 +107,6 @@ class ThreadGroup:
         if self.error is not None:
             raise self.error
 
-
 # %% ../../nbs/core/threads.ipynb #648593a0
 def run_threads(
     lanes: ThreadGroup,
@@ -125,7 +122,6 @@ def run_threads(
         lanes.join(e)  # Ctrl-C: all threads stop, then the error is raised
     lanes.join()
     watch()
-
 
 # %% ../../nbs/core/threads.ipynb #a8c1d0e4
 def _safe_environment() -> dict[str, str]:
@@ -149,7 +145,6 @@ def safe_module_path() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
 
 # %% ../../nbs/core/threads.ipynb #a8c1d0e5
 def start_process(

@@ -55,7 +55,6 @@ class Span:
         "Length of the interval in seconds."
         return self.end_s - self.start_s
 
-
 # %% ../../nbs/core/timeline.ipynb #a5690d7d
 @dataclass(frozen=True, slots=True)
 class Gauge:
@@ -75,7 +74,6 @@ class SpanCounts:
     # stage -> seconds of the body, number of recordings, bytes
     parts: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
 
-
 # %% ../../nbs/core/timeline.ipynb #a4c7d211
 @contextmanager
 def nvtx_range(
@@ -92,7 +90,6 @@ def nvtx_range(
         yield
     finally:
         cuda.nvtx.range_pop()
-
 
 # %% ../../nbs/core/timeline.ipynb #c2581800
 class Timeline:
@@ -131,7 +128,6 @@ class Timeline:
         "Record the value of the counter `name` from now on."
         self.gauges.append(Gauge(name, self.now_s(), value))
 
-
 # %% ../../nbs/core/timeline.ipynb #3c8ed224
 def covered_s(
     spans: Iterable[Span],
@@ -148,7 +144,6 @@ def covered_s(
 def lane_key(s: Span) -> str:
     "Key of a lane; for a device (a lane named like `cuda:0`) lane and stage, because its copies and computing run in parallel."
     return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
-
 
 # %% ../../nbs/core/timeline.ipynb #7e1a0002
 LanePiece = tuple[float, float, str]  # start_s, end_s, stage
@@ -206,7 +201,6 @@ def piece_times(
     "Return the times at which a piece starts or ends."
     return np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
 
-
 # %% ../../nbs/core/timeline.ipynb #7e1a0005
 def merge_lanes(
     spans: Iterable[Span],  # of all lanes of one process
@@ -240,7 +234,6 @@ def merge_lanes(
                 at += took
     return found
 
-
 # %% ../../nbs/core/timeline.ipynb #0426a282
 SCHEMA = 2
 MAX_SAMPLES = 10_000
@@ -261,7 +254,6 @@ META: dict[str, str] = {
     "joined_gauges": "0: all values of gauges are stored",
     "joined_samples": "samples of the machine that were left out to limit the size",
 }
-
 
 # %% ../../nbs/core/timeline.ipynb #0b7675d1
 def write_timeline(
@@ -299,7 +291,6 @@ def _column(spans: list[Span], name: str) -> list[Any]:
 
 def _rounded(value: Any, digits: int = 6) -> Any:
     return round(value, digits) if isinstance(value, float) else value
-
 
 # %% ../../nbs/core/timeline.ipynb #1bf905b7
 def read_timeline(path: str | os.PathLike) -> Timeline:

@@ -44,7 +44,6 @@ MAX_READERS = 16  # reader threads; more did not increase the files per second o
 SHORT_RUN_S = 10.0  # a run of less wall time gets a short analysis
 ANALYSES = ("auto", "full", "none")  # how much `analysis_text` prints; "auto": three lines for a short run
 
-
 # %% ../../nbs/insight/advice.ipynb #34e8eecb
 @dataclass(frozen=True)
 class Suggestion:
@@ -59,7 +58,6 @@ class Suggestion:
     def __str__(self) -> str:
         most = "" if self.at_most_s is None else f" Saves at most {self.at_most_s:.2f} s."
         return f"{self.parameter}: {self.present} -> {self.new}. {self.evidence}{most}"
-
 
 # %% ../../nbs/insight/advice.ipynb #c156bef4
 class Evidence:
@@ -130,7 +128,6 @@ class Evidence:
         "Return whether one of these stages is the bottleneck."
         return self.limit.stage in stages and self.limit.share >= BOTTLENECK_SHARE
 
-
 # %% ../../nbs/insight/advice.ipynb #a92e04dc
 _READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
 
@@ -169,7 +166,6 @@ def _writing_threads(e: Evidence) -> Suggestion | None:
     new = min(8, e.n_cores, 2 * (e.settings.get("write_workers") or 0))
     return _more_threads(e, "write_workers", new, () if e.is_alone else ("write",))
 
-
 # %% ../../nbs/insight/advice.ipynb #6b7cc1eb
 def _read_ahead_files(e: Evidence) -> Suggestion | None:
     "Suggest requesting files ahead of the readers."
@@ -193,7 +189,6 @@ def _cache_mode(e: Evidence) -> Suggestion | None:
     return Suggestion(
         "mode", "stream", "memmap", why, min(e.wall_s, e.gain_s("decode") + e.gain_s("resample"))
     )
-
 
 # %% ../../nbs/insight/advice.ipynb #fd21f0ff
 def _slots(e: Evidence) -> Suggestion | None:
@@ -222,7 +217,6 @@ RULES: tuple[Callable[[Evidence], Suggestion | None], ...] = (
     _cache_mode,
     _writing_threads,
 )
-
 
 # %% ../../nbs/insight/advice.ipynb #23e11db6
 @dataclass(frozen=True)
@@ -260,7 +254,6 @@ class Analysis:
             ]
         advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.no_suggestion]
         return "\n  ".join(filter(None, [*lines, *self.findings, self.gpu, *advice]))
-
 
 # %% ../../nbs/insight/advice.ipynb #6c36853c
 def analyse(
@@ -316,7 +309,6 @@ def _no_suggestion_reason(e: Evidence) -> str:
         return f"Nothing to change: start-up ({import_s:.2f} s of it imports) occurs once in a run, so its share falls with more recordings."
     used = "" if not e.n_cores or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
     return f"Nothing to change: the measurements show no setting that would shorten {e.limit.stage}{used}."
-
 
 # %% ../../nbs/insight/advice.ipynb #b7cbd350
 def analyse_run(

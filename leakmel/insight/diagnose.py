@@ -29,7 +29,6 @@ from leakmel.core.timeline import (
 if TYPE_CHECKING:
     import pandas as pd
 
-
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
 def background_checks(
     timeline: Timeline,
@@ -60,7 +59,6 @@ def interval_s(
         own = [s for s in _without_checks(timeline) if s.split == split] or own
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
-
 # %% ../../nbs/insight/diagnose.ipynb #7b8685d9
 def spans_of(
     timeline: Timeline,
@@ -83,7 +81,6 @@ def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: 
         or (not s.split and s.end_s > first and s.start_s < last)
     ]
     return sorted(kept, key=lambda s: s.start_s)
-
 
 # %% ../../nbs/insight/diagnose.ipynb #63f99e52
 def attribute(
@@ -108,7 +105,6 @@ def _shares(main: list[Span], ahead: list[Span], first: float, last: float) -> d
     idle_s = float(np.diff(times)[~lanes.any(axis=0)].sum())
     seconds = dict(zip(STAGES, (share @ np.diff(times)).tolist()))
     return {name: s for name, s in seconds.items() if s > 0} | {"wait": idle_s}
-
 
 # %% ../../nbs/insight/diagnose.ipynb #e6dba12e
 def stage_table(
@@ -140,7 +136,6 @@ def stage_table(
     counts = dict.fromkeys(["count", "n_files", "n_bytes"], np.int64)
     return table.astype(counts).rename_axis("stage").reset_index()
 
-
 # %% ../../nbs/insight/diagnose.ipynb #6ac61b89
 def queue_stats(
     timeline: Timeline,
@@ -163,7 +158,6 @@ def queue_stats(
         if seconds.sum() > 0:
             stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
     return stats
-
 
 # %% ../../nbs/insight/diagnose.ipynb #aba1ec0f
 def exposed_wait_s(
@@ -200,7 +194,6 @@ def computing_s(
     spans = _spans_within(timeline.spans, None, first_s, last_s)
     return covered_s(s for s in spans if s.stage == "compute")
 
-
 # %% ../../nbs/insight/diagnose.ipynb #88db4d45
 @dataclass(frozen=True)
 class AmdahlBound:
@@ -218,7 +211,6 @@ class AmdahlBound:
 
 _POOLS = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
 _ROW_STAGES = ("read", "decode", "resample", "stage", "copy_in", "compute", "copy_out", "write")
-
 
 # %% ../../nbs/insight/diagnose.ipynb #3bb7a1d5
 def amdahl_bounds(
@@ -271,7 +263,6 @@ def _min_duration_s(
         work[names.index(kinds[stream])] += np.bincount(codes, ends - starts, len(stages)) / n_lanes
     return np.max(work.sum(axis=1, keepdims=True) - work, axis=0, initial=0.0)
 
-
 # %% ../../nbs/insight/diagnose.ipynb #03114868
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
 
@@ -301,7 +292,6 @@ def limit_text(
     return (
         f"The limiting stage is {named}: if it took no time, the run of {b.wall_s:.2f} s would take {rest}."
     )
-
 
 # %% ../../nbs/insight/diagnose.ipynb #faf37982
 def percent_text(
@@ -349,7 +339,6 @@ def _table_text(stages: "pd.DataFrame") -> str:
         )
     wall_s = stages["exclusive_s"].sum()
     return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
-
 
 # %% ../../nbs/insight/diagnose.ipynb #8c5f39be
 def report_text(

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-
 # %% ../../nbs/insight/explore.ipynb #c1f5eb41
 @dataclass(frozen=True)
 class RecordingFilter:
@@ -118,7 +117,6 @@ class Recordings:
             )
         return np.flatnonzero(fits)
 
-
 # %% ../../nbs/insight/explore.ipynb #95c7ed86
 def recordings_of_scan(
     manifest: Manifest,  # of scan(root, content=True)
@@ -137,7 +135,6 @@ def recordings_of_scan(
         tuple(dict.fromkeys(word for word in each if word not in ("", "ok"))) for each in words
     ]
     return Recordings(manifest, table.assign(shown=shown, flags=flags), len(whole) - len(table))
-
 
 # %% ../../nbs/insight/explore.ipynb #1905df65
 @dataclass(frozen=True, eq=False)
@@ -168,7 +165,6 @@ def read_row(
     named = {name: facts[name] for name in ("shown", "label", "sensor", "flags")}
     status = STATUSES[slot.facts["status"][0]]
     return FittedRecording(rms_db=float(facts["rms_db"]), status=status, samples=slot.input[0], **named)
-
 
 # %% ../../nbs/insight/explore.ipynb #aba5bd13
 @dataclass(frozen=True, eq=False, repr=False)
@@ -225,7 +221,6 @@ def split_spectra(
             seconds=time.perf_counter() - began,
         )
 
-
 # %% ../../nbs/insight/explore.ipynb #17bdd14e
 def explore_kinds() -> Kinds:
     "Return names and types of the parameters of explore.ipynb."
@@ -248,7 +243,6 @@ def explore_kinds() -> Kinds:
         "write_to": maybe,
         "controls": (bool, None),
     }
-
 
 # %% ../../nbs/insight/explore.ipynb #6ef03ac5
 @dataclass(frozen=True)
@@ -276,7 +270,6 @@ class SegmentSelection:
         starts = spec.grid.frame_starts
         found, where = np.unique(starts[s.first : s.stop].ravel(), return_index=True)
         return found, where + s.first * starts[0].size
-
 
 # %% ../../nbs/insight/explore.ipynb #bb294ce3
 # decide how a recording is converted; a change of the preset keeps them
@@ -404,7 +397,6 @@ def default_spec_path(
     name = spec.preset_name.replace("@", "-") or "own"
     return runs_folder() / "specs" / f"{name}-{spec.fingerprint()}.json"
 
-
 # %% ../../nbs/insight/explore.ipynb #155759c8
 MAX_BORDERS = 240  # of one kind
 MAX_COLUMNS = 800  # of the spectrogram
@@ -446,7 +438,6 @@ def borders(
     outer = np.unique([long, long + spec.long_window])
     return outer, np.setdiff1d(inner, outer)
 
-
 # %% ../../nbs/insight/explore.ipynb #f642dd0a
 def mel_columns(
     mels_db: np.ndarray,  # [L, S, M, T]
@@ -475,7 +466,6 @@ def bin_levels_db(
     windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[starts]
     magnitude = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
     return 20 * np.log10(np.maximum(magnitude, 1e-10))
-
 
 # %% ../../nbs/insight/explore.ipynb #c8a3f780
 _COLOR_BAR = dict(
@@ -598,7 +588,6 @@ def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelectio
         ", ".join(plain_text(word) for word in noted if word != "ok"),
     ]
     return "; ".join(filter(None, parts))
-
 
 # %% ../../nbs/insight/explore.ipynb #189f5153
 _PEAK = 0.9  # of full scale

@@ -63,7 +63,6 @@ def _spec_line(state: Explorer, error: str) -> StatusLine:
     )
     return StatusLine(text, error)
 
-
 # %% ../../nbs/insight/explore_view.ipynb #90782102
 def open_explorer(
     parameters: dict[str, Any],  # as explore_kinds lists them
@@ -90,7 +89,6 @@ def shows_controls(
 ) -> bool:
     "Return whether widgets are shown; environment variables of Jupyter and VS Code mark an interactive session."
     return any(name in os.environ for name in _ATTENDED) if controls is None else controls
-
 
 # %% ../../nbs/insight/explore_view.ipynb #d5ec1465
 _SEGMENTS = tuple(2**k for k in range(6, 31))  # samples; of these, those that fit into the recording
@@ -270,7 +268,6 @@ class Controls:
         top = None if high >= self.range_hz.max else high
         return self.state.change_spec(**asked, f_min_hz=low, f_max_hz=top)
 
-
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
 @dataclass(frozen=True)
 class _Picture:
@@ -305,7 +302,6 @@ class _Output:
             # JupyterLab redraws a figure only after another output; the height keeps the page from jumping
             self.handle.update(HTML(f"<div style='height:{value.figure.layout.height}px'></div>"))
         self.handle.update(value)
-
 
 # %% ../../nbs/insight/explore_view.ipynb #0c1cecf6
 class ExploreView:

@@ -50,7 +50,6 @@ def figure_html(
     name = hashlib.sha1(text.encode()).hexdigest()[:12]
     return _FIGURE.format(name=name, figure=text, height=int(layout.get("height") or 450))
 
-
 # %% ../../nbs/insight/page_figures.ipynb #80cf2a34
 _LOADER = """window.leakmelPlotly = window.leakmelPlotly || (function () {
   var plotly;
@@ -79,7 +78,6 @@ def plotly_script() -> str:
     data = f'<script id="leakmel-plotly" type="application/octet-stream">{packed}</script>'
     return f"{data}\n<script>{_LOADER}</script>"
 
-
 # %% ../../nbs/insight/page_figures.ipynb #19a9db1c
 def embed_plotly() -> None:
     "Store plotly's script in this notebook, and each figure as HTML too, for `jupyter nbconvert --to html`."
@@ -100,7 +98,6 @@ def embed_plotly() -> None:
     pio.renderers["leakmel"] = PageRenderer()
     pio.renderers.default = f"{front_end}+leakmel"
     display({"text/html": plotly_script()}, raw=True)
-
 
 # %% ../../nbs/insight/page_figures.ipynb #efb73cdb
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -125,7 +122,6 @@ def html_figures(
                 o.data = {"text/html": figure_html(o.data[PLOTLY])}
                 n_figures += 1
     return n_figures
-
 
 # %% ../../nbs/insight/page_figures.ipynb #b472532b
 _STYLE = "<style>body { max-width: 76rem; margin: 0 auto; padding: 0 1rem; } .plotly-figure { width: 100%; }</style>"
@@ -195,7 +191,6 @@ def _read_executed(path: Path) -> Any:
         )
     return notebook
 
-
 # %% ../../nbs/insight/page_figures.ipynb #re5a1102
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
 
@@ -221,7 +216,6 @@ def png_bytes(
         (b"IEND", b""),
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-
 
 # %% ../../nbs/insight/page_figures.ipynb #c2c5c9cf
 @cache

@@ -80,7 +80,6 @@ def label_colour(
     "Return the colour of label k."
     return LABEL_COLORS[k % len(LABEL_COLORS)]
 
-
 # %% ../../nbs/insight/plots.ipynb #d06c4efc
 # characters of a line of 660 pixels in DejaVu Sans, the widest of the usual fonts, at 16 and 12 pixels
 TITLE_LETTERS, SUBTITLE_LETTERS = 66, 88
@@ -159,7 +158,6 @@ def styled_subplots(
     fig.layout.template = {}
     return fig
 
-
 # %% ../../nbs/insight/plots.ipynb #42c33a9c
 def frame_starts_s(
     long_start_s: ArrayLike,  # [L], seconds from the start of the recording
@@ -172,7 +170,6 @@ def frame_starts_s(
         np.add.outer(np.asarray(long_start_s), np.asarray(short_start_s)), hop_s * np.arange(n_frames)
     )
     return np.unique(np.round(t.ravel(), 6), return_index=True)
-
 
 # %% ../../nbs/insight/plots.ipynb #6a79bbc7
 def colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
@@ -259,7 +256,6 @@ def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
     low, high = int(np.argmin(medians)), int(np.argmax(medians))
     return f"Median level from {medians[low]:.0f} dB ({plain_text(labels[low])}) to {medians[high]:.0f} dB ({plain_text(labels[high])})"
 
-
 # %% ../../nbs/insight/plots.ipynb #76674ef9
 LEVEL_STEP_DB = 2.0
 SILENT_DB = -120.0  # 16 bits end at -96 dB
@@ -313,11 +309,9 @@ def level_by_label(
         yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
     )
 
-
 # %% ../../nbs/insight/plots.ipynb #0881411c
 MOST_LABELS = 8  # lines of a figure; more are not legible
 _DASHES = ("solid", "dash", "dot", "dashdot")
-
 
 # %% ../../nbs/insight/plots.ipynb #aebcbb43
 def classes_by_split(
@@ -378,7 +372,6 @@ def _class_title(label_names: list[str], splits: list[str], counts: np.ndarray) 
         return f"{name} is {share.mean():.0f} % of {'every split' if len(splits) > 1 else 'the recordings'}"
     low, high = int(share.argmin()), int(share.argmax())
     return f"{name} is {share[low]:.0f} % of {splits[low]} and {share[high]:.0f} % of {splits[high]}"
-
 
 # %% ../../nbs/insight/plots.ipynb #a81ae172
 def recording_spectra(
@@ -468,7 +461,6 @@ def _spectrum_title(names: list[str], means: np.ndarray, hz: np.ndarray) -> str:
     gap = means[high, band] - means[low, band]
     return f"{names[high]} is up to {gap:.0f} dB louder than {names[low]}, most at {hz[band]:,.0f} Hz"
 
-
 # %% ../../nbs/insight/plots.ipynb #312a033b
 def exclusive_bar(
     timeline: Timeline,
@@ -515,7 +507,6 @@ def exclusive_bar(
         xaxis=dict(title=dict(text="wall time (s)"), rangemode="tozero"),
     )
 
-
 # %% ../../nbs/insight/plots.ipynb #00d8382e
 def _about(s: Span) -> str:
     "Return further lines of the hover text of a span."
@@ -525,7 +516,6 @@ def _about(s: Span) -> str:
         f"{s.n_bytes / 1e6:.2f} MB" if s.n_bytes else "",
     ]
     return "".join(f"<br>{p}" for p in parts if p)
-
 
 # %% ../../nbs/insight/plots.ipynb #f4f3f172
 def batch_timeline(
@@ -581,7 +571,6 @@ def batch_timeline(
             showgrid=False,
         ),
     )
-
 
 # %% ../../nbs/insight/plots.ipynb #4898d638
 # title of the axis, key in the samples, name, factor, colour

@@ -44,7 +44,6 @@ class DetectorPlan(RowTable):
         yield from self.inputs.items()
         yield "to", show_path(self.out)
 
-
 # %% ../../nbs/learn/operations.ipynb #4ab623ce
 @dataclass(frozen=True, kw_only=True)
 class _Training(Operation):
@@ -172,7 +171,6 @@ class _Training(Operation):
         if left := list_checkpoints(out / "checkpoints"):
             rows["resume"] = f"{self.resume}; the folder has a checkpoint of step {left[-1].step:,}"
         return rows
-
 
 # %% ../../nbs/learn/operations.ipynb #73460649
 @operation(
@@ -344,7 +342,6 @@ class Train(_Training):
             pages["report"] = show_path(page)
         return Outcome(found, found.to_dict() | pages, wrap_text(repr(found), run.width))
 
-
 # %% ../../nbs/learn/operations.ipynb #d68279ec
 @operation(
     "search",
@@ -396,7 +393,6 @@ class Search(_Training):
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
         return Outcome(result, result.summary, wrap_text(repr(result), run.width))
-
 
 # %% ../../nbs/learn/operations.ipynb #70d46a6c
 @operation(
@@ -498,7 +494,6 @@ class Evaluate(Operation):
         lines += ["", f"written: {', '.join(map(show_path, written.values()))}"] if written else []
         body = found.summary | {"written": {name: show_path(path) for name, path in written.items()}}
         return Outcome(found, body, wrap_text("\n".join(lines), run.width))
-
 
 # %% ../../nbs/learn/operations.ipynb #b6c439dc
 @operation("predict", example="leakmel predict new-recordings --model model --out scores.csv")
@@ -644,7 +639,6 @@ class Predict(Operation):
             text += f"\n  report: {body['report']}"
         return Outcome(done, body, text, 0 if len(done) else 1)
 
-
 # %% ../../nbs/learn/operations.ipynb #c6c979cb
 @operation(
     "nightly",
@@ -714,7 +708,6 @@ class Nightly(Operation):
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
         return Outcome(done, body, done.text(), 4 if self.exit_code and done.to_visit else 0)
-
 
 # %% ../../nbs/learn/operations.ipynb #743107ab
 @operation(

@@ -101,7 +101,6 @@ def find_test_sets(
         found[part] = found[part] or [files[part] for files in folders if part in files]
     return {part: files for part, files in found.items() if files}
 
-
 # %% ../../nbs/learn/plans.ipynb #80f9e743
 def find_model(
     model: str | None,  # as the user gave it
@@ -121,7 +120,6 @@ def find_model(
         )
     where = show_path(runs_folder())
     return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
-
 
 # %% ../../nbs/learn/plans.ipynb #2b7985ae
 def run_summary(

@@ -80,7 +80,6 @@ def score_histogram(
     )
     return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
-
 # %% ../../nbs/learn/reports.ipynb #06365f3d
 def score_by_level(
     predictions: Predictions,
@@ -118,7 +117,6 @@ def score_by_level(
     )
     return fig.add_hline(y=predictions.rule.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
-
 # %% ../../nbs/learn/reports.ipynb #48afff51
 MOST_SEGMENTS = 160  # of a recording in a picture
 MOST_RECORDINGS = 24  # in a picture, which is some seven screens long then
@@ -140,7 +138,6 @@ def segment_features(
     rows, counts = cut_into_rows(part, spec)
     mels = log_mel(rows, spec, engine="reference")
     return np.concatenate([x[:n] for x, n in zip(mels, counts)])
-
 
 # %% ../../nbs/learn/reports.ipynb #ad064a83
 def suspicious_mels(
@@ -180,7 +177,6 @@ def suspicious_mels(
         note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {plain_text(str(rule))}",
     )
 
-
 # %% ../../nbs/learn/reports.ipynb #153f7e2a
 _CURVES = ["loss", "val_loss", "f1", "auc", "segment_accuracy", "learning_rate", "seconds"]
 
@@ -209,7 +205,6 @@ def training_report(
         ok = None
     return write_report(path, f"Training of {show_path(result.model_path)}", verdict, sections, ok=ok)
 
-
 # %% ../../nbs/learn/reports.ipynb #01f4f50d
 _MOST = 100  # recordings in a table
 
@@ -234,7 +229,6 @@ def cross_validation_report(
     ]
     title = f"Cross-validation of a detector: {found.asked}"
     return write_report(path, title, str(found.verdict), sections, ok=found.verdict.beats)
-
 
 # %% ../../nbs/learn/reports.ipynb #9f544efb
 _SCORES = [
@@ -270,7 +264,6 @@ def prediction_report(
     ]
     title = f"Prediction for {show_path(predictions.folder)}"
     return write_report(path, title, text.partition("\n")[0], sections)
-
 
 # %% ../../nbs/learn/reports.ipynb #8fbd898d
 def promotion_plot(

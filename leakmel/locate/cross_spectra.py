@@ -16,7 +16,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from leakmel.audio.wav import Recording, digest_of
 from leakmel.core.errors import DataError, UsageError
 
-
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c10005
 def synthetic_pair(
     *,
@@ -70,7 +69,6 @@ def synthetic_pair(
     samples = np.stack(channels, axis=1)
     samples = (0.5 / np.abs(samples).max() * samples).astype(np.float32)  # [n, 2]
     return Recording(samples, sample_rate, "float32", digest_of(samples))
-
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20005
 ALPHA = 0.05  # share of frequencies that count as coherent by chance
@@ -168,7 +166,6 @@ def cross_spectra(
         sample_rate, len(a) / sample_rate, n_samples, n_groups * in_group, ab, aa, bb, in_band
     )
 
-
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20008
 METHODS = ("plain", "phat", "scot", "ml")
 
@@ -209,7 +206,6 @@ def correlogram(
     total = 2 * np.abs(spectrum).sum() / x.n_samples
     lags = (np.arange(n) - n // 2) / (finer * x.sample_rate)
     return lags, values / total if total > 0 else values
-
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20011
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ def work_space(
     )
     return space, np.zeros((2, LANES), np.int64), np.zeros((LANES, 2 * n_bands), np.uint16)
 
-
 # %% ../../nbs/mel/cpu_engine.ipynb #63650005
 @cache
 def has_fma() -> bool:
@@ -74,7 +73,6 @@ def has_fma() -> bool:
     y, out = np.full(LANES, -1 - 2**-11, np.float32), np.zeros(LANES, np.float32)
     CODE.functions["square_plus"](x, y, out)
     return bool((out == 2**-24).all())
-
 
 # %% ../../nbs/mel/cpu_engine.ipynb #ea904c1e
 def _magnitude_scale(n_points: int) -> float:
@@ -125,7 +123,6 @@ def make_tables(
             [spec.floor, 20 / spec.power * np.log10(2)], np.float32
         ),  # floor, decibels of a factor of two
     )
-
 
 # %% ../../nbs/mel/cpu_engine.ipynb #268fb17c
 _MIN_FILLED = 0.75  # of the lanes; with fewer, computing recordings together is faster than computing each after reading

@@ -119,7 +119,6 @@ def _dft(x: Sequence[Making]) -> Iterator[tuple[int, Complex]]:
             column = [partial(_rotated, part[k], i * k, n) for i, part in enumerate(parts)]
             yield from ((k + 4 * m, result) for m, result in _dft(column))
 
-
 # %% ../../nbs/mel/cpu_kernel.ipynb #757755d1
 def _loaded(builder: ir.IRBuilder, place: ir.Value) -> Complex:
     return load(builder, place), load(builder, moved(builder, place, VECTOR))
@@ -149,7 +148,6 @@ def _windowed_words(builder: ir.IRBuilder, place: ir.Value, window: ir.Value, q:
     words, (first, second) = load(builder, place, INTS), _factors(builder, moved(builder, window, 8 * q))
     return (words << 16).floats() * first, (words & -0x10000).floats() * second
 
-
 # %% ../../nbs/mel/cpu_kernel.ipynb #97490071
 def _pass(
     r: int,
@@ -172,7 +170,6 @@ _first_8_of_words, _first_16_of_words, _first_8_of_floats, _first_16_of_floats =
     emitted(partial(_pass, r, how)) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
 )
 _pass_4, _pass_8, _pass_16 = (emitted(partial(_pass, r, _rotated_point)) for r in (4, 8, 16))
-
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #6d694f4c
 def _bins(power: int, builder, here, there, turn, bin_here, bin_there) -> None:
@@ -223,7 +220,6 @@ def _band(builder, bins, weights, n_steps, levels, band):
     value = Vector(builder, builder.load(total))
     store(_log2(floor.where(value < floor, value)) * double_db, band)
 
-
 # %% ../../nbs/mel/cpu_kernel.ipynb #0261d350
 def _write_bands(is_half: bool, builder, bands, targets, offset) -> None:
     "Store LANES bands of all lanes in the rows of their frames, from a byte offset."
@@ -234,7 +230,6 @@ def _write_bands(is_half: bool, builder, bands, targets, offset) -> None:
 
 
 _write_halves, _write_floats = (emitted(partial(_write_bands, is_half)) for is_half in (True, False))
-
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #b20820e6
 @njit(inline="always")
@@ -293,7 +288,6 @@ def _to_bins(work, bins, n_points, where, turns, power):
             here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
             _squares((here, there, turns + 8 * k, bins + VECTOR * k, bins + VECTOR * (n_points - k)))
 
-
 # %% ../../nbs/mel/cpu_kernel.ipynb #38489399
 @njit(inline="always")
 def _place(row, tile, places, first, last, n_mels, n_frames, n_words, is_direct):
@@ -308,7 +302,6 @@ def _place(row, tile, places, first, last, n_mels, n_frames, n_words, is_direct)
             for m in range(n_mels):
                 for w in range(n_words):
                     row[to + m * n_frames * n_words + w] = tile[m * n_words + w]
-
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #4ff20925
 @compiled(
@@ -383,7 +376,6 @@ def kernel(
                 n_words,
                 is_direct,
             )
-
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #636b0002
 @emitted

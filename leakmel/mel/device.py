@@ -23,7 +23,6 @@ from leakmel.core.timeline import Span, Timeline
 from leakmel.mel.engines import DEVICES, EngineUnavailable, Label, Ticket
 from leakmel.mel.spec import MelSpec
 
-
 # %% ../../nbs/mel/device.ipynb #8affa553
 class Event:
     "CUDA event of a device."
@@ -70,7 +69,6 @@ class Stream:
         with torch.cuda.device(self._device):
             self.raw.record_event(event.raw)
 
-
 # %% ../../nbs/mel/device.ipynb #d858482f
 _LOG = logging.getLogger("leakmel")
 _HUGE_PAGE_BYTES = 2 << 20
@@ -93,7 +91,6 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
     "Advise the system on the use of memory, if it supports the advice."
     with suppress(OSError, AttributeError):
         memory.madvise(getattr(mmap, advice))
-
 
 # %% ../../nbs/mel/device.ipynb #e9278b8c
 _CAPTURING = threading.Lock()
@@ -217,7 +214,6 @@ class Device:
             self.unpin(tensor)
         self.trim()
 
-
 # %% ../../nbs/mel/device.ipynb #4ec92020
 def _open_device(index: int) -> Device:
     major, minor = torch.cuda.get_device_capability(index)
@@ -263,7 +259,6 @@ def open_devices(
 def visible_devices() -> list[str]:  # "cuda:0" ...; empty if torch finds none
     "Return the names of all CUDA devices that torch can see."
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
 
 # %% ../../nbs/mel/device.ipynb #d1773dac
 class Chain(Protocol):
@@ -318,7 +313,6 @@ class SpanLog:
             end_s = start_s + 1e-3 * began.elapsed_time(ended)
             n_bytes = bytes_out if stage == "copy_out" else bytes_in
             self._timeline.spans.append(Span(stage, self._lane, start_s, end_s, *label, n_files, n_bytes))
-
 
 # %% ../../nbs/mel/device.ipynb #7ea7eaa2
 class DeviceTicket(Ticket):
@@ -391,7 +385,6 @@ def next_block(
             rest.insert(0, BatchPart(p.ticket, stop, p.stop))
     return block, rest
 
-
 # %% ../../nbs/mel/device.ipynb #592e653a
 class DeviceBlock:
     "Rows that are computed together on a device."
@@ -444,7 +437,6 @@ class DeviceBlock:
         if first.log is not None:
             bytes_in, bytes_out = self.n * first.samples[0].nbytes, self.n * (2 * first.out[0].size + 48)
             first.log.note(self.events, first.label, self.n, bytes_in, bytes_out)
-
 
 # %% ../../nbs/mel/device.ipynb #44f6caad
 class DeviceBuffers:

@@ -67,7 +67,6 @@ def block_size(
     fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
     return max(1, min(options.max_block or MAX_BLOCK_RECORDINGS, fits, MAX_BLOCK_BYTES // per_recording))
 
-
 # %% ../../nbs/mel/device_engine.ipynb #2845cc05
 _LOG = logging.getLogger("leakmel")
 
@@ -75,7 +74,6 @@ _LOG = logging.getLogger("leakmel")
 def _bits(x: torch.Tensor) -> torch.Tensor:
     "View floats as integers of the same size, so that NaN equals NaN."
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int64)
-
 
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
 class DeviceRunner:
@@ -272,7 +270,6 @@ class DeviceRunner:
             self.drain()
             self.closed = self.closed or "its owner closed it"
 
-
 # %% ../../nbs/mel/device_engine.ipynb #16459b8b
 @contextmanager
 def _as_engine_error(what: str) -> Iterator[None]:
@@ -321,7 +318,6 @@ class DeviceLane(EngineLane):
     def close(self) -> None:
         "Wait for all submitted batches."
         self._runner.drain()
-
 
 # %% ../../nbs/mel/device_engine.ipynb #7308d881
 class DeviceEngine(Engine):
@@ -399,7 +395,6 @@ class DeviceEngine(Engine):
                 last.callback(runner.close)
             for runner in self.runners:
                 runner.drain()
-
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 def open_chain(

@@ -14,14 +14,12 @@ import numpy as np
 from leakmel.core.errors import SpecError
 from leakmel.mel.spec import MelSpec
 
-
 # %% ../../nbs/mel/reference.ipynb #44e785a5
 def hann_periodic(
     n: int,  # samples
 ) -> np.ndarray:  # [n] float64
     "Periodic Hann window."
     return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
-
 
 # %% ../../nbs/mel/reference.ipynb #95171d46
 def reference_log_mel(
@@ -87,7 +85,6 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
         strongest[..., frames].reshape(shape)[..., None, :],
     )
 
-
 # %% ../../nbs/mel/reference.ipynb #69492129
 TOLERANCE_DB = 0.02
 MEAN_TOLERANCE_DB = 0.002  # of the mean difference over at least 10,000 values in the upper 90 dB
@@ -135,7 +132,6 @@ def allowed_range(
             np.maximum(20 * np.log10(np.maximum(amplitude + noise, lowest)), right[deep]) + slack[deep]
         )
     return low, high
-
 
 # %% ../../nbs/mel/reference.ipynb #1c1a26d1
 class Bounds(NamedTuple):

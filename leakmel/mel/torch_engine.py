@@ -43,7 +43,6 @@ def block_files(
     n_bytes = CUDA_BLOCK_BYTES if kind == "cuda" else CPU_BLOCK_BYTES
     return 1 << max(0, (n_bytes // per_file).bit_length() - 1)
 
-
 # %% ../../nbs/mel/torch_engine.ipynb #34694d4b
 class _Frames:
     "Windows and starts of distinct frames, on one device."
@@ -102,7 +101,6 @@ class _HostChain:
         rows = self.mels[:n, : frames.n_distinct] if frames.index is None else self.mels[:n, frames.index]
         n_long, n_short, n_mels, n_frames = self.spec.row_shape
         torch.from_numpy(out).copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
-
 
 # %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
 class DeviceMoments:
@@ -170,7 +168,6 @@ class TorchChain:
             if moments is not None:
                 self.moments.launch(some, moments[part])
 
-
 # %% ../../nbs/mel/torch_engine.ipynb #3e38a646
 _BACKENDS: Any = torch.backends
 _SWITCHES = (
@@ -190,7 +187,6 @@ def float32_precisions() -> list[str]:  # "ieee" or "none": full precision; "tf3
 def _set_precisions(each: list[str]) -> None:
     for s, precision in zip(_SWITCHES, each):
         s.fp32_precision = precision
-
 
 # %% ../../nbs/mel/torch_engine.ipynb #77b88534
 _PRECISION_LOCK = threading.Lock()
@@ -214,7 +210,6 @@ def full_float32_precision() -> Iterator[None]:
             before = _saved_precisions.pop()
             if not _saved_precisions:
                 _set_precisions(before)
-
 
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13
 class one_thread:
@@ -278,7 +273,6 @@ class TorchEngine(DeviceEngine):
                 moments[part] = moments_in(samples[part])
         return moments
 
-
 # %% ../../nbs/mel/torch_engine.ipynb #e04babf4
 def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not installed
     "Import torchaudio; without its compiled part if that does not fit the installed torch."
@@ -302,7 +296,6 @@ def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not 
     )
     sys.modules[extension.__name__] = extension
     return import_module("torchaudio")
-
 
 # %% ../../nbs/mel/torch_engine.ipynb #63cb9600
 class TorchaudioLogMel:
@@ -360,7 +353,6 @@ class TorchaudioLogMel:
 
     def _to_db(self, mels: torch.Tensor) -> torch.Tensor:
         return mels.clamp(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-
 
 # %% ../../nbs/mel/torch_engine.ipynb #2c0bd0e3
 class TorchaudioChain:

@@ -24,7 +24,6 @@ from leakmel.mel.engines import DeviceOptions, EngineUnavailable
 from leakmel.mel.reference import hann_periodic
 from leakmel.mel.spec import MelSpec, frame_places
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #b3050d86
 def folded_dft(
     n_fft: int,  # samples
@@ -39,7 +38,6 @@ def folded_dft(
     angles = 2 * np.pi * np.arange(n_fft) / n_fft
     return np.stack([np.cos(angles)[turns], np.sin(angles)[turns]]) * weight[:, None]
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #0f19a48d
 MATRIX_SCALE = 2.0**12
 
@@ -50,7 +48,6 @@ def split_float16(
     "Split values into two float16 numbers whose sum is accurate to 22 bits."
     high = values.astype(np.float16)
     return high, (values - high).astype(np.float16)
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #9719afd2
 ROUND_BINS = 16  # first bins of tiles are multiples of this, so that 16 bytes are loaded at a time
@@ -69,7 +66,6 @@ def bin_tiles(
         found.append((start, -(-(used[-1] + 1 - start * ROUND_BINS) // n_bins)))
     return np.array(found, np.int32)
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #b7dc3456
 def place_table(
     spec: MelSpec,
@@ -80,7 +76,6 @@ def place_table(
     table = np.full((len(counts), counts.max()), -1, np.int64)
     table[np.arange(counts.max()) < counts[:, None]] = places
     return table
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #e447831c
 STEP = 16  # folded samples taken at a time
@@ -136,7 +131,6 @@ def require_products(
             remedy="use engine='torch' or engine='cpu', or another version of Triton",
         )
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #04f03951
 MAX_KERNEL_FFT = 16_384
 
@@ -184,7 +178,6 @@ def kernel_constants(
         "band_product": "ieee" if device == "cpu" else "bf16x3",
     }
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #3d81e2f3
 def kernel_tables(
     spec: MelSpec,
@@ -210,7 +203,6 @@ def kernel_tables(
         "bank": bank,
         "tiles": bin_tiles(spec.filterbank, n_bands, sizes["bins"]),
     }
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b4e6f1b6
 @triton.jit
@@ -277,7 +269,6 @@ def _dft_powers(
         imaginary = tl.dot(high, tl.load(table + 3 * half_padded * n_bins), imaginary)
         imaginary = tl.dot(high, sine, imaginary)
     return tl.fma(imaginary, imaginary, real * real)
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #82063188
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["x_ptr"])
@@ -362,7 +353,6 @@ def _mel_kernel(
             mask=stored[:, None] & (band < n_mels)[None, :],
         )
 
-
 # %% ../../nbs/mel/triton_kernel.ipynb #981efbd7
 @triton.jit
 def _moments_kernel(x_ptr, out_ptr, n_samples: tl.constexpr, full_scale: tl.constexpr, block: tl.constexpr):
@@ -388,7 +378,6 @@ def _moments_kernel(x_ptr, out_ptr, n_samples: tl.constexpr, full_scale: tl.cons
     tl.store(out_ptr + 2, tl.sum(total, axis=0).to(tl.float64))
     tl.store(out_ptr + 3, tl.sum(squares, axis=0).to(tl.float64))
     tl.store(out_ptr + 4, tl.sum(clipped, axis=0).to(tl.float64))
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #f919101d
 _INTERPRETING = threading.Lock()
@@ -437,7 +426,6 @@ class TritonChain:
                     block=2048,
                     enable_fp_fusion=False,
                 )
-
 
 # %% ../../nbs/mel/triton_kernel.ipynb #c3b51f69
 class TritonEngine(DeviceEngine):

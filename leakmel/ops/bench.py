@@ -28,7 +28,6 @@ from leakmel.core.threads import start_process
 from leakmel.core.timeline import covered_s, read_timeline
 from leakmel.insight.diagnose import aligned
 
-
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
 @dataclass(frozen=True)
 class ProcessRun:
@@ -66,7 +65,6 @@ def run_leakmel(
             found=body.get("error", "no message"),
         )
     return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body, started)
-
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1
 def spread(
@@ -128,7 +126,6 @@ def record_head(
     made_utc = datetime.now(UTC).isoformat(timespec="seconds")
     return {"suite": suite, "made_utc": made_utc, **commit(), "machine": machine_facts()}
 
-
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
 EVICT_TRIES, EVICT_PAUSE_S = 20, 0.02
 
@@ -186,7 +183,6 @@ def read_into_cache(
         for _ in pool.map(read, iter(lambda: list(itertools.islice(waiting, 500)), [])):
             pass
 
-
 # %% ../../nbs/ops/bench.ipynb #6d40a1f1
 def touch_memory(
     n_bytes: int,  # at most half of the free memory is used
@@ -216,7 +212,6 @@ def touch_memory(
     with suppress(OSError):  # or the system counts it as memory of every process that is started later
         Path("/proc/self/clear_refs").write_text("5")
     return found
-
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
 LogLine = Callable[[str], None]  # called with a line of text before and after each step
@@ -268,7 +263,6 @@ def synthetic_set_of_size(
         log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
         write_demo(root, n_files=n_files)
     return root
-
 
 # %% ../../nbs/ops/bench.ipynb #435090ce
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -390,7 +384,6 @@ def build_table(
     lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")
     return "\n".join(lines)
 
-
 # %% ../../nbs/ops/bench.ipynb #0b1232d2
 def store(
     figures: dict[str, Any],
@@ -426,7 +419,6 @@ def newest(
         and str(f.get("device", "")).startswith(device)
     ]
     return max(found, key=lambda f: f["made_utc"], default=None)
-
 
 # %% ../../nbs/ops/bench.ipynb #0cd22ab5
 MOVED = {"gpu": "bench_gpu.py", "train": "bench_train.py"}  # suites that are scripts in nbs/benchmarks

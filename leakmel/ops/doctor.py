@@ -52,7 +52,6 @@ def make_check(
     "Return a check: a warning if it has advice, otherwise ok."
     return Check(key, "warn" if advice else "ok", found, advice, blocks, figures)
 
-
 # %% ../../nbs/ops/doctor.ipynb #1d8eb475
 OPTIONAL = ("dev", "search", "cluster", "store", "onnx", "sets", "formats")  # extras that are not checked
 
@@ -74,7 +73,6 @@ def requirements() -> Mapping[str, str]:
         lines.append("python" + (known["Requires-Python"] or ""))
     pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line.strip()) for line in lines)
     return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
-
 
 # %% ../../nbs/ops/doctor.ipynb #13ba1f9e
 NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
@@ -140,7 +138,6 @@ def examine_python() -> Check:
     advice = "" if SpecifierSet(wanted).contains(version, prereleases=True) else f"Use Python {wanted}"
     return make_check("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
 
-
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
 MIN_FREE_BYTES = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
 MIN_OPEN_FILES, MIN_THREADS = 256, 256
@@ -188,7 +185,6 @@ def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathL
     found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
     return make_check("limits", found, figures, advice and f"Set {advice}")
 
-
 # %% ../../nbs/ops/doctor.ipynb #efceb173
 MOUNTS, OS_RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
 WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
@@ -232,7 +228,6 @@ def examine_wsl(
         )
     return make_check("wsl", found, figures, advice)
 
-
 # %% ../../nbs/ops/doctor.ipynb #4a811d5e
 # fmt: off
 NETWORK_FILE_SYSTEMS = (
@@ -251,7 +246,6 @@ def scratch(folder: str | os.PathLike) -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-")
     with made as path:
         yield Path(path)
-
 
 # %% ../../nbs/ops/doctor.ipynb #831e4edf
 MAX_ENTRIES = 5000  # folder entries that are searched for recordings
@@ -278,7 +272,6 @@ def examine_disk(folder: str | os.PathLike) -> Check:
     advice = "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one"
     return make_check("disk", kind, {"kind": kind}, advice if kind == "network" else "")
 
-
 # %% ../../nbs/ops/doctor.ipynb #b034cb5f
 def examine_recordings(folder: str | os.PathLike) -> Check:
     "Check whether the recordings of a folder can be built with inferred settings."
@@ -298,7 +291,6 @@ def examine_recordings(folder: str | os.PathLike) -> Check:
     return make_check(
         "recordings", proposal.reason, {"command": proposal.command, "groups": proposal.groups}, advice
     )
-
 
 # %% ../../nbs/ops/doctor.ipynb #ac8c14b9
 def examine_hdf5(folder: str | os.PathLike) -> Check:
@@ -351,7 +343,6 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
     )
     return make_check("hdf5", found, figures, advice, blocks=not same)
 
-
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
 def _can_write(folder: str | os.PathLike) -> bool:
     "Return whether a file can be created in a folder, or in its nearest existing parent."
@@ -387,7 +378,6 @@ def examine_compiled() -> Check:
     found = f"{package.found}; {vectors}, {cpu_engine.LANES} lanes; {where}"
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
-
 # %% ../../nbs/ops/doctor.ipynb #30142e2e
 def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
     "Return driver, clocks, power and bus of the first GPU."
@@ -421,7 +411,6 @@ def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml":
             value = question()
             facts[name] = value.decode() if isinstance(value, bytes) else value
     return facts
-
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
 def examine_torch() -> Check:
@@ -468,7 +457,6 @@ def examine_gpu() -> Check:
     advice = "" if names else "Install a CUDA build of torch that fits the driver, or update the driver"
     return make_check("gpu", ", ".join(words), figures, advice)
 
-
 # %% ../../nbs/ops/doctor.ipynb #e53c0130
 MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 BUS_BYTES, BUS_COPIES = 16 << 20, 50  # of a measurement
@@ -508,7 +496,6 @@ def examine_bus(device: str = "cuda") -> Check:
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
     slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
     return make_check("bus", found, figures, slow if min(rates) < MIN_BUS_RATE else "")
-
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
 def parity(
@@ -569,7 +556,6 @@ def examine_engine(
     text = f"WRONG: {wrong:,} values are outside the tolerance; {text}"
     return make_check(key, text, figures, "Use another engine and report this error", blocks=True)
 
-
 # %% ../../nbs/ops/doctor.ipynb #64630002
 def examine_choice(
     folder: Path,  # for which `tune` may have measured rates
@@ -612,7 +598,6 @@ def engine_table(
         seconds = (f"{e['seconds'][n]:,.1f}" for n in sizes)
         rows.append((name, f"{e['start_s']:g}", f"{e['files_per_s']:,.0f}", *seconds, source))
     return aligned(rows)
-
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
 REPORT_KEYS = {
@@ -665,7 +650,6 @@ FIGURES = {
     "engines": "engine, device, is_here, start_s, files_per_s, source of the rate, and seconds by number of recordings, of the preset disjoint",
     "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
-
 
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
 @dataclass(frozen=True)
@@ -723,7 +707,6 @@ class Report:
             if engines := check.figures.get("engines"):
                 lines += [f"    {line}" for line in engine_table(engines).splitlines()]
         return "\n".join([*lines, self.title])
-
 
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
 class Line(NamedTuple):
@@ -787,7 +770,6 @@ def examine(
             found.append(Check(key, "warn", what, advice, line.needed))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
-
 
 # %% ../../nbs/ops/doctor.ipynb #d0a6e5c9
 def agreement_plot(

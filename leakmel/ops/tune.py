@@ -95,7 +95,6 @@ def paths_of(sample: Manifest) -> list[str]:
     x = sample.listings[0]
     return [os.fsdecode(x.full_path(i)) for i in range(len(x))]
 
-
 # %% ../../nbs/ops/tune.ipynb #e6660e37
 CACHES = ("cold", "warm")
 MAX_WRONG_SHARE = 0.02  # share of the files that may be in the wrong state
@@ -130,7 +129,6 @@ def make_cache_state(
             remedy="close programs that read the recordings" if cache == "cold" else "free some memory",
         )
 
-
 # %% ../../nbs/ops/tune.ipynb #d83028dd
 DEFAULT = "default"
 
@@ -163,7 +161,6 @@ def candidates(
         tried += [{"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files]
     other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
     return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}
-
 
 # %% ../../nbs/ops/tune.ipynb #f052316f
 @dataclass(frozen=True)
@@ -211,7 +208,6 @@ class BuildTrials:
             )
         return done.seconds
 
-
 # %% ../../nbs/ops/tune.ipynb #72b41bea
 Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
 
@@ -251,7 +247,6 @@ def sweep(
             longest_s, n_done = max(longest_s, time.monotonic() - began_s), n_done + 1
     tell(n_done, "")
     return found
-
 
 # %% ../../nbs/ops/tune.ipynb #a38a33f2
 MIN_ROUNDS = 5  # for a comparison
@@ -304,7 +299,6 @@ def best_candidate(
     best = max(names, key=partial(gain, states))
     return best if gain(states, best) else DEFAULT
 
-
 # %% ../../nbs/ops/tune.ipynb #20217cbd
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
 FIRST_FILES = 1024  # recordings of the build that measures the duration
@@ -320,7 +314,6 @@ def sample_size(
     "Return the number of recordings with which MIN_ROUNDS rounds fit into the time."
     fitting = int(_PLANNED_SHARE * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
-
 
 # %% ../../nbs/ops/tune.ipynb #74100e7e
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
@@ -411,7 +404,6 @@ def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[st
     found = {"ok": report.ok, "rows": done.rows, "checked": report.checked}
     return found | {"same_bytes": True, "verdict": report.verdict}
 
-
 # %% ../../nbs/ops/tune.ipynb #018b0a73
 def tune(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
@@ -482,7 +474,6 @@ def tune_table(
     lines.append(f"{f['seconds']:.1f} s; {f['advice']}")
     return "\n".join(lines + ([f"stored for later builds in {f['path']}"] if "path" in f else []))
 
-
 # %% ../../nbs/ops/tune.ipynb #7f4db3ee
 _OF_BUILD = {"split", "mode", "check", "tuned", "fresh", "analysis"} | {
     f.name for f in fields(PipelineConfig)
@@ -541,7 +532,6 @@ def run_tune_plan(
     plan.out.mkdir(parents=True, exist_ok=True)
     write_summary(plan.out, figures)
     return figures
-
 
 # %% ../../nbs/ops/tune.ipynb #2d74a1c9
 def tune_plot(

@@ -39,7 +39,6 @@ def start_kinds() -> Kinds:
         "device": (str,),
     }
 
-
 # %% ../../nbs/ops/working_folder.ipynb #8d3e8284
 @dataclass(frozen=True, repr=False)
 class WorkingFolder:
@@ -68,7 +67,6 @@ class WorkingFolder:
         if importlib.util.find_spec("jupyterlab") is None:
             lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
         return "\n".join([*lines, f"next: {self.command}, then open {START} and run its cells"])
-
 
 # %% ../../nbs/ops/working_folder.ipynb #912c046d
 def make_working_folder(

@@ -57,7 +57,6 @@ def checked_parts(
         raise unsafe_archive(archive, "the path of a file leads out of it", show_path(name)[:200])
     return parts
 
-
 # %% ../../nbs/sets/archives.ipynb #dd28c546
 def _is_link(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
     "Whether a member of an archive is a link; copies within a RAR archive count as links."
@@ -124,7 +123,6 @@ def _opened(
             path=shown,
             remedy="download it again",
         ) from e
-
 
 # %% ../../nbs/sets/archives.ipynb #ad29c6a7
 Choice = Callable[[tuple[str, ...]], bool]

@@ -54,7 +54,6 @@ def label_of_folders(
     name = squeezed(re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE)) if folders else ""
     return next((names[stem] for end in _ENDINGS if (stem := name.removesuffix(end)) in names), "")
 
-
 # %% ../../nbs/sets/catalogue.ipynb #aa5f0dc3
 CC_BY = "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/)"
 
@@ -88,7 +87,6 @@ class LeakSet:
         "Address of the page of the set."
         return f"https://doi.org/{self.doi}"
 
-
 # %% ../../nbs/sets/catalogue.ipynb #8706acd7
 _AGHASHAHI = re.compile(
     r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])", re.ASCII
@@ -120,7 +118,6 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     }
     return NamedRecording(NO_LEAK if leak == "NL" else LEAK, f"{topology}_{leak}_{flow}", columns)
 
-
 # %% ../../nbs/sets/catalogue.ipynb #045f200b
 _DONGGUAN = re.compile(r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", re.ASCII)
 
@@ -139,7 +136,6 @@ def parse_dongguan(parts: Parts) -> NamedRecording | None:
     elif label == NOISE and len(words) >= 3:
         columns |= {"noise_kind": "-".join(words[:-2]), "region": words[-2]}
     return NamedRecording(label, body, columns)
-
 
 # %% ../../nbs/sets/catalogue.ipynb #8b4be6ad
 _SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
@@ -166,7 +162,6 @@ def parse_hongkong_logger(parts: Parts) -> NamedRecording | None:
         return None
     label = label_of_folders(parts[:-1], LEAK_FOLDERS)
     return NamedRecording(label, found[1], {"date": "-".join(found.groups()[1:])} | _material(parts[:-1]))
-
 
 # %% ../../nbs/sets/catalogue.ipynb #57a21e95
 _MENDELEY = "https://data.mendeley.com/public-api/datasets"

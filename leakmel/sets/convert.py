@@ -51,7 +51,6 @@ def write_headerless(
             "the WAV file does not hold the samples of the source", code="verification", path=path
         )
 
-
 # %% ../../nbs/sets/convert.ipynb #f6f219ff
 @dataclass(frozen=True)
 class Converted:
@@ -95,7 +94,6 @@ def _free_name(name: str, taken: set[str]) -> str:
     taken.add(found.casefold())
     return found
 
-
 # %% ../../nbs/sets/convert.ipynb #0951b4bd
 def equal_pairs(recordings: Iterable[Converted]) -> list[tuple[Converted, Converted]]:
     "List the pairs of byte-equal files."
@@ -112,7 +110,6 @@ def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
         both = joined[a.named.group] | joined[b.named.group]
         joined |= dict.fromkeys(both, both)
     return [replace(r, group=min(joined[r.named.group])) for r in recordings]
-
 
 # %% ../../nbs/sets/convert.ipynb #d330083a
 @dataclass(frozen=True)
@@ -174,7 +171,6 @@ class Conversion:
                     f"which {100 * share:.0f} % of all recordings are"
                 )
         return found
-
 
 # %% ../../nbs/sets/convert.ipynb #a2bf4824
 TABLE, RECORDINGS, BACKGROUND = "recordings.csv", "recordings", "background"

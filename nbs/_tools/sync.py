@@ -43,8 +43,6 @@ SHIPPED = (
     "review",
     "dashboard",
 )
-# nbdev writes one blank line between cells and its own `__all__`; the formatter has the last word.
-FORMATTED = ("leakmel", "nbs")
 
 CLEAN = """
 import sys
@@ -76,6 +74,8 @@ def export(root: Path) -> None:
     "Export and clean all notebooks below `root`, and write its README."
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev does nothing where it is set
     notebooks = [str(p) for p in notebooks_of(root)]
+    # the notebooks, not the modules: plain `nbdev_export` writes the same modules
+    subprocess.run([Path(sys.executable).parent / "ruff", "format", "--quiet", "nbs"], cwd=root, check=True)
     subprocess.run(
         [Path(sys.executable).parent / "nbdev_export", "--skip_file_re", r"^([_.]|out.*\.ipynb)"],
         cwd=root,
@@ -86,9 +86,6 @@ def export(root: Path) -> None:
         [sys.executable, Path(__file__).with_name("parameter_tables.py"), root],
         env=env | {"PYTHONPATH": str(root)},
         check=True,
-    )
-    subprocess.run(
-        [Path(sys.executable).parent / "ruff", "format", "--quiet", *FORMATTED], cwd=root, check=True
     )
     subprocess.run([sys.executable, "-c", CLEAN, *notebooks], cwd=root, env=env, check=True)
     ship_notebooks(root)

@@ -53,7 +53,6 @@ from leakmel.dataset.file.schema import (
 from leakmel.mel.reference import Bounds, bounds_of, reference_features
 from leakmel.mel.spec import MelSpec
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #7f2e7605
 def expected_row(
     recording: Recording,
@@ -94,7 +93,6 @@ def expected_row(
     out[: len(kept)] = kept
     return out, "+".join(parts) or "ok"
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #866248d1
 @dataclass(eq=False, repr=False)
 class Source:
@@ -131,7 +129,6 @@ def read_source(
     } | dict(zip(FIGURES.names or (), quality_figures(recording.samples, recording.encoding)))
     return Source(recording.digest.encode(), facts, x, None)
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #85917070
 def expected_bounds(
     sources: Sequence[Source],  # n, each with samples or with its bounds
@@ -146,7 +143,6 @@ def expected_bounds(
         for place, s in enumerate(new):
             s.bounds = Bounds(*(x[place] for x in group))
     return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None))))
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e32c828d
 def _stamp(path: bytes) -> tuple[int, ...] | None:
@@ -237,7 +233,6 @@ class Sources:
         "Remove downloaded copies."
         self.copies.close()
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
 def label_mismatches(
     paths: Sequence[bytes] | np.ndarray,  # B, of the rows
@@ -275,7 +270,6 @@ def label_mismatches(
         source = "folder" if naming.labels_by_folder else "file name (pattern)"
         first = show_path(mislabelled[0])
         yield f"{len(mislabelled)} rows have a label that differs from their {source}, first {first}"
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
 _LABEL_COLUMNS_BY_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
@@ -342,7 +336,6 @@ def table_mismatches(
         if len(bad):
             yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
@@ -370,7 +363,6 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     ):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #a8970f23
 def path_problems(
     columns: Mapping[str, np.ndarray],  # name -> paths
@@ -387,7 +379,6 @@ def path_problems(
             if too_long or names[0] == b"" or b".." in names:
                 yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
                 break
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #65f5655d
 def attribute_problems(
@@ -422,7 +413,6 @@ def attribute_problems(
         if isinstance(found, float) or found != wanted:
             yield f"the attribute {name} is {found!r:.80}, expected {wanted!r:.80}"
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #b29a4d3f
 _ROUNDING = 1e-12  # of a band centre, relative
 
@@ -445,7 +435,6 @@ def scale_problems(
             stored[()], values, rounding, 0
         ):
             yield f"{name} does not match the settings of the data set"
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
 def structure_problems(
@@ -479,7 +468,6 @@ def structure_problems(
         if found.get(what) != value and what != f"attribute {DIGEST_ATTRIBUTE} of /":
             yield f"the {what} is missing or differs from what a build writes"
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38
 def pick_numbers(
     n: int,  # choose from 0 to n - 1
@@ -508,7 +496,6 @@ def pick_rejected(
     ends = [0, len(able) - 1] if len(able) else []
     of_codes = np.unique(codes[able], return_index=True)[1].tolist()
     return able[pick_numbers(len(able), sample, [*ends, *of_codes])]
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
 def rejected_problems(
@@ -575,7 +562,6 @@ def _rejected_now(
     except RecordingError as e:
         return "" if e.reject_code == code else f"must be rejected as {e.reject_code}"
     return "is valid"
-
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
 def accounting_problems(

@@ -49,7 +49,6 @@ def filled(template: str, **values: Any) -> str:
     )
     return environment.from_string(template).render(values)
 
-
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0008
 _SHOWN = 20  # problems, codes and groups that are listed
 
@@ -78,7 +77,6 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
         **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
         **{name: _counts(report.get(part)) for name, part in counts.items()},
     }
-
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d0009
 GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of recordings
@@ -151,7 +149,6 @@ def data_set_facts(
         **_column_facts(source),
         **_report_facts(data.path),
     }
-
 
 # %% ../../../nbs/dataset/export/card.ipynb #f05d000e
 _CARD = """{%- macro head(f) %}
@@ -260,7 +257,6 @@ def data_set_card(
         _CARD, facts=facts, labels=labels, name=name or facts[0]["name"], license=license or NOT_GIVEN
     )
 
-
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0005
 _TERMS = (
     "citeAs column conformsTo extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
@@ -310,7 +306,6 @@ def record_set(
                 }
             )
     return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
-
 
 # %% ../../../nbs/dataset/export/card.ipynb #f01d0009
 def croissant(

@@ -84,7 +84,6 @@ def open_sources(
         sources.append(ExportSource(split, data))
     return sources
 
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540008
 PAGE = 32_768  # recordings of a page
 
@@ -170,7 +169,6 @@ def column_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, A
     for start in range(0, len(source), step):
         yield column_page(source, start, start + step)
 
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f054000a
 def n_rejected(data: MelDataset) -> int:
     "Return the number of rejected files."
@@ -188,7 +186,6 @@ def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
             page |= _path_columns(_column(group, "path", n), start, stop)
             page |= {name: _values(_column(group, name, n), start, stop) for name in ("code", "message")}
         yield page
-
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f054000d
 BLOCK_BYTES = 32 << 20  # of mels that are in memory at a time
@@ -214,7 +211,6 @@ def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n,
         )
     return rows
 
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f0850005
 def require_package(name: str) -> Any:  # the module; raises MissingPackageError
     "Import a package of the extra `formats`."
@@ -223,13 +219,11 @@ def require_package(name: str) -> Any:  # the module; raises MissingPackageError
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
 
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f0850008
 def tree_size(folder: Path) -> tuple[int, int]:
     "Return the number of files below a folder, and their bytes."
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
     return len(sizes), sum(sizes)
-
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a0005
 @cache
@@ -252,7 +246,6 @@ def with_times(page: dict[str, Any]) -> dict[str, Any]:
     parse_time.cache_clear()  # bounds its memory to a page
     parsed = [parse_time(text) for text in page["start_time"]]
     return page | {"start_time": [t for t, _ in parsed], "start_utc_offset_s": [s for _, s in parsed]}
-
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a0008
 def file_schema(
@@ -282,7 +275,6 @@ def rejected_schema() -> Any:  # pyarrow.Schema; raises MissingPackageError
         [("split", names), ("path", text), ("path_base64", text), ("code", names), ("message", text)]
     )
 
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000b
 def _arrow_array(
     values: Any,  # list, NumPy array or pyarrow array
@@ -300,7 +292,6 @@ def record_batch(schema: Any, page: Mapping[str, Any]) -> Any:  # pyarrow.Record
     "Convert a page of columns; columns that the schema does not name are left out."
     arrays = [_arrow_array(page[field.name], field.type) for field in schema]
     return require_package("pyarrow").RecordBatch.from_arrays(arrays, schema=schema)
-
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000e
 Pages = Callable[[], Iterator[Mapping[str, Any]]]  # yields the same pages at each call

@@ -72,7 +72,6 @@ def data_set_name(
     "The file name of a split's data set."
     return f"{split or 'ALL'}_DATASET.H5"
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #d9e978bd
 def byte_column(
     values: Sequence[bytes],
@@ -139,7 +138,6 @@ def file_columns(file: h5py.File) -> list[str]:
     extra = group[EXTRA] if kinds.get(EXTRA) == h5py.h5o.TYPE_GROUP else ()
     return names + [f"{EXTRA}/{name}" for name in extra]
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #4680a07d
 _LARGE = 1 << 20  # bytes of a column
 
@@ -185,7 +183,6 @@ def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:
         column.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #2c3f5043
 def stored_spec(file: h5py.File) -> MelSpec:
     "Return the spec that a data set was built with."
@@ -225,7 +222,6 @@ def root_attributes(
         "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
     }
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #c0de9a11
 GZIP_LEVEL = 1
 CHUNK_BYTES = 1 << 18
@@ -253,7 +249,6 @@ def create_compressed(
         shuffle=True,
         track_times=False,
     )
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #6c9418da
 ALIGNMENT = 4096  # bytes, of rows and waveforms in the file
@@ -361,7 +356,6 @@ def new_file(
         path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, locking=False, **options
     )
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687
 @dataclass(frozen=True)
 class Metadata:
@@ -374,7 +368,6 @@ class Metadata:
     row_digests: np.ndarray  # [B] S32
     rejected: tuple[Rejected, ...]
     waveform_digests: np.ndarray | None = None  # [B] S32, where the file has waveforms
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073b1
 _MAX_OBJECTS = 1000  # in a file; a data set has some thirty
@@ -403,7 +396,6 @@ def _all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset | str]]:
             elif isinstance(item, h5py.h5d.DatasetID):
                 yield name, h5py.Dataset(item)  # h5py's own groups would take several times as long
             seen.add(item)
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
 def _scales(spec: MelSpec) -> dict[str, np.ndarray]:
@@ -486,7 +478,6 @@ def metadata_digest(
         columns = {name: x for name, x in found.items() if not isinstance(x, str) and name not in PARTS}
     return _digest(columns, file.attrs if attributes is None else attributes)
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
 def write_metadata(file: h5py.File, meta: Metadata) -> str:
     "Write labels, columns, digests, rejected files, scales and attributes; write and return their digest."
@@ -498,7 +489,6 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
     for name, value in (meta.attributes | {DIGEST_ATTRIBUTE: digest}).items():
         attributes[name] = value
     return digest
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d828b2c
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
@@ -521,7 +511,6 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
             if label in file:
                 waveforms.dims[axis].attach_scale(file[label])
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
 MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
@@ -531,7 +520,6 @@ _MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
 _MAX_OTHER_BYTES = (
     16 << 20
 )  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
 def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
@@ -591,7 +579,6 @@ def unsafe_parts(
     if longest > _MAX_ATTRIBUTE:
         yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"
 
-
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30002
 _SECONDS = 0.7  # of processor time for the structure of a small file
 _BYTES_PER_SECOND = 1 << 28  # of a large one: the index of its chunks is read
@@ -636,7 +623,6 @@ def opening_error(
         found=str(error),
         remedy="copy the file again, or build the data set again" if is_hdf5 else "give a leakmel data set",
     )
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30003
 def _plain(value: Any, file: h5py.File) -> Any:
@@ -726,7 +712,6 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
             os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF
         finally:
             os._exit(0)
-
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30004
 @lru_cache(maxsize=256)

@@ -101,7 +101,6 @@ def _preset_name(name: str, path: Path) -> str:
     except SpecError as e:
         raise SpecError(str(e), code="unknown-preset", path=path) from e
 
-
 # %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
 def _load(path: Path) -> dict[str, Any]:
     "Read the JSON object of a spec file of any schema version; raises DataError if the file cannot be read, SpecError for other content."
@@ -138,7 +137,6 @@ def _load(path: Path) -> dict[str, Any]:
         )
     return body
 
-
 # %% ../../../nbs/dataset/file/spec_file.ipynb #0decd2fe
 def read_spec(
     path: str | os.PathLike,
@@ -168,7 +166,6 @@ def read_spec(
     full = _preset_name(preset, path)
     _check_settings(settings, path)
     return SpecFile(path, full, settings)
-
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #a0c5f6b9
 def write_spec(
@@ -211,7 +208,6 @@ def write_spec(
         new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return SpecFile(path, preset, changes)
 
-
 # %% ../../../nbs/dataset/file/spec_file.ipynb #f2c66733
 def spec_of_data_set(
     path: str | os.PathLike,
@@ -231,7 +227,6 @@ def spec_of_data_set(
     usual = preset_values(preset, spec.sample_rate) | {"sample_rate": None, "duration_s": None}
     settings = {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]}
     return SpecFile(Path(path), preset, settings)
-
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #6f989693
 def _is_hdf5(path: Path) -> bool:  # raises MachineError

@@ -38,7 +38,6 @@ from leakmel.dataset.file.schema import (
     write_metadata,
 )
 
-
 # %% ../../../nbs/dataset/file/writer.ipynb #dcb699b3
 @cache
 def _system_fallocate() -> Callable[[int, int, int, int], int] | None:
@@ -83,7 +82,6 @@ def allocated_bytes(path: Path) -> int:
     except OSError:
         return 0
 
-
 # %% ../../../nbs/dataset/file/writer.ipynb #75509035
 def compress_chunk(
     raw: bytes | np.ndarray,  # bytes of a whole chunk, as they are in memory
@@ -93,7 +91,6 @@ def compress_chunk(
     "Compress a chunk in the same way as the HDF5 filters shuffle and deflate."
     shuffled = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, item_bytes).T)
     return zlib.compress(shuffled.data, level)
-
 
 # %% ../../../nbs/dataset/file/writer.ipynb #887d1ef5
 _CHUNKS_PER_THREAD = 3  # chunks under way for each thread
@@ -117,7 +114,6 @@ def map_in_order(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
 
 # %% ../../../nbs/dataset/file/writer.ipynb #b34731ab
 def compress_rows(
@@ -156,7 +152,6 @@ def compress_rows(
             target.id.write_direct_chunk(place, chunk)
             written(place, chunk)
 
-
 # %% ../../../nbs/dataset/file/writer.ipynb #0b893202
 SPARE_BYTES = 4096  # space reserved for the metadata of each candidate
 _COPY_BYTES = 1 << 20  # bytes
@@ -193,7 +188,6 @@ def _copy_around(
             for start in range(at, begin, _COPY_BYTES):
                 write_at(fd, os.pread(source.fileno(), min(_COPY_BYTES, begin - start), start), start)
             at = end
-
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
 _MOST_IN_MEMORY = 256 << 20  # bytes of compressed chunks, before they are written to the disk

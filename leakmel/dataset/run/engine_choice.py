@@ -88,7 +88,6 @@ def break_even(
     gain_s = 1 / one.files_per_s - 1 / other.files_per_s
     return max(0.0, other.start_s - one.start_s) / gain_s if gain_s > 0 else math.inf
 
-
 # %% ../../../nbs/dataset/run/engine_choice.ipynb #65630008
 def _kind_of(
     candidate: tuple[str, str],  # engine and device

@@ -58,7 +58,6 @@ KNOWN = np.dtype(
     ]
 )
 
-
 # %% ../../../nbs/dataset/run/existing.ipynb #43f2ac84
 def _line(text: bytes) -> bytes:
     "Return a line of the journal: digest and JSON."
@@ -82,7 +81,6 @@ def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers
     if known["facts"]["encoding"].max(initial=0) >= len(ENCODINGS):
         raise ValueError("an entry has an unknown encoding")
     return known
-
 
 # %% ../../../nbs/dataset/run/existing.ipynb #e2598a7a
 JOURNAL_SCHEMA = 5
@@ -167,7 +165,6 @@ def journal_path(
     "Return the path of the journal of an unfinished data set."
     return target.with_name(f".{target.name}.journal")
 
-
 # %% ../../../nbs/dataset/run/existing.ipynb #c5479c82
 _MAX_BYTES = 2048  # of the journal for each candidate, with entries made more than once
 _MAX_HEADER_BYTES = 1 << 20  # of the rest
@@ -227,7 +224,6 @@ def read_journal(
         return InterruptedBuild()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         return InterruptedBuild(refusal=f"its journal cannot be read ({type(e).__name__}: {e})")
-
 
 # %% ../../../nbs/dataset/run/existing.ipynb #43910d6e
 _MAX_ROWS_PER_LINE = 2048  # at the most: a line is in memory several times while it is made
@@ -325,7 +321,6 @@ class Journal:
             self.path.unlink(missing_ok=True)
             self.n_entered = 0
 
-
 # %% ../../../nbs/dataset/run/existing.ipynb #e3eeb6e1
 STAMP = np.dtype(
     [("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("folder", "<i8")]
@@ -362,7 +357,6 @@ def stamps_of(
     out["folder"][exists] = folder_inodes(listing, np.asarray(numbers, np.int64)[exists].tolist())
     return out
 
-
 # %% ../../../nbs/dataset/run/existing.ipynb #5bf055aa
 _CLOCK_STEP_NS = 20_000_000
 _WHOLE_SECOND_NS = 2_000_000_000
@@ -374,7 +368,6 @@ def is_settled(
 ) -> np.ndarray:  # [k] bool
     "Return whether a later change of a file is certain to change its time stamp."
     return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
-
 
 # %% ../../../nbs/dataset/run/existing.ipynb #30f32b47
 _UNSTABLE_REJECT_CODES = (
@@ -406,7 +399,6 @@ def stamps_at_build(
     out["folder"] = folders[both]
     out[len(rows) :][listing.sizes[lost] < 0] = -1  # named in a table, and missing
     return out
-
 
 # %% ../../../nbs/dataset/run/existing.ipynb #5ab3f93e
 STATE_SCHEMA = 3
@@ -468,7 +460,6 @@ def read_state(
         if all(head[key] == value for key, value in _state_head(data, st).items()):
             return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
     return None
-
 
 # %% ../../../nbs/dataset/run/existing.ipynb #1ea71392
 _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()), "digest")

@@ -39,7 +39,6 @@ from leakmel.core.errors import (
 from leakmel.core.store import LocalCopies
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 
-
 # %% ../../../nbs/dataset/run/inputs.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Return rate in Hz and samples per channel from the header, None if the file cannot be read."
@@ -89,7 +88,6 @@ def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.nda
         if len(sample) and not 0.25 < counts.max() / len(sample) < 0.75:
             return sample, n
     return read(np.arange(n)), len(numbers)
-
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #c11b1d93
 @dataclass(frozen=True, eq=False)
@@ -235,7 +233,6 @@ def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path)
         remedy=remedy,
     )
 
-
 # %% ../../../nbs/dataset/run/inputs.ipynb #8be6ae85
 def list_recordings(
     root: str | os.PathLike,
@@ -284,7 +281,6 @@ def listing_of_split(
             expected=split,
         )
     return found[wanted]
-
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #d09a8a41
 SpecLike = MelSpec | dict[str, Any] | None
@@ -339,7 +335,6 @@ def decide_spec(
     decided = spec if isinstance(spec, MelSpec) else _spec_of_settings(given)
     return SpecDecision(decided, inferred, headers, n_recordings, reason)
 
-
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
 def check_target(
     target: Path,  # final name of the data set
@@ -388,7 +383,6 @@ def check_target(
             path=target.parent,
             remedy=remedy,
         ) from e
-
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
@@ -466,7 +460,6 @@ def check_listing(
             remedy="add recordings or move the folder elsewhere: a class needs examples",
         )
 
-
 # %% ../../../nbs/dataset/run/inputs.ipynb #b0df99d1
 class Target(NamedTuple):
     "A split to build."
@@ -497,7 +490,6 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
             with suppress(OSError):
                 folder.rmdir()
         raise
-
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #7de89604
 @dataclass(frozen=True, eq=False)

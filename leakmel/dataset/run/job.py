@@ -88,7 +88,6 @@ from leakmel.mel.spec import MelSpec
 log = logging.getLogger("leakmel")
 JOINED = ".joined"  # suffix of a part whose rows have been moved to the data set of all parts
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #8a081abd
 def waveform_shape(
     spec: MelSpec,
@@ -109,7 +108,6 @@ def segment_view(
         samples, shape, (row, spec.long_hop * step, spec.short_hop * step, step), writeable=False
     )
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #1ba1f14e
 def store_waveforms(
     slot: Slot,  # read, and not yet given back
@@ -127,7 +125,6 @@ def store_waveforms(
         digests[slot.first + i] = digest_of(buffer)
         n_bytes += file.write(slot.first + i, buffer, 1)
     return n_bytes
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #c70a89ac
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -207,7 +204,6 @@ class BuildContext:
     def fingerprint(self) -> str:
         "Fingerprint of features and engine."
         return self.spec.fingerprint(self.engine.identity)
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #794e11c5
 class Job:
@@ -357,7 +353,6 @@ class Job:
             self.file.abort(keep=n_kept > 0)
         return n_kept
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a
 _FIGURES_BLOCK = 16_384  # rows: what is computed on the way stays in the processor's cache
 _FACT_COLUMNS = (
@@ -370,7 +365,6 @@ _FACT_COLUMNS = (
     "clipped_share",
     "dc_offset",
 )
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
 def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
@@ -427,7 +421,6 @@ def job_metadata(
     job.row_digests = job.row_digests[:0].copy()
     return meta
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #b7380f52
 _PROBLEM_COLUMNS = ("sensor", "status", "encoding", *_FACT_COLUMNS)
 
@@ -453,7 +446,6 @@ def report_paths(
     "Return the paths of the timeline and the report of a data set."
     return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #2a679a12
 _CHANGED_OUTSIDE = ("recordings-changed", "table-changed", "table-unreadable")  # codes of errors
 
@@ -466,7 +458,6 @@ def may_resume(
         return True  # the journal knows which recordings are still the same
     outside = MachineError | OutputError | MemoryError | BadFilesError
     return not isinstance(error, Exception) or isinstance(error, outside)
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #9711799e
 _READ_TOGETHER = 1 << 20  # bytes of rows; they stay in the processor's cache
@@ -514,7 +505,6 @@ def _resume_rows(job: Job, journal: Journal) -> None:  # raises OSError
             known = known[fine]
         job.keep(known)
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #9038ab8a
 def _copy_rows(
     job: Job, existing: ExistingDataset
@@ -545,7 +535,6 @@ def _copy_rows(
                     else:
                         fine[run] &= digests_of(block) == right
     return known[fine]
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #9fcc0fed
 _LEFTOVERS = (
@@ -604,7 +593,6 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
                 path.with_name(name.format(path.name)).unlink(missing_ok=True)
     return job
 
-
 # %% ../../../nbs/dataset/run/job.ipynb #bb8eb46b
 def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputError, SpaceError
     "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
@@ -662,7 +650,6 @@ def _keep_rows(
         raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
     if job.is_up_to_date:
         check_rejected_share(job.listing, job.rejected, config.max_rejected)
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #aa11bb01
 def _enter_part(job: Job, journal: Journal, path: Path) -> None:
@@ -736,7 +723,6 @@ def _join_parts(
         )
     if any(changes.values()):
         job.changes = dict(changes)
-
 
 # %% ../../../nbs/dataset/run/job.ipynb #2cc71963
 @contextmanager

@@ -41,7 +41,6 @@ from leakmel.mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
 
-
 # %% ../../../nbs/dataset/run/targets.ipynb #fbcee70f
 @contextmanager
 def _engine_errors(engine: Engine, slot: Slot) -> Iterator[None]:
@@ -56,7 +55,6 @@ def _engine_errors(engine: Engine, slot: Slot) -> Iterator[None]:
             code="engine-failed",
             remedy="build again; if it fails again, use another engine and report the error",
         ) from e
-
 
 # %% ../../../nbs/dataset/run/targets.ipynb #27b43e08
 _Batch = tuple[Job, int, int, int]  # candidates that share one slot: job, number, first one, how many
@@ -157,7 +155,6 @@ def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[_B
         if ahead is not None:
             ahead.take(len(job.listing) - seen)
 
-
 # %% ../../../nbs/dataset/run/targets.ipynb #a697fc98
 def _read(ring: Ring, lane: str, slot: Slot, batch: _Batch) -> None:
     slot.begin(*batch)
@@ -204,7 +201,6 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
         ring.entries.put(job)
     if complete:
         ring.complete.put(job)
-
 
 # %% ../../../nbs/dataset/run/targets.ipynb #02fb76e8
 def _run_worker(ring: Ring, k: int, lane: str) -> None:
@@ -280,7 +276,6 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
         ring.computed.put(slot)
         ring.run.timeline.gauge("queue.write", ring.computed.qsize())
 
-
 # %% ../../../nbs/dataset/run/targets.ipynb #99fe919b
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
@@ -313,7 +308,6 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
         if ring.leave("publisher") or stopping():
             ring.finished.set()
 
-
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000102
 def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
     "Draw the progress bars of all splits that have started, and stop where that was asked for."
@@ -337,7 +331,6 @@ def _update_bars(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) 
         bars[job.split].update(job.n_done, note)
         if phase == "published":
             bars[job.split].stop_clock(note)
-
 
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000104
 @contextmanager
@@ -389,7 +382,6 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
     finally:
         for bar in bars.values():
             bar.close(state)  # in the order of their rows
-
 
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000106
 @contextmanager
@@ -468,7 +460,6 @@ def build_targets(
             published = [job for job in jobs if job.report is not None]  # a part is no data set, and has none
             results = [result_of(run, job, jobs) for job in published]
     return [replace(x, run_s=timeline.now_s() - listed_s) for x in results]
-
 
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000109
 def list_for_build(

@@ -86,7 +86,6 @@ def words_of(
     found, place = np.unique(codes, return_inverse=True)
     return np.array([words[k] for k in found.tolist()], "S")[place]
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #caa92450
 class Slot:
     "Reusable buffers for one batch; the rows must be written before the slot is returned."
@@ -160,7 +159,6 @@ class Slot:
             for i in np.flatnonzero((~self.facts["good"] | self.facts["whole"]) & ~self.computed):
                 np.multiply(self.samples[i], np.float32(1 / 32_768), out=self._wide[i])
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #65b30676
 @cache
 def decoders() -> dict[str, str]:
@@ -173,7 +171,6 @@ def decoders() -> dict[str, str]:
             found[name] = version(name)
     return found
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #0bae2906
 def rejected_dict(rejected: Rejected) -> dict[str, str]:
     "Return a rejected file for JSON; a path that is not printable text is also given in base64."
@@ -181,7 +178,6 @@ def rejected_dict(rejected: Rejected) -> dict[str, str]:
     if facts["path"].encode() != rejected.path:
         facts["path_base64"] = base64.b64encode(rejected.path).decode()
     return facts
-
 
 # %% ../../../nbs/dataset/source/loader.ipynb #62cd1d1e
 def percent(
@@ -216,7 +212,6 @@ def reasons(rejected: Sequence[Rejected]) -> str:
         + "; ".join(f"{show_path(first[code].path)}: {first[code].message}" for code, _ in counts[:3])
     )
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #a3e3d32a
 MOST_LISTED = 1000  # rejected files in the facts of an error
 
@@ -244,7 +239,6 @@ class BadFilesError(DataError):
             "rejected_by_code": dict(Counter(r.code for r in self.rejections).most_common()),
             "rejected_files": [rejected_dict(r) for r in self.rejections[:MOST_LISTED]],
         }
-
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9cec4cbd
 def first_bad_file(
@@ -297,7 +291,6 @@ def check_rejected_share(
         found=reasons(rejected),
         remedy="check these files and their source; to build without them, raise max_rejected (--max-rejected)",
     )
-
 
 # %% ../../../nbs/dataset/source/loader.ipynb #4affb13e
 _NO_LABEL = {
@@ -461,7 +454,6 @@ class BatchReader:
         if not whole:
             slot.widen(i, row)
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #8f591c44
 PROBES = 64  # files to sample, of all listings together
 COLD_SHARE = 0.04  # share of files not in the page cache above which prefetching pays
@@ -490,7 +482,6 @@ def _is_cached(path: bytes, size: int) -> bool | None:
     with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, OPEN_FLAGS)) as file:
         return is_in_cache(file.fileno(), size - 1)
     return None  # the reader reports the error
-
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9b503597
 WINDOW_FILES = 1024
@@ -566,7 +557,6 @@ class ReadAhead:
                 self._moved.wait()
         return None
 
-
 # %% ../../../nbs/dataset/source/loader.ipynb #6d03c027
 def plan_read_ahead(
     readers: Sequence[BatchReader],  # of listings that are read from their files, in this order
@@ -582,7 +572,6 @@ def plan_read_ahead(
     if files is not None:
         return ReadAhead(readers, files) if files else None
     return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None
-
 
 # %% ../../../nbs/dataset/source/loader.ipynb #ob000004
 class ObjectReader:

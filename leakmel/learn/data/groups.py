@@ -110,7 +110,6 @@ def group_name(group: Group) -> str:
         return "match of the pattern"
     return show_path(group) if isinstance(group, str) else "group"
 
-
 # %% ../../../nbs/learn/data/groups.ipynb #6a8bccb1
 def recordings_of(
     ds: "Segments",
@@ -120,7 +119,6 @@ def recordings_of(
 
     table = pd.concat([source.files for source in ds.sources], ignore_index=True)
     return table.iloc[ds.rows].reset_index(drop=True)
-
 
 # %% ../../../nbs/learn/data/groups.ipynb #0dd94efa
 def join_groups(
@@ -138,7 +136,6 @@ def join_groups(
     edges = coo_array((np.ones(len(digest)), (code[known], len(names) + digest)), shape=(n, n))
     joined = connected_components(edges, directed=False)[1]
     return np.unique(joined[code], return_inverse=True)[1].astype(np.int64)
-
 
 # %% ../../../nbs/learn/data/groups.ipynb #3bee715a
 MAX_EXHAUSTIVE = 60_000  # divisions
@@ -176,7 +173,6 @@ def _costs(
     absent = max(_MISSING_LABEL_COST, got.shape[-1] / shares.min())
     return (got - wanted) ** 2 / wanted + absent * (got <= 1e-12)
 
-
 # %% ../../../nbs/learn/data/groups.ipynb #49ea2777
 def _divide_greedily(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     "Divide greedily by size, then move single groups as long as the cost decreases."
@@ -199,7 +195,6 @@ def _divide_greedily(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Gene
         if np.array_equal(parts, before):
             break
     return parts
-
 
 # %% ../../../nbs/learn/data/groups.ipynb #1b791fd0
 KINDS = ("sensor", "recording", "content")
@@ -253,7 +248,6 @@ def _in_several(values: np.ndarray, part: np.ndarray) -> np.ndarray:
     is_shared = np.zeros(len(values), bool)
     is_shared[known] = there.sum(1)[code] > 1
     return is_shared
-
 
 # %% ../../../nbs/learn/data/groups.ipynb #e29f8ecb
 def _texts(table: "pd.DataFrame", name: str, form: Callable[[str], str] = text_key) -> np.ndarray:

@@ -20,7 +20,6 @@ from leakmel.core.monitor import free_memory
 from leakmel.dataset.file.writer import map_in_order
 from leakmel.learn.data.segments import Batch, Segments, load_items
 
-
 # %% ../../../nbs/learn/data/loaders.ipynb #86317618
 @dataclass(eq=False)
 class BatchOrder:
@@ -118,7 +117,6 @@ class BatchOrder:
         self.epoch = epoch
         self.batch = batch
 
-
 # %% ../../../nbs/learn/data/loaders.ipynb #0a1ab8ce
 class Loader:
     "Batches of successive epochs in an order that can be resumed; a context manager."
@@ -154,7 +152,6 @@ class Loader:
     def __exit__(self, *exc) -> None:
         self.close()
 
-
 # %% ../../../nbs/learn/data/loaders.ipynb #40f31879
 class DeviceLoader(Loader):
     "Loader with all items in device memory; a batch is an indexed copy."
@@ -180,7 +177,6 @@ class DeviceLoader(Loader):
         self.x = self.x[:0].clone()
         self.y = self.y[:0].clone()
 
-
 # %% ../../../nbs/learn/data/loaders.ipynb #ece4e8b3
 class StreamLoader(Loader):
     "Loader that streams buffers of blocks, prefetched by a thread."
@@ -203,7 +199,6 @@ class StreamLoader(Loader):
                 for at in range(0, len(buffer), size):
                     self.order.advance()
                     yield self.transfer(buffer[at : at + size])
-
 
 # %% ../../../nbs/learn/data/loaders.ipynb #3f3cfa9e
 BLOCK_BYTES = 1 << 20  # of neighbouring rows: long enough for a disk to be at its full speed

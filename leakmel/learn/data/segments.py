@@ -50,7 +50,6 @@ def conform_recording(
     row, status = conform(recording.samples, recording.sample_rate, rules, use_compiled=True)
     return row[:n], status
 
-
 # %% ../../../nbs/learn/data/segments.ipynb #7ed4f0e8
 def segment_count(
     n_samples: int,  # of a recording at the model's rate, at least one long window
@@ -86,7 +85,6 @@ def cut_into_rows(
         out[k, : len(part)] = part
     return out, np.minimum(per_row, n_long - per_row * np.arange(n_rows))
 
-
 # %% ../../../nbs/learn/data/segments.ipynb #c59b34ee
 def segments_per_row(
     n_samples: np.ndarray,  # [B] int, of each recording before it was brought to the model's rate
@@ -98,7 +96,6 @@ def segments_per_row(
     lengths = [resampled_length(n, rate, spec.sample_rate) for n, rate in pairs.tolist()]
     counts = [segment_count(min(n, spec.n_samples), spec) if n >= spec.long_window else 0 for n in lengths]
     return np.array(counts, np.int64)[of]
-
 
 # %% ../../../nbs/learn/data/segments.ipynb #137e4ace
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +121,6 @@ class Batch:
         if self.x.device == device:
             return self
         return Batch(*(t.to(device, non_blocking=True) for t in (self.x, self.y, self.items)))
-
 
 # %% ../../../nbs/learn/data/segments.ipynb #6a1a1d37
 DataSource = str | os.PathLike | MelDataset
@@ -193,7 +189,6 @@ def close_opened(
         if ds is not s:
             ds.close()
 
-
 # %% ../../../nbs/learn/data/segments.ipynb #82da6852
 LEVELS = {"recording": 0, "long": 1}  # how many axes of a row items run over
 
@@ -241,7 +236,6 @@ def _task_labels(ds: MelDataset, task: Task) -> np.ndarray:
         )
     return numbers[ds.labels]
 
-
 # %% ../../../nbs/learn/data/segments.ipynb #bc944fda
 def _segment_counts(sources: Sequence[MelDataset], rows: np.ndarray) -> np.ndarray:
     "Count [n] int64 long segments of each row that lie wholly in its recording."
@@ -265,7 +259,6 @@ def _segment_counts(sources: Sequence[MelDataset], rows: np.ndarray) -> np.ndarr
         known = (n_samples > 0) & (sample_rate > 0)
         found[mine[known]] = segments_per_row(n_samples[known], sample_rate[known], source.spec)
     return found
-
 
 # %% ../../../nbs/learn/data/segments.ipynb #1d80eab7
 _PIECE_BYTES = 64 << 20

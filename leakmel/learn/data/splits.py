@@ -126,7 +126,6 @@ def _tied_labels(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequenc
     )
     return [p for p in content_problems(facts) if p.kind == "label_tied"]
 
-
 # %% ../../../nbs/learn/data/splits.ipynb #13184b12
 class SplitWarning(UserWarning):
     "Warning about a split."
@@ -216,7 +215,6 @@ class Split:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.report())}</pre>"
 
-
 # %% ../../../nbs/learn/data/splits.ipynb #a2c5729d
 def _check_split(
     table: "pd.DataFrame",  # of `recordings_table`
@@ -255,7 +253,6 @@ def _check_split(
         warnings.warn(f"{p.path}: {p.message}", SplitWarning, stacklevel=3)
     return split
 
-
 # %% ../../../nbs/learn/data/splits.ipynb #2e16219d
 def existing_split(
     parts: Mapping[
@@ -276,7 +273,6 @@ def existing_split(
     ends = np.cumsum([0, *lengths])[np.cumsum([0, *map(len, given.values())])].tolist()
     rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
     return _check_split(table, labels, names, rows, "Existing split of the data sets.", allow_leaky_split)
-
 
 # %% ../../../nbs/learn/data/splits.ipynb #c93206ed
 DEFAULT_SHARES = {"training": 0.7, "validation": 0.15, "testing": 0.15}
@@ -385,7 +381,6 @@ def label_counts(units: np.ndarray, labels: np.ndarray) -> np.ndarray:
     counts = np.zeros((int(code.max()) + 1, int(labels.max()) + 1), np.int64)
     np.add.at(counts, (code, labels), 1)
     return counts
-
 
 # %% ../../../nbs/learn/data/splits.ipynb #dc6cee7f
 def without_validation(

@@ -14,7 +14,6 @@ import numpy as np
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import UsageError, show_path
 
-
 # %% ../../../nbs/learn/data/task.ipynb #4e57df5c
 def find_label(
     wanted: str,  # "LEAK", in any case
@@ -40,7 +39,6 @@ def find_label(
             remedy="give their recordings one label (a folder, or a cell of the table) and build again",
         )
     return found[0]
-
 
 # %% ../../../nbs/learn/data/task.ipynb #f409032e
 BINARY = "binary"
@@ -99,7 +97,6 @@ class Task:
         left_out = [show_path(n) for n, k in zip(self.class_names, self.to_model) if k == LEFT_OUT]
         names = " or ".join(show_path(n) for n in self.model_names)
         return f"Task({self.kind}: {names}; leak is {show_path(self.leak_label)}{'; left out: ' + ', '.join(left_out) if left_out else ''})"
-
 
 # %% ../../../nbs/learn/data/task.ipynb #46965131
 def make_task(

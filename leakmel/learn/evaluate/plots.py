@@ -69,7 +69,6 @@ _DIAGONAL: dict[str, Any] = dict(
     hoverinfo="skip",
 )
 
-
 # %% ../../../nbs/learn/evaluate/plots.ipynb #ac38fc5b
 def roc_figure(
     truth: np.ndarray,  # [B] bool
@@ -139,7 +138,6 @@ def roc_figure(
     place = dict(x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper")
     return fig.update_layout(legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place))
 
-
 # %% ../../../nbs/learn/evaluate/plots.ipynb #3e9619ec
 def confusion_figure(
     model: ScoredModel,
@@ -176,7 +174,6 @@ def confusion_figure(
         xaxis=dict(side="bottom", showgrid=False),
         yaxis=dict(autorange="reversed", showgrid=False),
     )
-
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #eca1f50e
 def reliability_figure(
@@ -221,7 +218,6 @@ def reliability_figure(
         ),
         yaxis=dict(title=dict(text="share of leaks"), range=[-0.06, 1.06], tickformat=".0%"),
     )
-
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #fcea6aeb
 MOST_SENSORS = 30  # rows of a figure; more are not legible
@@ -287,7 +283,6 @@ def group_figure(
     )
     return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
-
 # %% ../../../nbs/learn/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
 
@@ -328,7 +323,6 @@ def worst_errors(
         score = float(model.score[k])
         found.append(Misclassified(path, label, bool(truth[k]), score, model.threshold, segments[k], mels))
     return tuple(found)
-
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da115
 _MAX_COLUMNS = 800  # of a spectrogram; where frames are more, the maximum of several is drawn
@@ -428,7 +422,6 @@ def _traces(
         hovertemplate="%{y:.2f} from %{x:.2f} s<extra></extra>",
     )
     return heat, scores
-
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da116
 def errors_figure(

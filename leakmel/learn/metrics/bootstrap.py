@@ -50,7 +50,6 @@ def _encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
-
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #6b77bcb0
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
 
@@ -113,7 +112,6 @@ def recording_groups(
         "sensor and time of some recordings are unknown, so each recording is a group of its own; intervals are too narrow if a sensor has several recordings",
     )
 
-
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #92cfd21b
 MIN_GROUPS = 5  # with fewer there is no interval
 
@@ -126,7 +124,6 @@ def tail_probability(
     from scipy.stats import norm, t
 
     return norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf((1 + confidence) / 2, n_groups - 1))
-
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #e5eb33dc
 @dataclass(frozen=True)
@@ -165,7 +162,6 @@ def interval_from_draws(
     if low == high:
         note = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
     return Interval(low, high, note)
-
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #a31ced4f
 _BLOCK_VALUES = 1 << 20  # numbers held at once
@@ -259,7 +255,6 @@ def counts_by_group(
     "Count the confusion matrix of each group."
     cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
     return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1).astype(np.float64)
-
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #7bda957d
 @dataclass(frozen=True)

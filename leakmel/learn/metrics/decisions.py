@@ -12,7 +12,6 @@ import numpy as np
 
 from leakmel.core.errors import DataError, UsageError
 
-
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000004
 @dataclass(frozen=True, eq=False)
 class HeldOutScores:
@@ -36,7 +35,6 @@ class HeldOutScores:
     def normal(self) -> tuple[np.ndarray, np.ndarray]:  # [m] float64, [m] int64
         "Scores and groups of the recordings without a leak."
         return self.score[~self.truth], self.group[~self.truth]
-
 
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000006
 MIN_ISOTONIC = 1000  # recordings
@@ -110,7 +108,6 @@ def cross_calibrated(
             found[held_out] = calibration.probability(scores.score[held_out])
     return found
 
-
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000010
 def conformal_threshold(
     score: np.ndarray,  # [m] of recordings without a leak
@@ -125,7 +122,6 @@ def conformal_threshold(
     mass = np.cumsum(1 / ((len(numbers) + 1) * counts[code[order]]))
     at = int(np.searchsorted(mass, 1 - share - 1e-12))
     return None if at == len(mass) else float(np.nextafter(score[order[at]], np.inf))
-
 
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000013
 def _quantile_threshold(normal: np.ndarray, share: float, scores: np.ndarray) -> float:

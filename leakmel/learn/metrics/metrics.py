@@ -45,7 +45,6 @@ def check_scores(
         )
     return truth.astype(bool), scores
 
-
 # %% ../../../nbs/learn/metrics/metrics.ipynb #68914787
 @dataclass(frozen=True)
 class Confusion:
@@ -77,7 +76,6 @@ def confusion(
         )
     )
 
-
 # %% ../../../nbs/learn/metrics/metrics.ipynb #bc41691a
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     "Divide; NaN where the denominator is 0."
@@ -98,7 +96,6 @@ def figures_of_counts(
         "specificity": specificity,
         "f1": _share(2 * tp, 2 * tp + fp + fn),
     }
-
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #fd0d31aa
 @dataclass(frozen=True, eq=False)
@@ -133,7 +130,6 @@ def roc(
         _share(found, np.full(len(found), found[-1])),
         np.concatenate([[np.inf], values[::-1]]),
     )
-
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #cf947afb
 def leak_metrics(
@@ -173,7 +169,6 @@ def why_undefined(
         why = (dict.fromkeys(figures, reason) if holds else {}) | why
     return why
 
-
 # %% ../../../nbs/learn/metrics/metrics.ipynb #39295818
 def best_threshold(
     y_true: ArrayLike,  # [B] bool, of validation recordings
@@ -200,7 +195,6 @@ def best_threshold(
         return float(values[-1])  # all are leaks
     middle = float(np.float32((low[widest] + high[widest]) / 2))
     return middle if low[widest] < middle <= high[widest] else float(high[widest])
-
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #879560e1
 @dataclass(frozen=True, eq=False)
@@ -236,7 +230,6 @@ def reliability(
     n = np.bincount(bins, minlength=n_bins)
     means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
     return Reliability(n, *means)
-
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #a3a9fa64
 VOTES = ("mean", "long_vote", "any_long", "frac_vote")
@@ -287,7 +280,6 @@ def vote_scores(
         out[mine] = np.partition(own, k - needed, axis=-1)[:, k - needed]
     return out
 
-
 # %% ../../../nbs/learn/metrics/metrics.ipynb #b0b0c496
 CANDIDATES = (
     ("mean", 0.5),
@@ -297,7 +289,6 @@ CANDIDATES = (
     ("frac_vote", 0.8),
     ("frac_vote", 0.9),
 )
-
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #6eac2297
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from leakmel.learn.metrics.metrics import (
     why_undefined,
 )
 
-
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
 class ScoredModel:
@@ -110,7 +109,6 @@ def score_model(
         draws,
     )
 
-
 # %% ../../../nbs/learn/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
 class Verdict:
@@ -179,7 +177,6 @@ def figure_title(figure: str) -> str:
     "Name a figure in a sentence."
     return {"auc": "AUC", "f1": "F1"}.get(figure, figure.replace("_", " "))
 
-
 # %% ../../../nbs/learn/metrics/significance.ipynb #b356a4b6
 MIN_RECORDINGS = 5  # of a class
 _REMAINING_FIGURES = {
@@ -240,7 +237,6 @@ def cautions(
     note = [groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []
     return (*found, *weak, *note)
 
-
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
 def permute_group_labels(
     truth: np.ndarray,  # [B] bool
@@ -262,7 +258,6 @@ def permute_group_labels(
         np.cumsum(size) - size, size
     )  # of each recording within its group
     return place < leaks[code]
-
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
 @dataclass(frozen=True)
@@ -295,7 +290,6 @@ class PermutationTest:
             f"{self.n_at_least} permutations reach the AUC of the detector."
             + ("" if self.holds is not False else " THE PERMUTATION TEST FAILS: do not trust these figures.")
         )
-
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #3fa69e92
 _MAX_WORK = 2e8  # operations
@@ -339,7 +333,6 @@ def permutation_test(
         n_at_least,
         between,
     )
-
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
 def group_rows(

@@ -87,7 +87,6 @@ def baseline_features(
         "trees": shape,
     }
 
-
 # %% ../../../nbs/learn/model/baselines.ipynb #ba000007
 def fit_logistic(
     features: np.ndarray,  # [B, M]

@@ -171,7 +171,6 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     ]
     return f"{text} ({found.kind}{', leaky split' if found.stamps else ''})"
 
-
 # %% ../../../nbs/learn/model/card.ipynb #ca000008
 ENOUGH_GROUPS = 20  # with each label: below, intervals are wide (about 0.2 in AUC)
 

@@ -96,7 +96,6 @@ class BlendClassifier(nn.Module):
         others = torch.where(is_leak, 0, total)
         return torch.where(is_leak, leak, (1 - leak) * others / others.sum(-1, keepdim=True).clamp_min(1e-12))
 
-
 # %% ../../../nbs/learn/model/classifiers.ipynb #cl000006
 Classifier = LeakNet | SpectralClassifier | BlendClassifier
 

@@ -232,7 +232,6 @@ def required_spec(
         remedy="build data sets from the recordings, and train on those",
     )
 
-
 # %% ../../../nbs/learn/model/detector.ipynb #721add7d
 def load_detector(
     path: str | os.PathLike,
@@ -292,7 +291,6 @@ def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
         raise ValueError(f"not the fields of {kind.__name__}: {sorted(set(values) ^ known)}")
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
-
 # %% ../../../nbs/learn/model/detector.ipynb #652286b5
 def check_features(
     detector: Detector,
@@ -333,7 +331,6 @@ def spec_differences(
     a = mine.to_dict() | {"f_max_hz": mine.top_hz}
     b = theirs.to_dict() | {"f_max_hz": theirs.top_hz}
     return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_IN_SEGMENT_FEATURES and a[n] != b[n]]
-
 
 # %% ../../../nbs/learn/model/detector.ipynb #11cf6d53
 def class_scores(
@@ -381,7 +378,6 @@ def score_rows(
     "Compute the probability of a leak in each long segment of each recording."
     found = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
     return found[..., detector.task.leak_in_model]
-
 
 # %% ../../../nbs/learn/model/detector.ipynb #ad121041
 def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
@@ -437,7 +433,6 @@ def scores_by_batch(
             last = coming
             start += len(x)
     yield np.concatenate([arrived() for arrived in last])
-
 
 # %% ../../../nbs/learn/model/detector.ipynb #ca3cd7b7
 def send_to_host(

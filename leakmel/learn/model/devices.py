@@ -19,7 +19,6 @@ from leakmel.mel.engines import DEVICES
 
 _LOG = logging.getLogger("leakmel")
 
-
 # %% ../../../nbs/learn/model/devices.ipynb #9b829131
 def pick_device(
     name: str = "auto",  # "auto", "cpu", "cuda", "cuda:1", ...
@@ -51,7 +50,6 @@ def pick_device(
         )
     return f"{found[1]}:{number}"
 
-
 # %% ../../../nbs/learn/model/devices.ipynb #freed002
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEPT_BYTES = 1 << 28  # of free memory, at most
@@ -64,7 +62,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
 
 # %% ../../../nbs/learn/model/devices.ipynb #d5925e74
 def is_out_of_memory(
@@ -92,7 +89,6 @@ def memory_guard(
         raise MachineError(
             what, code="out-of-memory", found=str(e).partition("\n")[0] or type(e).__name__, remedy=remedy
         ) from e
-
 
 # %% ../../../nbs/learn/model/devices.ipynb #0bc51fad
 T = TypeVar("T")

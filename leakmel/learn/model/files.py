@@ -20,7 +20,6 @@ from leakmel.core.errors import DataError, LeakmelError, OutputError, missing_re
 from leakmel.core.files import sealed, unsealed, write_whole
 from leakmel.learn.model.devices import memory_guard
 
-
 # %% ../../../nbs/learn/model/files.ipynb #51051de5
 def require_kind(
     path: Path,
@@ -52,7 +51,6 @@ def remove_file(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as e:
         raise write_error(e, path) from e
-
 
 # %% ../../../nbs/learn/model/files.ipynb #0925432f
 _ARCHIVE_MAGIC = (
@@ -129,7 +127,6 @@ def load_plain(
         )
     return values
 
-
 # %% ../../../nbs/learn/model/files.ipynb #0cd57550
 _NAME = re.compile(r"step-(\d{9,})\.([0-9a-f]{32})\.pt")
 
@@ -155,7 +152,6 @@ def list_checkpoints(
                 found.append(Checkpoint(int(named[1]), path.stat().st_mtime_ns, path, named[2]))
     return sorted(found)
 
-
 # %% ../../../nbs/learn/model/files.ipynb #4ad1e6f7
 def save_checkpoint(
     folder: str | os.PathLike,
@@ -177,7 +173,6 @@ def save_checkpoint(
     for old in (*(c.path for c in others if c not in kept), *torn):
         remove_file(old)
     return Checkpoint(step, path.stat().st_mtime_ns, path, digest)
-
 
 # %% ../../../nbs/learn/model/files.ipynb #075883c5
 class CheckpointWarning(UserWarning):

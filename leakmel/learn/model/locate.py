@@ -39,7 +39,6 @@ def finished_rounds(
     found = [re.fullmatch(r"round-(\d{4,9})", p.parent.name) for p in folder.glob(f"round-*/{RECORD}")]
     return sorted(int(name[1]) for name in found if name)
 
-
 # %% ../../../nbs/learn/model/locate.ipynb #a0844ff5
 @dataclass(frozen=True)
 class Champion:
@@ -69,7 +68,6 @@ class Lineage:
     def follow(self, champion: Champion) -> "Lineage":
         "Return the same with a new champion."
         return Lineage((*self.champions, champion), self.testing)
-
 
 # %% ../../../nbs/learn/model/locate.ipynb #f2dcf426
 def write_lineage(
@@ -124,7 +122,6 @@ def read_lineage(
         ) from e
     return Lineage(champions, values["testing"])
 
-
 # %% ../../../nbs/learn/model/locate.ipynb #f084fac4
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
@@ -166,7 +163,6 @@ def load_champion(
 ) -> Detector:  # raises DataError as `champion_file` does
     "Load the current champion."
     return load_detector(champion_file(Path(folder)))
-
 
 # %% ../../../nbs/learn/model/locate.ipynb #0a9c6030
 def model_file(

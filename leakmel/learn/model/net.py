@@ -21,14 +21,12 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.task import Task
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings
 
-
 # %% ../../../nbs/learn/model/net.ipynb #f36eee85
 def segment_images(
     items: Tensor,  # [n, S, M, T] dB, float16 or float32
 ) -> Tensor:  # [n, M, S*T] float32
     "Return the image of each item: bands from bottom to top, time from left to right."
     return items.transpose(1, 2).flatten(2).float()
-
 
 # %% ../../../nbs/learn/model/net.ipynb #926bf2a9
 MAX_WEIGHTS = 500_000_000  # 2 GB, and four times that while it is trained
@@ -77,7 +75,6 @@ class NetSettings:
             width -= found[-1][1] - 1
         return found
 
-
 # %% ../../../nbs/learn/model/net.ipynb #gpunorm2
 def _in_rows(
     x: Tensor,  # [n, C, M, W]
@@ -113,7 +110,6 @@ class _HalfBands(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _larger_of_two(x) if _runs_on_gpu(x) and x.shape[2] % 2 == 0 else F.max_pool2d(x, (2, 1))
-
 
 # %% ../../../nbs/learn/model/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):
@@ -193,7 +189,6 @@ class LeakNet(nn.Module):
         "Number of learned parameters."
         return sum(p.numel() for p in self.parameters())
 
-
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
 _MOST_ROWS = 1000
 _MIN_DEVIATION_DB = 1e-3  # a band that never changes must not be blown up
@@ -228,7 +223,6 @@ def band_statistics(
         )
     return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _MIN_DEVIATION_DB)
 
-
 # %% ../../../nbs/learn/model/net.ipynb #99000669
 _N_COSINES = 4  # the fastest has two periods over all bands: a sensor's resonances are wide
 
@@ -247,7 +241,6 @@ def smooth_curves(
     cosines = torch.cos(math.pi * k[:, None] * (torch.arange(n_mels, device=device) + 0.5) / n_mels)  # [k, M]
     draw = torch.randn(n, len(k), generator=generator, device=device)
     return draw @ cosines * (deviation_db * math.sqrt(2 / len(k)))
-
 
 # %% ../../../nbs/learn/model/net.ipynb #76f1d9d1
 _NEPERS = math.log(10) / 10  # of a dB of power
@@ -278,7 +271,6 @@ def noise_floors(
     floor = level[:, None, None] + colour + 10 * torch.log10(scatter.clamp_min(1e-6))
     return torch.where(draw[:, 1, None, None] < settings.noise_share, floor, -torch.inf)
 
-
 # %% ../../../nbs/learn/model/net.ipynb #1d58ffdf
 def mask_plan(
     size: int,  # bands or columns
@@ -305,7 +297,6 @@ def random_masks(
     at = torch.arange(size, device=generator.device)
     return ((at >= starts) & (at < starts + widths)).any(1)
 
-
 # %% ../../../nbs/learn/model/net.ipynb #b03ba9b2
 def augment(
     x: Tensor,  # [n, M, W] float32, dB; n at least 1
@@ -330,7 +321,6 @@ def augment(
         hidden = columns if hidden is None else hidden | columns
     return x if hidden is None else torch.where(hidden, fill.reshape(-1, 1).to(x.dtype), x)
 
-
 # %% ../../../nbs/learn/model/net.ipynb #26ebe28c
 def balanced_weights(
     counts: Sequence[int],  # [K] training items of each class
@@ -338,7 +328,6 @@ def balanced_weights(
     "Return weights that make classes count the same: n / (classes that occur * n of the class)."
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
-
 
 # %% ../../../nbs/learn/model/net.ipynb #4c42ecb6
 @dataclass(frozen=True, eq=False)
@@ -366,7 +355,6 @@ def loss_weights(
         leak = [mine if i == k else rest for i in range(len(class_counts))]
     return LossWeights(torch.tensor(classes, device=device), torch.tensor(leak, device=device), k)
 
-
 # %% ../../../nbs/learn/model/net.ipynb #dfb33310
 _MIN_ERROR_PROBABILITY = (
     1e-8  # of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
@@ -389,7 +377,6 @@ def item_losses(
         of_class = (-torch.expm1(-of_class)).clamp_min(_MIN_ERROR_PROBABILITY) ** gamma * of_class
         of_leak = (-torch.expm1(-of_leak)).clamp_min(_MIN_ERROR_PROBABILITY) ** gamma * of_leak
     return of_class, of_leak
-
 
 # %% ../../../nbs/learn/model/net.ipynb #15442017
 def batch_totals(

@@ -30,7 +30,6 @@ from leakmel.mel.spec import MelSpec
 if TYPE_CHECKING:
     import onnx
 
-
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #46c0a2d5
 class MelFeatures(nn.Module):
     "Samples to log-mel features."
@@ -77,7 +76,6 @@ class MelFeatures(nn.Module):
         if self.repeats:
             db = db[:, self.index]
         return db.reshape(-1, *s.grid.shape, s.n_mels).transpose(-1, -2)
-
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c000004
 _MIN_SCORE = 1e-6  # of a logit, as in `Calibration`
@@ -142,7 +140,6 @@ class SamplesToProbability(nn.Module):
         score = wide.mean(1) if self.vote == "mean" else wide.topk(self.n_needed, 1).values[:, -1]
         found = (score.float(), segments)
         return (self.calibrated(score).float(), *found) if self.method else found
-
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c000007
 _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest
@@ -212,7 +209,6 @@ def tree_attributes(
         "target_ids": np.tile(np.arange(k), is_leaf.sum()).tolist(),
         "target_weights": share[nodes[is_leaf]].ravel().tolist(),
     }
-
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c00000a
 OPSET = 18
@@ -304,7 +300,6 @@ def onnx_model(
     model.producer_name, model.producer_version, model.graph.name = "leakmel", version, "leakmel"
     onnx.checker.check_model(model)
     return model
-
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c00000d
 _QUANTIZED = ("Conv", "Gemm")  # operators that only the network has

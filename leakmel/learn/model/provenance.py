@@ -18,7 +18,6 @@ from leakmel.learn.data.groups import LEAKY_SPLIT
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import recordings_table
 
-
 # %% ../../../nbs/learn/model/provenance.ipynb #72bd5099
 def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     "[n] int64, 64 bits of the digest of each; 0 for what is empty."
@@ -55,7 +54,6 @@ class Provenance:
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
 
-
 # %% ../../../nbs/learn/model/provenance.ipynb #508a8552
 def _content_digests(ds: Segments) -> np.ndarray | None:
     "Digests of the samples of the chosen recordings, empty for silent ones; None where they are not known."
@@ -76,7 +74,6 @@ def provenance_of(
         )
         found |= Provenance(marks[marks != 0], content_digests is not None)
     return found
-
 
 # %% ../../../nbs/learn/model/provenance.ipynb #678177e5
 @dataclass(frozen=True)
@@ -99,7 +96,6 @@ class Overlap:
         "Warning shown with every result; empty if there is no overlap."
         return f"{LEAKY_SPLIT} {self.text}" if self.n_in_training else ""
 
-
 # %% ../../../nbs/learn/model/provenance.ipynb #5cd511c6
 def find_overlap(
     provenance: Provenance,
@@ -111,7 +107,6 @@ def find_overlap(
         return None
     n_in_training = int(provenance.contains(content_digests).sum())
     return Overlap(len(content_digests), n_in_training, int((content_digests != "").sum()) - n_in_training)
-
 
 # %% ../../../nbs/learn/model/provenance.ipynb #25c67d63
 def to_plain(provenance: Provenance) -> dict[str, Any]:

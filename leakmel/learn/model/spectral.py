@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("leakmel")
 
-
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000005
 def segment_statistics(
     rows: Tensor,  # [B, L, S, M, T] dB, float16 or float32
@@ -72,7 +71,6 @@ def window_features(
     level = centre.mean(2, keepdim=True)
     parts = [centre - level, spread] + ([level] if keep_level else [])
     return torch.cat(parts, 2), counts
-
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000008
 @dataclass(frozen=True)
@@ -259,7 +257,6 @@ class SpectralClassifier(nn.Module):
         of_line, of_recordings, of_windows = s.weights
         total = of_line * linear + of_recordings * of_whole + of_windows * of_segment
         return total / sum(s.weights)
-
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000010
 _BLOCK_RECORDINGS = 256  # recordings that are read at once

@@ -82,7 +82,6 @@ def reference_from(
             "the stored reference is damaged", code="invalid-history", path=path, found=type(e).__name__
         ) from e
 
-
 # %% ../../../nbs/learn/nightly/drift.ipynb #455a7c81
 def reference_of_data_set(
     path: str | os.PathLike,  # for example the training set of the model
@@ -177,7 +176,6 @@ def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
         return reference
     source = f"{reference.source}; scores: held-out recordings without a leak"
     return replace(reference, source=source, ranges=reference.ranges | ranges_of({"score": normal}))
-
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #30a87279
 @dataclass(frozen=True)

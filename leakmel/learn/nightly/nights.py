@@ -56,7 +56,6 @@ class Budget:
         "Evidence from which a sensor is listed."
         return 100 / self.per_100_nights
 
-
 # %% ../../../nbs/learn/nightly/nights.ipynb #820575ca
 BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
 MIN_P = 0.005  # smaller p-values count as this one
@@ -77,7 +76,6 @@ def e_values(
 ) -> np.ndarray:  # [K, S], of each betting function
     "Return b p^(b - 1) for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
     return np.stack([b * np.maximum(p, MIN_P) ** (b - 1) for b in BETS])
-
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #c43761df
 @dataclass
@@ -127,7 +125,6 @@ class Evidence:
         self.m2 = self.m2 + delta * (np.where(here, x, self.mean) - self.mean)
         return p
 
-
 # %% ../../../nbs/learn/nightly/nights.ipynb #cf065484
 def start_p_value(
     first_score: float,  # median of the scores of the sensor's first nights
@@ -135,7 +132,6 @@ def start_p_value(
 ) -> float:
     "Return the share of normal groups at least as high, the sensor included (conformal p-value of a new group)."
     return float((1 + np.sum(normal >= first_score)) / (1 + len(normal)))
-
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #42d6e0ad
 @dataclass(frozen=True, eq=False)
@@ -166,7 +162,6 @@ def read_features(
     mels = np.empty((len(rows), *spec.row_shape), np.float16)
     engine.run(rows, mels)
     return RecordingFeatures(samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]])
-
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #97f58960
 FLOOR_SHARE = 0.1  # of the segments lie at or below the noise floor
@@ -223,7 +218,6 @@ def recording_levels(
             bar.update(len(found))
     return found
 
-
 # %% ../../../nbs/learn/nightly/nights.ipynb #6c07e648
 CLIPPED_SHARE = 0.01  # of the samples: from here on a recording is not used as evidence
 UNUSABLE = ("silent", "dry", "clipped")  # flags of recordings that are no evidence
@@ -258,7 +252,6 @@ def read_visits(
         sensor = text_key(row["sensor"])
         visits[sensor] = max(night, visits.get(sensor, ""))
     return visits
-
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #19e2d06a
 _Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags

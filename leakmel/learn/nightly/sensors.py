@@ -56,7 +56,6 @@ def sensor_health(
                 found.append(f"{name} moved by {by:+.0f} dB")
     return "; ".join(found) or "ok"
 
-
 # %% ../../../nbs/learn/nightly/sensors.ipynb #ef2934a6
 @dataclass(frozen=True)
 class SensorRow:

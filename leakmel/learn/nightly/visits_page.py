@@ -43,7 +43,6 @@ def mel_picture(
     low, high = np.quantile(flat, (0.05, 0.995))
     return (255 * np.clip((flat - low) / max(high - low, 1e-3), 0, 1)).astype(np.uint8)
 
-
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #46d36907
 PLAYED_RMS_DB = -20.0  # level of a player, dB re full scale
 MAX_SECONDS = 10.0
@@ -82,7 +81,6 @@ def clip_of(
         _address(sound, "audio/wav"), _address(picture, "image/png"), n / sample_rate, 20 * math.log10(gain)
     )
 
-
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #7d720b4d
 _CURVE = (168, 48, 4)  # width, height, margin
 
@@ -118,7 +116,6 @@ def drift_bars(
             bars.append((kind, x(first), top, max(1.0, round(x(last) - x(first), 1)), tall))
         bars.append(("median", x(q[2]) - 1, y - 1, 2, 12))
     return bars
-
 
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #266c008e
 @dataclass(frozen=True)
@@ -167,7 +164,6 @@ def map_points(
     at = ((xy - xy.min(0)) * scale + 20).round(1).tolist()
     points = [(s, visits.get(s, ""), x, round(height - y, 1)) for s, (x, y) in zip(chosen, at)]
     return width, height, points
-
 
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
@@ -302,7 +298,6 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 </body></html>
 """
 
-
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #d3589f48
 @cache
 def _template() -> Any:
@@ -337,7 +332,6 @@ def visits_page(
         outside=outside[:_MAX_OUTSIDE],
         n_more=len(outside) - _MAX_OUTSIDE,
     )
-
 
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #4a5cc001
 MAX_CURVES = 12  # sensors of a figure

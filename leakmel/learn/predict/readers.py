@@ -43,7 +43,6 @@ from leakmel.learn.data.segments import cut_into_rows, conform_recording
 
 log = logging.getLogger("leakmel")
 
-
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
 def _below_split(path: bytes) -> bytes:
     "A path without the folder of its split."
@@ -64,7 +63,6 @@ def label_in(
 ) -> str:  # empty where it lies in no folder, or only in that of a split
     "Guess the label from a path."
     return _label_of_folder(path[: path.rfind(b"/") + 1])
-
 
 # %% ../../../nbs/learn/predict/readers.ipynb #f062c18e
 @dataclass(frozen=True, eq=False)
@@ -122,7 +120,6 @@ def find_recordings(
         log.warning("%s", note.message)
     require_recordings(finds, root)
     return RecordingList(make_listing("", root, finds, [""] * len(finds), ("",), Naming()), labels, names)
-
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
 def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> FoundFiles:
@@ -182,7 +179,6 @@ def _manifest_recordings(
     found.sort()
     return found, labels[order], ParsedNames(found.paths) if by_folders else [names[k] for k in order]
 
-
 # %% ../../../nbs/learn/predict/readers.ipynb #2e91da50
 class RowBlock(Slot):
     "A slot whose rows are pieces of recordings, and later their scores; reused."
@@ -212,14 +208,12 @@ class RowBlock(Slot):
             self.widen(i, row)
         return self.n == len(self.samples)
 
-
 # %% ../../../nbs/learn/predict/readers.ipynb #cc5e764b
 class _PlainReader(BatchReader):
     "Reader of the builds that skips recordings that are not plain."
 
     def fill_row(self, slot: Slot, i: int) -> None:
         pass
-
 
 # %% ../../../nbs/learn/predict/readers.ipynb #bb807ecc
 class RecordingReaders:

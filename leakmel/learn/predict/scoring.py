@@ -32,7 +32,6 @@ from leakmel.learn.model.detector import Detector, required_spec
 from leakmel.learn.model.devices import AdaptiveBatches, memory_guard
 from leakmel.learn.predict.readers import RecordingList, RecordingReaders, RowBlock
 
-
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed004
 def each_once(
     values: Iterable[Any],  # one for each recording
@@ -42,7 +41,6 @@ def each_once(
     values = list(values)
     known = {value: convert(value) for value in dict.fromkeys(values)}
     return np.array([known[value] for value in values], object)
-
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed007
 _MOST_TOGETHER = 1 << 20  # segments
@@ -101,7 +99,6 @@ class SegmentScores:
                 out[mine] = work(self.values[starts[mine, None] + np.arange(length)])
         return out
 
-
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed009
 @dataclass(frozen=True, eq=False)
 class ScoredRecording:
@@ -156,7 +153,6 @@ def joined_columns(
         **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names},
     )
 
-
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
 class HostScorer:
     "An engine on the CPU, and what is computed from its features; a context manager."
@@ -194,7 +190,6 @@ class HostScorer:
 
     def __exit__(self, *exc: object) -> None:
         self.engine.close()
-
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #3e3c2b96
 MOST_RECORDINGS = 4096  # in a launch
@@ -403,7 +398,6 @@ def open_scorer(
 
     return HostScorer(engine, required_spec(detector), classify, str(on))
 
-
 # %% ../../../nbs/learn/predict/scoring.ipynb #41ed20f6
 class ScoringThread:
     "Scores the blocks that readers fill, and keeps the scores of each recording."
@@ -461,7 +455,6 @@ class ScoringThread:
             is_counted = places < counts[:, None]
             values[(starts[:, None] + places)[is_counted]] = scores[is_counted]
         return SegmentScores(values, ends)
-
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #a323ca83
 _MAX_BYTES = 1 << 30  # of all blocks

@@ -40,7 +40,6 @@ from leakmel.learn.model.provenance import Provenance, find_overlap
 if TYPE_CHECKING:
     import pandas as pd
 
-
 # %% ../../../nbs/learn/retrain/promotion.ipynb #7348af1e
 def weights_digest(
     detector: Detector,
@@ -49,7 +48,6 @@ def weights_digest(
     state = detector.classifier.state_dict()
     values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
-
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #5c281542
 def next_round(
@@ -130,7 +128,6 @@ def finish_interrupted_round(
     write_lineage(folder, lineage)
     return lineage
 
-
 # %% ../../../nbs/learn/retrain/promotion.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -172,7 +169,6 @@ class Comparison:
             for f in FIGURES
         }
         return pd.DataFrame.from_dict(rows, orient="index", columns=["champion", "challenger", "difference"])
-
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #bddbb1a9
 def require_both_classes(
@@ -219,7 +215,6 @@ def compare_models(
         name, groups, one, other, differences(boot, (other.figures, other.draws), (one.figures, one.draws))
     )
 
-
 # %% ../../../nbs/learn/retrain/promotion.ipynb #238bb84c
 def decide(
     testing: Comparison,
@@ -247,7 +242,6 @@ def test_set_reuse_note(
         f"In this folder, {n:,} challenger{' has' if n == 1 else 's have'} been compared on these test recordings. "
         f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
     )
-
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #a8bda1d5
 def check_overlap(

@@ -83,7 +83,6 @@ def recording_paths(
             )
     return [os.fsencode(p) for p in _column(recordings, "path")]
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #fc15f3da
 def content_digests(
     ds: Segments,
@@ -120,7 +119,6 @@ def apply_human_labels(
     known = zip(content_digests(recordings), classes.tolist())
     return np.array([labels.get(content, k) for content, k in known], np.int64)
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #8ff51637
 @dataclass(frozen=True, eq=False)
 class LabelledSegments:
@@ -139,7 +137,6 @@ def whole_recordings(
     kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
     kept[rows] = recordings.segment_mask[rows]
     return LabelledSegments(recordings, kept, recordings.labels)
-
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #871dc7a3
 class SegmentSubset(Segments):
@@ -189,7 +186,6 @@ def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
         before += int(c.recordings.starts[-1])
     return np.concatenate(found, axis=1)
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #62a45405
 def source_digest(
     source: MelDataset,
@@ -212,7 +208,6 @@ def items_digest(
     "Return the digest of a subset."
     return digest_of(b"".join(np.ascontiguousarray(a).tobytes() for a in (items.numbers, items.labels)))
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #86a57910
 def confident_segments(
     scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
@@ -226,7 +221,6 @@ def confident_segments(
     n_segments = np.count_nonzero(~np.isnan(scores), axis=1)  # missing segments are sorted last
     most = np.array([segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64)
     return place < most[:, None]
-
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #e0abb96b
 @dataclass(frozen=True, eq=False)
@@ -257,7 +251,6 @@ class Selection:
             for name, mine in of_class.items()
         }
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #94f0b1c1
 def select_segments(
     detector: Detector,
@@ -284,7 +277,6 @@ def select_segments(
     kept[classes == LEFT_OUT] = False
     return Selection(LabelledSegments(recordings, kept, classes), score, by_human, predicted)
 
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #e89c0e48
 def draw_replay(
     old: Segments,  # recordings, with a task
@@ -306,7 +298,6 @@ def draw_replay(
             )
         chosen.append(rng.permutation(mine)[: max(1, round(share * len(mine)))])
     return whole_recordings(old, np.sort(np.concatenate(chosen)))
-
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #bf6bbdf5
 def selection_csv(

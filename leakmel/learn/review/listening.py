@@ -75,7 +75,6 @@ def playback(
     pcm = np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16)
     return Sound(wav_bytes(pcm, rate), ", ".join(words))
 
-
 # %% ../../../nbs/learn/review/listening.ipynb #2a39d107
 MAX_COLUMNS = 900
 MAX_BARS = 300  # of segments; from more, the largest of each group

@@ -23,7 +23,6 @@ from leakmel.learn.model.locate import model_file
 from leakmel.learn.predict.predict import Predictions, predict
 from leakmel.learn.predict.readers import find_recordings
 
-
 # %% ../../../nbs/learn/review/recordings.ipynb #e4c8f3bf
 @dataclass(frozen=True, eq=False)
 class ScoreTable:
@@ -100,7 +99,6 @@ def read_score_table(
         except (ValueError, KeyError) as e:
             raise row_error(file, line, "the row holds no scores of a recording", found=e) from e
     return ScoreTable(file, kind, tuple(rows), threshold, segment_s)
-
 
 # %% ../../../nbs/learn/review/recordings.ipynb #dccbdedd
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,6 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
             side = "below" if r.rms_db < middle else "above"
             yield (-away, i, f"level {r.rms_db:.0f} dB, {away:.0f} dB {side} the median of the folder")
 
-
 # %% ../../../nbs/learn/review/session.ipynb #9aacc161
 QUEUES = {
     "suggested": "suggested to label next",
@@ -209,7 +208,6 @@ def make_queue(
         open_ones = _open(ranked, found, current, set(skipped))
     items = [QueueItem(i, found.recordings[i].path, reason) for _, i, reason in open_ones[:n]]
     return ReviewQueue(name, tuple(items), len(ranked) - len(open_ones))
-
 
 # %% ../../../nbs/learn/review/session.ipynb #c064f0d3
 SKIP_NOTE = "skipped"  # begins the note of a skipped recording

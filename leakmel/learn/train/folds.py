@@ -43,7 +43,6 @@ from leakmel.learn.train.state import TrainingState, detector_facts, detector_of
 if TYPE_CHECKING:
     import pandas as pd
 
-
 # %% ../../../nbs/learn/train/folds.ipynb #fo000005
 def joined_groups(
     table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
@@ -96,7 +95,6 @@ def make_folds(
         expected="at least two groups with each label",
         remedy="add recordings of other groups with this label: with one group there is nothing left to train on or to test",
     )
-
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000008
 MIN_MEMBER_SLOPE = 0.05  # of a calibration line: a member that separates nothing becomes a constant
@@ -217,7 +215,6 @@ class FoldTrainer:
             np.save(content := io.BytesIO(), found)
             write_whole(path, sealed(content.getvalue()), sync=False)
         return found
-
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000010
 KINDS = ("spectral", "cnn", "blend")  # the simplest first
@@ -371,7 +368,6 @@ def blend_of(
     slopes, offsets = zip(*lines)
     settings = BlendSettings(spectral.task.leak_in_model, tuple(slopes), tuple(offsets))
     return BlendClassifier(settings, [spectral.classifier, cnn.classifier])  # type: ignore[list-item]
-
 
 # %% ../../../nbs/learn/train/folds.ipynb #dc000004
 _N_DRAWS = 1000  # of groups

@@ -27,7 +27,6 @@ LOSS_COLOR = "#1F82C6"
 VAL_COLOR = "#E69F00"
 F1_COLOR = "#009E73"
 
-
 # %% ../../../nbs/learn/train/history.ipynb #2130f724
 @dataclass(frozen=True)
 class EpochFigures:
@@ -67,7 +66,6 @@ class EpochFigures:
     def __repr__(self) -> str:
         f1 = "" if math.isnan(self.f1) else f", F1 {self.f1:.4f}"
         return f"epoch {self.epoch}: loss {self.loss:.4f}{f1}, {self.batches_per_s:,.1f} batches/s, {self.seconds:.1f} s"
-
 
 # %% ../../../nbs/learn/train/history.ipynb #62a5006f
 def is_better(
@@ -112,7 +110,6 @@ def should_stop(
     since = len(means) if lowest == math.inf else len(means) - 1 - means.index(lowest)
     return bool(patience) and since >= patience
 
-
 # %% ../../../nbs/learn/train/history.ipynb #ff2abb6f
 def history_table(
     epochs: Sequence[EpochFigures],
@@ -147,7 +144,6 @@ def write_history(
     "Write the epochs as CSV; what was not measured stays empty."
     text = history_table(epochs).to_csv(lineterminator="\n")
     write_whole(path, text.encode(), sync=False)
-
 
 # %% ../../../nbs/learn/train/history.ipynb #43d99a52
 def learning_curves(
@@ -213,7 +209,6 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
     end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
     return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
-
 
 # %% ../../../nbs/learn/train/history.ipynb #dc006e43
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]

@@ -61,7 +61,6 @@ class TrainingData:
         parts = (ds for ds in (self.training, self.validation) if ds is not None)
         return self.initial_provenance | provenance_of(parts)
 
-
 # %% ../../../nbs/learn/train/inputs.ipynb #96705899
 class TooShortWarning(UserWarning):
     "Recordings that are shorter than one long segment are left out."
@@ -91,7 +90,6 @@ def trailing_silence(
         f"{n_short:,} of {len(ds.rows):,} recordings end before their rows do: "
         f"{1 - ds.segment_counts.mean() / n_long:.1%} of the long segments are silence behind them and left out"
     )
-
 
 # %% ../../../nbs/learn/train/inputs.ipynb #81041a33
 @contextmanager
@@ -148,7 +146,6 @@ def open_training(
         }
         yield TrainingData(learned, evaluated, task, split, identity)
 
-
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
 def _check_classes(learned: Segments, validation: Segments | None, task: Task) -> None:
     "Check that each class has training recordings and that validation has leaks and others."
@@ -171,7 +168,6 @@ def _check_classes(learned: Segments, validation: Segments | None, task: Task) -
             expected="leaks and others",
             remedy="split the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
-
 
 # %% ../../../nbs/learn/train/inputs.ipynb #bf2090ee
 def part_digest(
@@ -204,7 +200,6 @@ def row_digests(
             found.append(digest_of(read_rows(source.mels, rows).tobytes()))
             count.add(len(rows))
     return "".join(found).encode()
-
 
 # %% ../../../nbs/learn/train/inputs.ipynb #d1660a8a
 def differences(

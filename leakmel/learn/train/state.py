@@ -30,7 +30,6 @@ from leakmel.learn.train.history import EpochFigures, epochs_from, is_better, sh
 from leakmel.learn.train.inputs import TrainingData, training_identity
 from leakmel.learn.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 
-
 # %% ../../../nbs/learn/train/state.ipynb #bc3857a1
 def new_net(
     data: TrainingData,
@@ -42,7 +41,6 @@ def new_net(
     statistics = band_statistics(data.training)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
         return LeakNet(made, *statistics)
-
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
 class EpochSums:
@@ -93,7 +91,6 @@ class EpochSums:
         self.n = int(values["n"])
         self.norms = [values["norms"].to(at)]
 
-
 # %% ../../../nbs/learn/train/state.ipynb #97d6a339
 @dataclass(frozen=True)
 class BestEpoch:
@@ -122,7 +119,6 @@ def validation_figures(
         "val_segment_accuracy": float(((scores[is_valid] >= 0.5) == truth).mean()),
         **{name: figures[name] for name in ("f1", "auc", "balanced_accuracy")},
     }
-
 
 # %% ../../../nbs/learn/train/state.ipynb #85e5ab5a
 FORMAT = "leakmel training 1"
@@ -202,7 +198,6 @@ class TrainingState:
         "Add the figures of a step."
         self.sums.add(figures)
         self.rate = figures.rate
-
 
 # %% ../../../nbs/learn/train/state.ipynb #1aa5c1cc
 def end_epoch(
@@ -290,7 +285,6 @@ def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     items_per_s = rate * state.loader.order.n_items / len(state.loader)
     return found | {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
 
-
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
 def data_record(
     data: TrainingData,
@@ -362,7 +356,6 @@ def detector_of(
     net.load_state_dict(state.best.net)
     given |= state.best.chosen.options()
     return Detector(classifier=net, **given, record=training_record(state), provenance=state.data.provenance)
-
 
 # %% ../../../nbs/learn/train/state.ipynb #6da80f68
 def to_checkpoint(

@@ -35,7 +35,6 @@ from leakmel.mel.torch_engine import full_float32_precision
 
 _LOG = logging.getLogger("leakmel")
 
-
 # %% ../../../nbs/learn/train/step.ipynb #5afd7d59
 def learning_rate(
     step: int,  # 0 to n_steps - 1
@@ -50,7 +49,6 @@ def learning_rate(
         return top * (step + 1) / n_warm
     done = min(1.0, (step - n_warm) / max(1, n_steps - 1 - n_warm))
     return least + (top - least) * (1 + math.cos(math.pi * done)) / 2
-
 
 # %% ../../../nbs/learn/train/step.ipynb #2c289144
 def step_seed(
@@ -75,7 +73,6 @@ def seeded_random(
                 torch.cuda.manual_seed(seed)
         yield
 
-
 # %% ../../../nbs/learn/train/step.ipynb #7c02db33
 def half_type(
     settings: TrainSettings,
@@ -89,7 +86,6 @@ def half_type(
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.amp]
 
-
 # %% ../../../nbs/learn/train/step.ipynb #217ee6e2
 def micro_batch_slices(
     n: int,  # items of the batch
@@ -99,7 +95,6 @@ def micro_batch_slices(
     k = -(-n // most)
     ends = [n * i // k for i in range(k + 1)]
     return [slice(a, b) for a, b in zip(ends, ends[1:])]
-
 
 # %% ../../../nbs/learn/train/step.ipynb #1d11eee7
 @dataclass(frozen=True, eq=False)
@@ -275,7 +270,6 @@ class Stepper:
         self.micro_batch = int(state["micro_batch"])
         self.n_ran_out = int(state["n_ran_out"])
 
-
 # %% ../../../nbs/learn/train/step.ipynb #5174a65a
 # of waiting for a batch: nothing to do under the first, something wrong above the second
 GOAL_MS = 10.0
@@ -296,7 +290,6 @@ def loader_advice(
         f"the loader {slow}: {wait_ms:.0f} ms of waiting for a batch{text} (goal: under {GOAL_MS:.0f} ms); "
         "hold the rows in memory or on the device"
     )
-
 
 # %% ../../../nbs/learn/train/step.ipynb #08860d73
 class StepTimer:
