@@ -5359,6 +5359,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.operations.Verify.__call__': ('operations.html#verify.__call__', 'leakmel/operations.py'),
                                     'leakmel.operations.WithFeatures': ('operations.html#withfeatures', 'leakmel/operations.py'),
                                     'leakmel.operations.WithFeatures.spec': ('operations.html#withfeatures.spec', 'leakmel/operations.py'),
+                                    'leakmel.operations.build_answer': ('operations.html#build_answer', 'leakmel/operations.py'),
                                     'leakmel.operations.build_text': ('operations.html#build_text', 'leakmel/operations.py'),
                                     'leakmel.operations.run_summary': ('operations.html#run_summary', 'leakmel/operations.py')},
             'leakmel.ops.bench': { 'leakmel.ops.bench.ProcessRun': ('ops/bench.html#processrun', 'leakmel/ops/bench.py'),

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/operations.ipynb #f793f1ca
-import math, os, sys
+import math, os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import leakmel as lm
 from leakmel.core.errors import UsageError, show_path
 from leakmel.core.operation import Operation, Outcome, Run, operation, option, refuse_unused
-from leakmel.core.progress import Progress, front_end, wrap_text
+from leakmel.core.progress import Progress, wrap_text
 from leakmel.core.run_plan import RowTable, run_folder, write_summary
 
 if TYPE_CHECKING:
@@ -289,8 +289,10 @@ class WithFeatures(NamedRecordings):
 # %% ../nbs/operations.ipynb #0d68eeb1
 _SHORT = (
     "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,"
-    "on-dry-file,max-rejected,fresh,part,analysis,report"
+    "on-dry-file,max-rejected,fresh,part,full,analysis,report"
 )
+
+_LONG_S = 60  # seconds of a build after which its speed is worth a line
 
 
 @operation("build", example="leakmel build recordings --split all --out mels", short=_SHORT)
@@ -321,7 +323,9 @@ class Build(WithFeatures):
     upload: str | None = option(None, metavar="URL", command_only=True)
     # compute every row; without it an interrupted build is resumed, and rows of unchanged recordings are copied from the existing data set
     fresh: bool = False
-    # performance analysis after the build: auto (default) prints three lines for a build of less than 10 s
+    # also print engine, rate and page cache for each data set
+    full: bool = option(False, command_only=True)
+    # performance analysis after the build: auto (default: for a build of a minute or more), full or none
     analysis: Literal["auto", "full", "none"] = option("auto", metavar="NAME")
     # also write results and figures as one HTML file: FILE.report.html, with --split all report.html in the folder
     report: bool = option(False, command_only=True)
@@ -415,7 +419,7 @@ class Build(WithFeatures):
             results = [lm.build(plan.data_root, split=plan.split, out=plan.targets[0], **given)]
         body = run_summary(results)
         write_summary(plan.out, body)
-        return Outcome(results, body, "\n".join(build_text(r, self.words, run) for r in results))
+        return Outcome(results, body, build_answer(results, self.words, run))
 
     def __call__(self, run: Run) -> Outcome:
         if run.keeps:
@@ -439,18 +443,23 @@ class Build(WithFeatures):
         body = run_summary(results) if self.split == "all" else results[0].summary
         report = self._write_report(results) if self.report else {}
         lines = [*filter(None, notes)]
-        if not (run.progress == "auto" and front_end() == "terminal" and sys.stdout.isatty()):
-            lines += results[0].summary["mode_lines"]  # else they were shown before the build
-        lines += [build_text(r, self.words, run) for r in results]
+        if self.full:
+            lines += [*results[0].summary["mode_lines"], *(build_text(r, run) for r in results)]
+        lines.append(build_answer(results, self.words, run))
         lines += [f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary]
         lines += [f"report: {path}" for path in report.values()]
         lines += self._analysis_lines(results, run)
+        if results[0].rows:
+            made = results[0].path.parent if self.split == "all" else results[0].path
+            lines.append(f"next: leakmel train {quote(show_path(made))} --out detector")
         return Outcome(results, body | report, "\n".join(lines))
 
     def _analysis_lines(self, results: "Sequence[BuildResult]", run: Run) -> list[str]:
-        "Lines on the run time, with an empty one above."
+        "Lines on the run time, with an empty one above; `auto` has none for less than a minute."
         from leakmel.insight.advice import analysis_text
 
+        if self.analysis == "auto" and results[0].run_s < _LONG_S:
+            return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
         how: dict[str, Any] = {"width": run.width, "analysis": self.analysis, "switch": "--analysis full"}
         text = analysis_text(results[0].timeline, done, **how) if done else ""
@@ -496,48 +505,62 @@ class Build(WithFeatures):
 # %% ../nbs/operations.ipynb #92fe2a7a
 def build_text(
     result: "BuildResult",
+    run: Run,
+) -> str:
+    "Return how a data set was built: the time, the engine and the page cache."
+    from leakmel.dataset.run.publish import rate_text, reused_rows_sentence
+    from leakmel.insight.dashboard import cache_sentence
+
+    s = result.summary
+    lines = [
+        show_path(result.path),
+        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)",
+        f"  {reused_rows_sentence(s) or rate_text(s)}",
+        f"  engine {s['engine']}, page cache {cache_sentence(s)}",
+    ]
+    if s["engine_reason"]:
+        lines.append(f"  {s['engine_reason']}")
+    return "\n".join(wrap_text(line, run.width) for line in lines)
+
+
+def build_answer(
+    results: "Sequence[BuildResult]",
     # the words of a command that name the recordings
     words: Sequence[str],
     run: Run,
 ) -> str:
-    "Return a text on a built data set in a few lines."
+    "Return a line on each data set, and lines on what to act on: changed and rejected recordings, and problems."
     from leakmel.audio.labels import counts_text
     from leakmel.audio.problems import format_counts
-    from leakmel.dataset.run.publish import rate_text, reused_rows_sentence
+    from leakmel.dataset.run.publish import reused_rows_sentence
     from leakmel.dataset.source.loader import share_sentence
-    from leakmel.insight.dashboard import cache_sentence
 
-    s = result.summary
-    kept, counts = reused_rows_sentence(s), Counter(r.code for r in result.rejections)
-    lines = [show_path(result.path)]
-    if kept:
-        lines.append(wrap_text(f"  {kept}", run.width))
-    lines.append(
-        f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found"
-    )
-    lines.append(
-        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)"
-    )
-    if not kept:
-        lines.append(f"  {rate_text(s)}")
-    lines.append(f"  engine {s['engine']}, page cache {cache_sentence(s)}")
-    if s["engine_reason"]:
-        lines.append(wrap_text(f"  {s['engine_reason']}", run.width))
-    lines.append(f"  {result.verified.verdict}")
-    if s["labels_by_people"]:
-        lines.append(f"  labels: {counts_text(s['labels_by_people'])}")
-    if s["status_counts"]:
-        lines.append(wrap_text(f"  changed to fit: {format_counts(s['status_counts'])}", run.width))
-    if problems := ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items()):
-        scan = join(["leakmel", "scan", show_path(s["root"]), *words, "--content"])
-        listed = f"{problems} ({scan} lists them, the report next to the data set lists them too)"
-        lines.append(wrap_text(f"  problems: {listed}", run.width))
-    if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
-        lines.append(f"  rejected: {share}")
-    lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]
-    if s["unlabelled"] and counts["no_label"]:
-        lines.append(f"  not labelled: {s['unlabelled']}")  # with a command to paste
-    return "\n".join(lines)
+    lines = []
+    for r in results:
+        s = r.summary
+        n_rejected = len(r.rejections)
+        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
+        lines += [f"{show_path(r.path.name)}: {counted}", f"  {r.verified.verdict}"]
+        if kept := reused_rows_sentence(s):
+            lines.append(f"  {kept}")
+        if s["labels_by_people"]:
+            lines.append(f"  labels: {counts_text(s['labels_by_people'])}")
+        if s["status_counts"]:
+            lines.append(f"  changed to fit: {format_counts(s['status_counts'])}")
+        counts = Counter(x.code for x in r.rejections)
+        if counts:
+            lines.append("  rejected: " + ", ".join(f"{n:,} x {code}" for code, n in counts.most_common()))
+        if share := share_sentence(n_rejected, r.found, s["pipeline"]["max_rejected"]):
+            lines.append(f"  rejected: {share}")
+        if s["unlabelled"] and counts["no_label"]:
+            lines.append(f"  not labelled: {s['unlabelled']}")  # with a command to paste
+    problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
+    if problems:
+        scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])
+        lines.append(f"problems: {format_counts(dict(problems.most_common()))}")
+        lines.append(f"  {scan}")
+    # a command is pasted as one line
+    return "\n".join(line if "leakmel " in line else wrap_text(line, run.width) for line in lines)
 
 
 def run_summary(results: "Sequence[BuildResult]") -> dict[str, Any]:
@@ -582,7 +605,7 @@ class Join(Operation):
             for name, value in self.speed.items()
         }
         made = lm.join(self.out, pipeline=speed, **how)
-        return Outcome(made, made.summary, build_text(made, (), run))
+        return Outcome(made, made.summary, f"{show_path(made.path)}\n{build_answer([made], (), run)}")
 
 
 @operation("verify", example="leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all")

@@ -73,6 +73,9 @@ def find_data_set(
     "Find the data set of a part."
     given = user_path(path)
     found = given / data_set_name(part.upper()) if given.is_dir() else given
+    if part == "training" and not found.is_file() and given.is_dir():
+        whole = given / data_set_name("")  # of one folder of label folders
+        found = whole if whole.is_file() else found
     if not found.is_file():
         raise DataError(
             f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",

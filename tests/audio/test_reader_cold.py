@@ -487,6 +487,7 @@ def test_command_line_reports_cache_use(data: Path, tmp_path: Path, capsys: pyte
         "--quiet",
         "--no-fsync",
         "--fresh",
+        "--full",
         *("--sample-rate", "4096", "--duration-s", "5"),
         "--out",
         str(tmp_path / "x.h5"),
