@@ -557,7 +557,7 @@ def build_answer(
     problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
     if problems:
         scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])
-        lines.append(f"problems: {format_counts(dict(problems.most_common()))}")
+        lines.append(f"problems: {format_counts(problems)}")
         lines.append(f"  {scan}")
     # a command is pasted as one line
     return "\n".join(line if "leakmel " in line else wrap_text(line, run.width) for line in lines)

@@ -561,7 +561,9 @@ def test_build_on_the_command_line_counts_everything(
         total = sum(plain.summary["status_counts"].get(word, 0) for plain in built)
         assert f"{total} x {word}" in card.replace("\N{NO-BREAK SPACE}", " ")
     problems = sum((Counter(plain.summary["problems_by_kind"]) for plain in built), Counter())
-    kinds = ", ".join(f"{n:,} x {kind}" for kind, n in problems.most_common(6))
+    kinds = ", ".join(
+        f"{n:,} x {kind}" for kind, n in sorted(problems.items(), key=lambda x: (-x[1], x[0]))[:6]
+    )
     assert f"problems: {kinds} and {len(problems) - 6} more" in " ".join(done.stdout.split())
     lines = done.stdout.splitlines()
     assert lines[-1] == f"next: leakmel train {tmp_path / 'text'} --out detector"
