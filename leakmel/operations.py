@@ -43,7 +43,7 @@ class NamedRecordings(Operation):
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
-    def named_by(self) -> dict[str, str]:
+    def named_by(self) -> dict[str, Any]:
         "What names the recordings, as arguments of `scan`; empty: their folders."
         given = {"table": self.table, "columns": self.columns or None, "pattern": self.pattern}
         return {name: value for name, value in given.items() if value is not None}
@@ -69,7 +69,7 @@ class Demo(Operation):
 
     def __call__(self, run: Run) -> Outcome:
         with Progress(self.files, label="demo data set", show=run.progress) as bar:
-            given = {"n_files": self.files, "seed": self.seed, "faults": self.faults}
+            given: dict[str, Any] = {"n_files": self.files, "seed": self.seed, "faults": self.faults}
             done = lm.write_demo(self.dir, **given, progress=bar.update)
         faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
         text = "\n".join([repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)])
@@ -340,7 +340,7 @@ class Build(WithFeatures):
 
         spec, spec_note = self.spec(run)
         defaults = vars(lm.PipelineConfig())
-        own = {
+        own: dict[str, Any] = {
             name: None if value == "none" and defaults[name] is None else value
             for name, value in self.speed.items()
         }
@@ -490,7 +490,8 @@ class Build(WithFeatures):
         root: Any = self.data_root
         out: Any = self.out
         options = {name: value for name, value in given.items() if name not in ("mode", "check", "fresh")}
-        made = lm.build_part(root, part=self.part, split=self.split, out=out, **options)
+        part: Any = self.part
+        made = lm.build_part(root, part=part, split=self.split, out=out, **options)
         what = (
             "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
         )
@@ -624,7 +625,7 @@ class Verify(Operation):
     columns: str = option("", metavar="NAME=COLUMN,...")
 
     def __call__(self, run: Run) -> Outcome:
-        table = {"table": self.table, "columns": self.columns or None}
+        table: dict[str, Any] = {"table": self.table, "columns": self.columns or None}
         report = lm.verify(self.file, root=self.root, sample=self.sample, **table)
         lines = [f"{show_path(self.file)}: {report.verdict}"]
         lines += [f"  {p}" for p in report.problems[1:20]]  # the verdict has the first

@@ -575,7 +575,7 @@ class Predict(Operation):
         folder, data_note = find_data(self.data_root, progress=run.progress)
         manifest = None
         if self.table is not None or self.columns:
-            named_by = {"table": self.table, "columns": self.columns or None}
+            named_by: dict[str, Any] = {"table": self.table, "columns": self.columns or None}
             manifest = lm.scan(folder, **named_by, with_labels=False, progress=run.progress)
             data_note += f"; only the recordings listed in {show_path(self.table or '')}"
         device = self.device if self.cluster else pick_device(self.device, registered=True)
@@ -687,7 +687,7 @@ class Nightly(Operation):
         folder, data_note = find_data(self.data_root, progress=run.progress)
         manifest = None
         if self.table is not None or self.pattern is not None or self.columns:
-            names = {"table": self.table, "columns": self.columns, "pattern": self.pattern}
+            names: dict[str, Any] = {"table": self.table, "columns": self.columns, "pattern": self.pattern}
             manifest = lm.scan(folder, **names, with_labels=False, progress=run.progress)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         inputs = {

@@ -20,6 +20,7 @@ from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from api import module_page, public_page
@@ -452,7 +453,13 @@ def make_new_recordings() -> None:
     lm.build(DOCS / "new", split="training", out=learning_folder() / "new.H5", progress="none")
 
 
-SMALL = {"detector": "cnn", "batch_size": 256, "epochs": 6, "epoch_share": 1.0, "profile_every": 5}
+SMALL: dict[str, Any] = {
+    "detector": "cnn",
+    "batch_size": 256,
+    "epochs": 6,
+    "epoch_share": 1.0,
+    "profile_every": 5,
+}
 
 
 def as_assignments(values: Mapping[str, object]) -> str:

@@ -118,7 +118,7 @@ def measure_detector(
 ) -> dict[str, Any]:
     "Train, export and time a detector."
     model = folder / f"{root.name}-{kind}"
-    settings = lm.TrainSettings(detector=kind, epochs=epochs, epoch_share=1.0)
+    settings = lm.TrainSettings(detector=kind, epochs=epochs, epoch_share=1.0)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few recordings
         lm.train(data[0], *data[1:], out=model, settings=settings, device="cpu", progress=False)

@@ -112,7 +112,7 @@ def _measure(found: FetchedSet, work: Path, detector: str) -> dict[str, Any]:
             groups=s.groupings,
             out=work / s.name,
             kind="binary",
-            settings=lm.TrainSettings(detector=detector),
+            settings=lm.TrainSettings(detector=detector),  # type: ignore[arg-type]
             progress="none",
         )
     return {

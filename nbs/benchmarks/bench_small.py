@@ -150,7 +150,11 @@ def measure_task(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # recordings that are too short for one segment
             out = lm.cross_validate(
-                path, out=work, settings=lm.TrainSettings(detector=kind), progress="none", n_draws=1000
+                path,
+                out=work,
+                settings=lm.TrainSettings(detector=kind),  # type: ignore[arg-type]
+                progress="none",
+                n_draws=1000,
             )
         is_whole = out.n_done == out.n_fits  # no fit was read from an earlier run
         found["detectors"][kind] = _figures(out.detector) | {

@@ -117,7 +117,7 @@ def built(messy: Messy, tmp_path_factory) -> list[lm.BuildResult]:
 @pytest.fixture(scope="module")
 def scanned(messy: Messy) -> list[dict[str, str]]:
     "The problems of a scan that reads."
-    return lm.scan(messy.root, content=True, progress="none").problems.to_dict("records")
+    return lm.scan(messy.root, content=True, progress="none").problems.to_dict("records")  # type: ignore[return-value]
 
 
 def test_the_tree_has_everything(messy: Messy) -> None:

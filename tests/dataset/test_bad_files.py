@@ -50,11 +50,14 @@ def build(root: Path, out: Path, worker_layout: str = "each for itself", **optio
         **WORKER_LAYOUTS[worker_layout],
         **{k: options.pop(k) for k in list(options) if hasattr(CONFIG, k)},
     )
-    return lm.build(
-        root,
-        out=out,
-        **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": config} | options,
-    )
+    usual: dict[str, Any] = {
+        "spec": SPEC,
+        "engine": "reference",
+        "progress": "none",
+        "check": 4,
+        "pipeline": config,
+    }
+    return lm.build(root, out=out, **usual | options)
 
 
 def settle(root: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from typing import Any
 from each import each
 
 import leakmel as lm
@@ -21,10 +22,12 @@ from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from independent import leftovers
 
-QUIET = dict(
+QUIET: dict[str, Any] = dict(
     engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2)
 )
-SETTINGS = dict(sample_rate=4096, duration_s=1.0, preset="disjoint", long="reject", rate="reject")
+SETTINGS: dict[str, Any] = dict(
+    sample_rate=4096, duration_s=1.0, preset="disjoint", long="reject", rate="reject"
+)
 
 
 @pytest.fixture

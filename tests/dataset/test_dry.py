@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing import Any
 
 import leakmel as lm
 from leakmel.audio.wav import canonical_header
@@ -30,8 +31,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def build(data: Path, rule: str, out: str = "x.h5", **more):
-    config = lm.PipelineConfig(on_dry_file=rule, on_bad_file=more.pop("on_bad_file", "reject"))
-    given = {"spec": SPEC, "progress": "none", "engine": "cpu", "pipeline": config}
+    config = lm.PipelineConfig(on_dry_file=rule, on_bad_file=more.pop("on_bad_file", "reject"))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"spec": SPEC, "progress": "none", "engine": "cpu", "pipeline": config}
     return lm.build(data, out=data.parent / out, **given, **more)
 
 
@@ -73,7 +74,12 @@ def test_the_default_keeps_them(data, capsys):
 
 @pytest.mark.parametrize(("rule", "text"), [("keep", "kept and reported"), ("reject", "rejected as dry")])
 def test_the_plan_counts_them(data, rule, text):
-    given = {"data_root": str(data), "engine": "cpu", "on_dry_file": rule, "out": str(data.parent / "run")}
+    given: dict[str, Any] = {
+        "data_root": str(data),
+        "engine": "cpu",
+        "on_dry_file": rule,
+        "out": str(data.parent / "run"),
+    }
     assert (
         f"2 of 12 recordings have gain 1: {text}"
         in dict(plan_run(given | SPEC, progress="none").rows())["dry"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from each import each
 import soundfile
+from typing import Any
 
 import leakmel as lm
 from leakmel.audio.conform import ConformRules, conform
@@ -16,7 +17,9 @@ from leakmel.dataset.source import loader
 from leakmel.dataset.check.consistency import expected_row
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
-QUIET = dict(spec=SPEC, check=None, progress="none", pipeline=lm.PipelineConfig(monitor_interval_s=0.0))
+QUIET: dict[str, Any] = dict(
+    spec=SPEC, check=None, progress="none", pipeline=lm.PipelineConfig(monitor_interval_s=0.0)
+)
 Conform = Callable[[np.ndarray, int, ConformRules], tuple[np.ndarray, str]]
 
 

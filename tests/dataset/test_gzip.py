@@ -213,7 +213,7 @@ def test_a_build_with_waveforms_is_right(tmp_path, make_wav):
     assert lm.verify(small.path, root=tmp_path / "data", sample=None).ok
     assert small.path.stat().st_size < plain.path.stat().st_size
     with lm.open_dataset(small.path) as ds:
-        assert (ds.mels.compression, ds.waveforms.compression) == ("gzip", "gzip")
+        assert (ds.mels.compression, ds.waveforms.compression) == ("gzip", "gzip")  # type: ignore[union-attr]
 
 
 # ---- memory

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing import Any
 from errors import raises
 
 import leakmel as lm
@@ -25,7 +26,10 @@ from leakmel.dataset.run.config import PipelineConfig
 from leakmel.core.threads import ThreadGroup
 from leakmel.dataset.run.job import Job
 
-QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
+QUIET: dict[str, Any] = {
+    "progress": "none",
+    "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4),
+}
 
 
 @pytest.fixture
@@ -118,7 +122,7 @@ def test_invalid_arguments_have_no_fallback(tmp_path, data):
         lm.build(data, manifest=lm.scan(data / "LEAK"), out=tmp_path / "x.h5", **QUIET)
     for check in (-1, 2.5, "x"):
         with pytest.raises(UsageError, match="0 or more"):
-            lm.build(data, out=tmp_path / "x.h5", check=check, **QUIET)
+            lm.build(data, out=tmp_path / "x.h5", check=check, **QUIET)  # type: ignore[arg-type]
     for wrong in ({"fsync": "no"}, {"max_bytes_in_flight": "1"}, {"device": 3}):
         with pytest.raises(UsageError):
             PipelineConfig(**wrong)

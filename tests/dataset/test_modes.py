@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from errors import raises
 import soundfile
+from typing import Any
 
 import leakmel as lm
 from leakmel.audio.manifest import scan
@@ -216,7 +217,7 @@ def test_changed_file_is_rejected_in_every_mode(tmp_path, mixed, mode):
         path = mixed / "LEAK" / "03.wav"
         path.write_bytes(path.read_bytes()[:-2] + b"\1\1")
         (mixed / "LEAK" / "05.wav").unlink()
-        common = dict(manifest=manifest, spec=SPEC, progress="none")
+        common: dict[str, Any] = dict(manifest=manifest, spec=SPEC, progress="none")
         from_held = lm.build(mixed, out=tmp_path / "x.h5", preloaded=ready, **common)
         streamed = lm.build(mixed, out=tmp_path / "y.h5", mode="stream", **common)
     assert from_held.path.read_bytes() == streamed.path.read_bytes()
@@ -526,9 +527,9 @@ def test_fallback_mode_is_reported_in_all_front_ends(tmp_path, mixed, caplog):
 
 def test_arguments_of_the_wrong_kind(tmp_path, mixed):
     with raises("wrong-type", UsageError):
-        lm.build(mixed, out=tmp_path / "x.h5", pipeline={"fsync": False})
+        lm.build(mixed, out=tmp_path / "x.h5", pipeline={"fsync": False})  # type: ignore[arg-type]
     with raises("wrong-type", UsageError, found="'x'"):
-        lm.build(mixed, out=tmp_path / "x.h5", preloaded="x", progress="none")
+        lm.build(mixed, out=tmp_path / "x.h5", preloaded="x", progress="none")  # type: ignore[arg-type]
     with raises("usage", UsageError, found=-1):
         clear_cache(unused_days=-1)
 
@@ -677,7 +678,7 @@ def test_cached_recordings_are_independent_of_labels(tmp_path, mixed, mode):
         mixed, spec=SPEC, progress="none", mode="preload" if mode == "preloaded" else "memmap"
     ) as ready:
         manifest = lm.scan(mixed, pattern=pattern)
-        common = dict(manifest=manifest, spec=SPEC, progress="none")
+        common: dict[str, Any] = dict(manifest=manifest, spec=SPEC, progress="none")
         got = lm.build(
             mixed,
             out=tmp_path / "x.h5",

@@ -73,7 +73,7 @@ def test_missing_row_is_an_index_error(built, i):
 
 def test_iteration_ends(built):
     with lm.open_dataset(os.fspath(built)) as ds:
-        assert [label for _, label in ds] == ds.labels.tolist()  # by IndexError, as sequences do
+        assert [label for _, label in ds] == ds.labels.tolist()  # type: ignore[attr-defined]  # by IndexError, as sequences do
 
 
 def test_files_table(built):
@@ -223,7 +223,7 @@ def test_legacy(tmp_path, storage, text, waves):
         assert ds.files["label"].tolist() == ["LEAK", "NOLEAK", "NOLEAK", "Straße", "LEAK"]
         assert ds.typical_rows() == {"LEAK": 0, "NOLEAK": 1, "Straße": 3}
         if waves:
-            assert (ds.waveforms[:] == legacy_waves()).all()
+            assert (ds.waveforms[:] == legacy_waves()).all()  # type: ignore[index]
         else:
             assert ds.waveforms is None
         with raises("no-spec", DataError, path=path):

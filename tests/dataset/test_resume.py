@@ -43,11 +43,14 @@ BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 def build(root: Path, out: Path, **options: Any) -> lm.BuildResult:
     "A build by the reference, in small batches."
-    return lm.build(
-        root,
-        out=out,
-        **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": CONFIG} | options,
-    )
+    usual: dict[str, Any] = {
+        "spec": SPEC,
+        "engine": "reference",
+        "progress": "none",
+        "check": 4,
+        "pipeline": CONFIG,
+    }
+    return lm.build(root, out=out, **usual | options)
 
 
 def fresh_bytes(root: Path, folder: Path, **options: Any) -> bytes:

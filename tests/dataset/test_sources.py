@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing import Any
 from each import each
 
 import leakmel as lm
@@ -21,7 +22,10 @@ from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.reference import bounds_of, reference_features
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1)
-QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
+QUIET: dict[str, Any] = {
+    "progress": "none",
+    "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4),
+}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from typing import Any
 from each import each
 from errors import raises
 from tiny_training import tiny_words
@@ -81,7 +82,11 @@ def test_table_columns_by_option(made, capsys):
 
 
 def test_plan_of_the_build_notebook(made):
-    given = {"data_root": str(made / "data"), "table": str(made / "t.csv"), "out": str(made / "run")} | SHORT
+    given: dict[str, Any] = {
+        "data_root": str(made / "data"),
+        "table": str(made / "t.csv"),
+        "out": str(made / "run"),
+    } | SHORT
     with raises("table-columns", DataError):
         plan_run(given, progress="none")
     plan = plan_run(given | {"columns": COLUMNS, "engine": "cpu"}, progress="none")
@@ -171,7 +176,7 @@ def test_the_table_of_a_scan_is_a_table(faulty, tmp_path, content):
     }
     for name in ("sensor", "recording", "start_time", "gain", "session", "folder"):
         pd.testing.assert_series_equal(again.table[name], m.table[name])
-    given = {"split": "validation", "spec": SHORT, "progress": "none", "engine": "cpu"}
+    given: dict[str, Any] = {"split": "validation", "spec": SHORT, "progress": "none", "engine": "cpu"}
     by_folder = lm.build(faulty, manifest=m, out=tmp_path / "folder.h5", **given)
     by_table = lm.build(faulty, manifest=again, out=tmp_path / "table.h5", **given)
     with lm.open_dataset(by_folder.path) as a, lm.open_dataset(by_table.path) as b:
@@ -226,10 +231,10 @@ def test_the_table_of_a_folder_without_splits(made):
 def test_a_pandas_table_in_place_of_a_manifest_or_a_file(made):
     m = lm.scan(made / "data", table=made / "t.csv", columns=COLUMNS)
     for call in (
-        lambda: lm.build(made / "data", manifest=m.table, out=made / "x.h5"),
-        lambda: lm.build_all(made / "data", manifest=m.table, out_dir=made),
-        lambda: lm.preload(made / "data", manifest=m.table),
-        lambda: lm.scan(made / "data", table=m.table),
+        lambda: lm.build(made / "data", manifest=m.table, out=made / "x.h5"),  # type: ignore[arg-type]
+        lambda: lm.build_all(made / "data", manifest=m.table, out_dir=made),  # type: ignore[arg-type]
+        lambda: lm.preload(made / "data", manifest=m.table),  # type: ignore[arg-type]
+        lambda: lm.scan(made / "data", table=m.table),  # type: ignore[arg-type]
     ):
         with raises("wrong-type", UsageError, says="DataFrame"):
             call()
@@ -269,4 +274,4 @@ def test_train_by_a_column_and_predict_unlabelled_recordings(made, capsys):
     assert len(scores) == N
     m = lm.scan(made / "data", table=made / "t.csv", columns=COLUMNS)
     with raises("wrong-type", UsageError):
-        lm.predict(made / "data", made / "model", manifest=m.table, out=made / "s.csv")
+        lm.predict(made / "data", made / "model", manifest=m.table, out=made / "s.csv")  # type: ignore[arg-type]

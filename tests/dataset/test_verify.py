@@ -11,6 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from typing import Any
 from each import each
 
 import leakmel as lm
@@ -277,7 +278,7 @@ def symmetric_window(engine, out, samples) -> None:
         row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
 
-QUIET = dict(
+QUIET: dict[str, Any] = dict(
     engine="reference", progress="none", pipeline=PipelineConfig(files_per_batch=5, monitor_interval_s=0.0)
 )
 

@@ -52,7 +52,13 @@ def paths_of(sets: Path) -> list[Path]:
 
 def cross_validated(sets: Path, settings: lm.TrainSettings = SPECTRAL, **given: Any) -> CrossValidation:
     "Cross-validate on all recordings of a folder."
-    some = {"settings": settings, "n_draws": 200, "progress": "none", "device": "cpu", "jobs": 1}
+    some: dict[str, Any] = {
+        "settings": settings,
+        "n_draws": 200,
+        "progress": "none",
+        "device": "cpu",
+        "jobs": 1,
+    }
     return lm.cross_validate(paths_of(sets), **(some | given))
 
 
@@ -123,7 +129,7 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("cnn", marks=pytest.mark.long), "blend"])
 def test_interrupted_run_of_a_kind_is_resumed(
-    small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: str
+    small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: Any
 ) -> None:
     settings = lm.TrainSettings(detector=kind, **TINY)
     first = count_fits(interrupted=2)
@@ -338,7 +344,8 @@ def test_kind_is_spectral_where_training_recordings_are_one_group(
 
 
 def test_wrong_arguments_and_folders_of_others(small_sets: Path, tmp_path: Path) -> None:
-    for given in ({"n_folds": 1}, {"seeds": 0}):
+    wrong: list[dict[str, Any]] = [{"n_folds": 1}, {"seeds": 0}]
+    for given in wrong:
         with pytest.raises(UsageError):
             cross_validated(small_sets, **given)
     with pytest.raises(DataError) as error:
@@ -399,7 +406,12 @@ def test_options_of_one_training_are_refused(
 
 
 def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
-    given = {"data": str(small_sets), "out": str(tmp_path), "detector": "spectral", "device": "cpu"}
+    given: dict[str, Any] = {
+        "data": str(small_sets),
+        "out": str(tmp_path),
+        "detector": "spectral",
+        "device": "cpu",
+    }
     run = Run("none", keeps=True)
     assert make(Train, given).resample([], tmp_path, run) is None
     operation = make(Train, given | {"cross_validate": True, "n_folds": 3})

@@ -229,7 +229,13 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
 
 
 def test_summary_of_a_training_says_how_the_detector_was_evaluated(small_sets: Path, tmp_path: Path) -> None:
-    given = {"data": str(small_sets), "out": str(tmp_path), "detector": "cnn", "epochs": 1, "channels": "4,8"}
+    given: dict[str, Any] = {
+        "data": str(small_sets),
+        "out": str(tmp_path),
+        "detector": "cnn",
+        "epochs": 1,
+        "channels": "4,8",
+    }
     operation, run = make(Train, given | {"epoch_share": 0.1, "device": "cpu"}), Run("none", keeps=True)
     plan = operation.plan(run)
     result = operation.train(plan, run)
@@ -263,7 +269,11 @@ def test_detector_without_evaluation_is_reported(trained: Path, tmp_path: Path) 
 
 def test_an_evaluation_is_recorded_once_in_the_model_file(trained: Path, tmp_path: Path) -> None:
     load_detector(trained / "model" / "model.pt").save(tmp_path / "model.pt")
-    sets = {"training": trained / "training.h5", "allow_leaky_split": True, "progress": "none"}
+    sets: dict[str, Any] = {
+        "training": trained / "training.h5",
+        "allow_leaky_split": True,
+        "progress": "none",
+    }
     found = lm.evaluate(tmp_path / "model.pt", trained / "testing.h5", **sets)
     for _ in range(2):
         record_evaluation(tmp_path, found, "testing.h5")
@@ -335,7 +345,7 @@ def test_notebook_and_command_record_the_same(trained: Path, tmp_path: Path) -> 
         path = load_detector(trained / "model" / "model.pt").save(tmp_path / str(k) / "model.pt")
         testing = str(trained / "testing.h5")
         if k:
-            given = {"data": testing, "model": str(path), "n_draws": 100, "device": "cpu"}
+            given: dict[str, Any] = {"data": testing, "model": str(path), "n_draws": 100, "device": "cpu"}
             make(Evaluate, given | {"out": str(tmp_path / "out")})(Run("none", keeps=True))
         else:
             assert (

@@ -44,7 +44,7 @@ from leakmel.learn.train.folds import make_folds
 from leakmel.learn.train.inputs import TrainingData
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
-SMALL = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
+SMALL: dict[str, Any] = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 KINDS = ("spectral", "cnn", "blend")
 LOAD = segments.load_items
@@ -64,6 +64,7 @@ def sets(tmp_path_factory) -> dict[str, Path]:
 def trained(sets, tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models")
     found = {}
+    kind: Any
     for kind in KINDS:
         settings = lm.TrainSettings(detector=kind, **SMALL)
         found[kind] = lm.train(

@@ -12,6 +12,7 @@ import pytest
 from each import each
 import soundfile
 import torch
+from typing import Any
 from errors import raises
 from test_learn_predict import RATE, SPEC, made_detector, noise, put
 
@@ -29,7 +30,7 @@ from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spect
 from leakmel.learn.predict.readers import find_recordings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUIET = {"progress": "none"}
+QUIET: dict[str, Any] = {"progress": "none"}
 
 
 @pytest.fixture(scope="module")

@@ -581,7 +581,7 @@ def parts(sets, split):
         for name, rows in split.parts.items()
     }
     yield found
-    for ds in found.values():
+    for ds in found.values():  # type: ignore[assignment]
         ds.close()
 
 

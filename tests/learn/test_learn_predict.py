@@ -227,15 +227,15 @@ def test_a_long_recording_is_scored_to_its_end(mixed, preset):
 
 def test_scored_segments_and_seconds_are_reported(mixed, detector):
     table = lm.predict(mixed, detector, **QUIET).table.set_index("path")
-    assert table.loc["long.wav", ["n_segments", "scored_s"]].tolist() == [160, 40.0]
-    assert table.loc["short.wav", ["n_segments", "scored_s"]].tolist() == [2, 0.5]
-    assert table.loc[
+    assert table.loc["long.wav", ["n_segments", "scored_s"]].tolist() == [160, 40.0]  # type: ignore[operator]
+    assert table.loc["short.wav", ["n_segments", "scored_s"]].tolist() == [2, 0.5]  # type: ignore[operator]
+    assert table.loc[  # type: ignore[operator]
         "fast.wav", ["n_segments", "scored_s", "duration_s", "sample_rate", "status"]
     ].tolist() == [24, 6.0, 6.0, 8000, "resampled"]
-    assert table.loc["same size.wav", ["n_segments", "duration_s"]].tolist() == [2, 0.5], (
+    assert table.loc["same size.wav", ["n_segments", "duration_s"]].tolist() == [2, 0.5], (  # type: ignore[operator]
         "told by its header and not by its size"
     )
-    assert table.loc["plain3.wav", ["n_segments", "scored_s", "status"]].tolist() == [4, 1.0, "ok"]
+    assert table.loc["plain3.wav", ["n_segments", "scored_s", "status"]].tolist() == [4, 1.0, "ok"]  # type: ignore[operator]
 
 
 @each(
@@ -279,7 +279,8 @@ def test_a_cluster_gives_the_same_table(mixed, detector, tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "_LEAST_IN_PART", 1)
     with ThreadPoolExecutor(3) as cluster:
         manifest = lm.scan(mixed, progress="none")
-        for k, given in enumerate(({}, {"manifest": manifest})):
+        listed: list[dict[str, Any]] = [{}, {"manifest": manifest}]
+        for k, given in enumerate(listed):
             outs = [tmp_path / f"{k}-{where}.csv" for where in ("here", "there")]
             one = lm.predict(mixed, detector, out=outs[0], progress="none", device="cpu", **given)
             many = lm.predict(
@@ -521,7 +522,7 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
         if rule == "any_long":
             assert row["leak"] == (row["leak_share"] > 0)
     edge = sorted(row["score"] for row in p.rows())[3]
-    own = {"frac": 0.25} if rule == "frac_vote" else {}
+    own: dict[str, Any] = {"frac": 0.25} if rule == "frac_vote" else {}
     at = lm.predict(mixed, model, vote=vote, threshold=edge, out=tmp_path / "x.csv", **own, **QUIET)
     assert at.rule.threshold_from == "given"
     assert at.summary["leaks"] == sum(row["score"] >= edge for row in p.rows())

@@ -5,7 +5,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -464,7 +464,7 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
                 testing=small_sets / NAMES[2],
                 out=tmp_path / "rounds",
                 progress=False,
-                **{"device": "cpu"} | how,
+                **cast(dict[str, Any], {"device": "cpu"} | how),
             )
         assert not (tmp_path / "rounds").exists()
 

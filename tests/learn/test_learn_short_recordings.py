@@ -599,7 +599,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
 @each("part", ["training", "validation", "testing"])
 def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
     "A part without known levels is scored with the level of the mels."
-    sets = dict(zip(("training", "validation", "testing"), network[10.0]))
+    sets: dict[str, Any] = dict(zip(("training", "validation", "testing"), network[10.0]))
     path = tmp_path / "x.h5"
     path.write_bytes(sets[part].read_bytes())
     with h5py.File(path, "r+") as f:
@@ -623,5 +623,5 @@ def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part)
     assert np.allclose(e.table["score_level"], line.predict_proba(right["testing"])[:, 1], atol=1e-9)
     assert levels(parts[part]) is None
     assert parts["testing"].is_leak.any()
-    for ds in parts.values():
+    for ds in parts.values():  # type: ignore[assignment]
         ds.close()

@@ -145,7 +145,7 @@ def test_each_kind_equals_predict(detectors, recordings, kind, tmp_path):
     )
     assert (done.kind, done.check.source, done.check.recordings) == (kind, "recordings", 8)
     assert done.check.score < 1e-4
-    assert done.check.probability < 1e-4
+    assert done.check.probability < 1e-4  # type: ignore[operator]
     assert done.n_bytes == done.path.stat().st_size
     # once more, and independently: samples by soundfile, scores by predict
     found = lm.predict(recordings, detectors[kind], length="spec", device="cpu", progress="none").table
@@ -300,7 +300,7 @@ def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_p
     assert (done.check.recordings, done.int8.recordings, done.int8.ranges) == (4, min(4, n_other), 4)
     assert done.int8.in_training is None
     assert "does not store whether" in done.int8.text
-    given = {"int8": True, "recordings": one, "most": 4}
+    given: dict[str, Any] = {"int8": True, "recordings": one, "most": 4}
     refused(detector, "usage", UsageError, tmp_path, check=one, **given)
     refused(detector, "unused-option", UsageError, tmp_path, recordings=one, check=other)
 
@@ -340,7 +340,7 @@ def test_int8(detectors, recordings, kind, tmp_path):
     assert done.check.score < 1e-4 < done.int8.score < 0.05
     assert done.int8.auc is not None
     assert done.int8.balanced_accuracy_predict is not None
-    assert abs(done.int8.auc - done.int8.auc_predict) < 0.2
+    assert abs(done.int8.auc - done.int8.auc_predict) < 0.2  # type: ignore[operator]
     stored = json.loads(metadata(done.path)["int8"])
     assert stored["probability"] == done.int8.probability
     assert "int8: largest difference" in done.text
@@ -431,7 +431,7 @@ def test_the_example_of_the_guide_needs_no_leakmel(detectors, recordings, tmp_pa
         done = scored(recordings / row.path)
         assert done.returncode == 0, done.stderr
         probability, is_leak = done.stdout.split()
-        assert abs(float(probability) - row.probability) < 1e-4
+        assert abs(float(probability) - row.probability) < 1e-4  # type: ignore[arg-type, operator]
         assert is_leak == str(bool(row.leak))
     soundfile.write(tmp_path / "other.wav", np.zeros(9000), 8000)
     assert "4096 Hz" in scored(tmp_path / "other.wav").stderr

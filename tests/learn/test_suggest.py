@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing import Any
 from each import each
 from spreadsheets import NAMED, saved_again
 from test_learn_predict import made_detector, noise, put
@@ -29,7 +30,7 @@ from leakmel.learn.review.suggest import (
     sample_mix,
 )
 
-QUIET = {"device": "cpu", "progress": "none"}
+QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 def pool_of(n: int = 50, **more) -> SamplePool:
     rng = np.random.default_rng(1)
-    given = {
+    given: dict[str, Any] = {
         "distance": rng.uniform(0, 0.5, n),
         "features": rng.normal(0, 1, (n, 6)),
         "sensor": np.array([f"S{k % 7}" for k in range(n)], object),

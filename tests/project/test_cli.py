@@ -556,7 +556,7 @@ def test_public_names():
         "__version__",
     } <= set(lm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'magic'"):
-        _ = lm.magic
+        _ = lm.magic  # type: ignore[attr-defined]
 
 
 # ---- what people get wrong -------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from tiny_training import tiny_words
 pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # of splits of a few sensors
 
 STORED = Path(__file__).resolve().parents[1] / "stored"
-SMALL = {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 1.0, "n_mels": 16}
+SMALL: dict[str, Any] = {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 1.0, "n_mels": 16}
 
 
 def stored(name: str) -> Any:

@@ -41,7 +41,8 @@ LEAK_RAR = "leak acoustic data.rar"
 
 
 def fetch(folder: Path, **given: Any) -> lm.FetchedSet:
-    return lm.fetch("dongguan", folder / "set", **({"yes": True, "progress": "none"} | given))
+    usual: dict[str, Any] = {"yes": True, "progress": "none"}
+    return lm.fetch("dongguan", folder / "set", **usual | given)
 
 
 @pytest.fixture
@@ -342,7 +343,7 @@ def test_deep_json_and_names_that_are_no_text_are_a_record_of_another_form(
 
 
 def test_the_target_is_looked_at_again_when_it_is_locked(server: RecordServer, tmp_path: Path) -> None:
-    before = lm.sets.fetch.require_licence
+    before = lm.sets.fetch.require_licence  # type: ignore[attr-defined]
 
     def other_process(*given: object) -> None:
         (tmp_path / "set").mkdir()
@@ -350,7 +351,7 @@ def test_the_target_is_looked_at_again_when_it_is_locked(server: RecordServer, t
         before(*given)
 
     with (
-        mock.patch.object(lm.sets.fetch, "require_licence", other_process),
+        mock.patch.object(lm.sets.fetch, "require_licence", other_process),  # type: ignore[attr-defined]
         raises("output-exists", OutputError, path=tmp_path / "set"),
     ):
         fetch(tmp_path)

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ def rows(found: FetchedSet) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def get(name: str, folder: Path, **given: bool | Path) -> FetchedSet:
-    return lm.fetch(name, folder / "set", **({"yes": True, "progress": "none"} | given))
+def get(name: str, folder: Path, **given: Any) -> FetchedSet:
+    usual: dict[str, Any] = {"yes": True, "progress": "none"}
+    return lm.fetch(name, folder / "set", **usual | given)
 
 
 @pytest.fixture(scope="module")
