@@ -23,7 +23,7 @@ from leakmel.ops import bench
 import bench_gpu as suite
 from leakmel.ops.bench import ProcessRun, newest, run_leakmel, store, synthetic_set_of_size, touch_memory
 from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
-from leakmel.ops.doctor import card_facts
+from bench_train import card_facts
 
 pytestmark = pytest.mark.site
 
