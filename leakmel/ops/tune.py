@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/ops/tune.ipynb #37782420
 import math, os, random, shlex, tempfile, time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
