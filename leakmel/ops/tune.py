@@ -160,8 +160,7 @@ def candidates(
     "Return the settings to try on this machine."
     cores, half = usable_cores(), max(1, usable_cores() // 2)
     sizes = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
-    if workers.files_per_batch != full.files_per_batch:  # a small sample cannot tell about large batches
-        sizes = ()
+    is_small = workers.files_per_batch != full.files_per_batch  # it cannot tell about large batches
     gpu = [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}, {"batch_accumulation": 2}]
     gpu += [{"read_workers": half}, {"read_workers": 2 * cores}, {"write_workers": half}]
     cpu = [{"compute_workers": 2 * cores}, {"compute_workers": half}, {"read_workers": cores}]
@@ -169,7 +168,11 @@ def candidates(
     tried: list[dict[str, int]] = [
         *({"read_ahead": n} for n in (1024, 0, 256)),
         *(gpu if on_device else cpu),
-        *({"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files),
+        *(
+            {"files_per_batch": n}
+            for n in sizes
+            if not is_small and 2 * workers.compute_workers * n <= n_files
+        ),
     ]
     other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
     return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/sets/archives.ipynb #679ad428
-import errno, io, lzma, os, stat, struct, tempfile, zipfile, zlib
+import errno, io, os, shutil, stat, tempfile, zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from leakmel.audio.listing import is_system_folder
-from leakmel.core.errors import DataError, UsageError, explain, missing_package, show_path, write_error
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    UsageError,
+    explain,
+    missing_package,
+    show_path,
+    write_error,
+)
 
 # %% ../../nbs/sets/archives.ipynb #8cd68023
 MAX_MEMBERS = 20_000
@@ -73,9 +81,7 @@ def _is_encrypted(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
 class _ZipSource(io.FileIO):
     "File of a ZIP archive; its directory, which is read and parsed at once, is bounded."
 
-    def __init__(self, path: Path, shown: Path):
-        super().__init__(path)
-        self.shown = shown
+    shown: Path  # for messages
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY_BYTES:
@@ -83,41 +89,37 @@ class _ZipSource(io.FileIO):
         return super().read(-1 if size is None else size)
 
 
-_DAMAGED = (OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.error, lzma.LZMAError)
-
-
 @contextmanager
 def _opened(
     path: Path,
     shown: Path,  # for messages
 ) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
-    "Open an archive; errors of both libraries become DataError."
-    if path.suffix.lower() == ".zip":
-        damaged: tuple[type[Exception], ...] = (zipfile.BadZipFile, *_DAMAGED)
-        programs: tuple[type[Exception], ...] = ()
-        opener: Callable[..., Any] = zipfile.ZipFile
-    else:
-        try:
-            import rarfile
-        except ModuleNotFoundError as e:
-            raise missing_package(e) from e
-        damaged, programs = (rarfile.Error, *_DAMAGED), (rarfile.RarCannotExec,)
-        opener = rarfile.RarFile
+    "Open an archive; whatever goes wrong in both libraries is a DataError, but not a fault of the disk."
     try:
         with ExitStack() as opened:
-            source = opened.enter_context(_ZipSource(path, shown)) if opener is zipfile.ZipFile else path
-            yield opened.enter_context(opener(source))
-    except programs as e:
-        raise DataError(
-            "RAR archives need a program that decompresses them, and none was found",
-            code="no-rar-program",
-            path=shown,
-            expected="unar, unrar, bsdtar or 7z",
-            remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
-        ) from e
-    except damaged as e:
+            if path.suffix.lower() == ".zip":
+                source = opened.enter_context(_ZipSource(path))
+                source.shown = shown
+                yield opened.enter_context(zipfile.ZipFile(source))
+            else:
+                import rarfile
+
+                yield opened.enter_context(rarfile.RarFile(path))
+    except LeakmelError:
+        raise
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e
+    except Exception as e:
         if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
-            raise  # of the disk, not of the content
+            raise
+        if type(e).__name__ == "RarCannotExec":
+            raise DataError(
+                "RAR archives need a program that decompresses them, and none was found",
+                code="no-rar-program",
+                path=shown,
+                expected="unar, unrar, bsdtar or 7z",
+                remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
+            ) from e
         raise DataError(
             f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
             code="damaged-archive",
@@ -128,6 +130,7 @@ def _opened(
 
 # %% ../../nbs/sets/archives.ipynb #ad29c6a7
 Choice = Callable[[tuple[str, ...]], bool]
+Content = tuple[tuple[str, ...], bytes]  # parts and content of a file
 
 
 def _is_hidden(parts: Sequence[str]) -> bool:
@@ -135,36 +138,28 @@ def _is_hidden(parts: Sequence[str]) -> bool:
     return parts[-1].startswith(".") or any(map(is_system_folder, parts[:-1]))
 
 
+@dataclass
 class _Archives:
     "Reads the wanted files of archives, within the bounds of one source."
 
-    def __init__(self, is_file: Choice, is_archive: Choice):
-        self.is_file = is_file
-        self.is_archive = is_archive
-        self.n_members = 0
-        self.n_bytes = 0
+    is_file: Choice
+    is_archive: Choice
+    n_members: int = 0
+    n_bytes: int = 0
 
     def _copy(self, archive: Any, info: Any, most: int, shown: Path, out: IO[bytes]) -> None:
-        "Copy a member of an archive to `out`, at most as many bytes as it claims."
-        left, name = info.file_size or 0, show_path(info.filename)
-        self.n_bytes += left
-        if left > most or self.n_bytes > MAX_TOTAL_BYTES:
-            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {left:,} bytes")
+        "Copy a member of an archive to `out`; both libraries read at most as many bytes as it claims."
+        size, name = info.file_size or 0, show_path(info.filename)
+        self.n_bytes += size
+        if size > most or self.n_bytes > MAX_TOTAL_BYTES:
+            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {size:,} bytes")
         with archive.open(info) as f:
-            while left and (block := f.read(min(left, 1 << 20))):
-                out.write(block)
-                left -= len(block)
-            if left or f.read(1):
-                raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
+            shutil.copyfileobj(f, out)
+        if out.tell() != size:
+            raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
 
-    def members(
-        self,
-        path: Path,
-        shown: Path,  # for messages: of an inner archive, below the outer one
-        above: tuple[str, ...],
-        depth: int = 1,
-    ) -> Iterator[tuple[tuple[str, ...], bytes]]:
-        "Yield parts and content of the wanted files of an archive."
+    def members(self, path: Path, shown: Path, above: tuple[str, ...], depth: int = 1) -> Iterator[Content]:
+        "Yield the wanted files of an archive; `shown` is its path for messages: of an inner archive, below the outer one."
         with _opened(path, shown) as archive:
             infos = [info for info in archive.infolist() if not info.is_dir()]
             self.n_members += len(infos)
@@ -172,27 +167,27 @@ class _Archives:
                 raise unsafe_archive(shown, f"it holds more than {MAX_MEMBERS:,} files")
             named = sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos))
             for parts, k in named:
-                info, full = infos[k], (*above, *parts)
+                info, full, name = infos[k], (*above, *parts), show_path(infos[k].filename)[:200]
                 if _is_link(info):
-                    raise unsafe_archive(shown, "it contains a link", show_path(info.filename)[:200])
+                    raise unsafe_archive(shown, "it contains a link", name)
                 inner = parts[-1].lower().endswith(ARCHIVES) and self.is_archive(full)
                 if _is_hidden(parts) or not (inner or self.is_file(full)):
                     continue
                 if _is_encrypted(info):
-                    raise unsafe_archive(shown, "a file in it is encrypted", show_path(info.filename)[:200])
-                if not inner:
-                    out = io.BytesIO()
-                    self._copy(archive, info, MAX_FILE_BYTES, shown, out)
-                    yield full, out.getvalue()
-                elif depth >= _MAX_DEPTH:
+                    raise unsafe_archive(shown, "a file in it is encrypted", name)
+                if inner and depth >= _MAX_DEPTH:
                     raise unsafe_archive(shown, "it contains archives in archives in archives")
-                else:
+                if inner:
                     with tempfile.NamedTemporaryFile(
-                        prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
+                        prefix="leakmel-", suffix=Path(name).suffix.lower()
                     ) as f:
                         self._copy(archive, info, MAX_ARCHIVE_BYTES, shown, f)
                         f.flush()
                         yield from self.members(Path(f.name), shown.joinpath(*parts), full, depth + 1)
+                else:
+                    out = io.BytesIO()
+                    self._copy(archive, info, MAX_FILE_BYTES, shown, out)
+                    yield full, out.getvalue()
 
 
 def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
@@ -204,10 +199,8 @@ def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
             if not is_system_folder(name)
             and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
         )
-        for name in sorted(names):
-            path = Path(here) / name
-            if stat.S_ISREG(path.lstat().st_mode):
-                yield path.relative_to(folder).parts
+        paths = (Path(here, name) for name in sorted(names))
+        yield from (p.relative_to(folder).parts for p in paths if p.is_file() and not p.is_symlink())
 
 
 def read_members(
@@ -218,28 +211,23 @@ def read_members(
     skip_with: str = "",  # folders below the source that hold a file of this name are skipped; empty: none
 ) -> Iterator[Member]:  # raises DataError, MissingPackageError, OutputError
     "Yield the wanted files of a folder or archive, in the order of their names."
-    archives = _Archives(is_file, is_archive)
+    archives, is_folder = _Archives(is_file, is_archive), source.is_dir()
+    if not is_folder and not (source.suffix.lower() in ARCHIVES and source.is_file()):
+        raise UsageError(
+            "the source is neither a folder nor a .zip or .rar archive",
+            code="no-such-source",
+            path=source,
+            remedy="give the archive that you downloaded, or the folder that it was extracted to",
+        )
     try:
-        if source.is_dir():
-            for parts in _files_below(source, skip_with):
-                path = source.joinpath(*parts)
-                if path.suffix.lower() in ARCHIVES and is_archive(parts):
-                    for full, data in archives.members(path, path, parts):
-                        yield Member(full, data, path)
-                elif not _is_hidden(parts) and is_file(parts):
-                    if path.stat().st_size > MAX_FILE_BYTES:
-                        raise unsafe_archive(path, "the file is too large", f"{path.stat().st_size:,} bytes")
-                    yield Member(parts, path.read_bytes())
-        elif source.suffix.lower() in ARCHIVES and source.is_file():
-            for full, data in archives.members(source, source, (source.name,)):
-                yield Member(full, data, source)
-        else:
-            raise UsageError(
-                "the source is neither a folder nor a .zip or .rar archive",
-                code="no-such-source",
-                path=source,
-                remedy="give the archive that you downloaded, or the folder that it was extracted to",
-            )
+        for parts in _files_below(source, skip_with) if is_folder else [(source.name,)]:
+            path = source.joinpath(*parts) if is_folder else source
+            if path.suffix.lower() in ARCHIVES and (not is_folder or is_archive(parts)):
+                yield from (Member(*found, path) for found in archives.members(path, path, parts))
+            elif not _is_hidden(parts) and is_file(parts):
+                if path.stat().st_size > MAX_FILE_BYTES:
+                    raise unsafe_archive(path, "the file is too large", f"{path.stat().st_size:,} bytes")
+                yield Member(parts, path.read_bytes())
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
             raise write_error(e, e.filename or source) from e

@@ -7,11 +7,12 @@ __all__ = []
 
 # %% ../../nbs/sets/convert.ipynb #32934bce
 import hashlib, os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -69,19 +70,18 @@ class Converted:
     problem: str = ""  # why the file cannot be read
 
 
-def _facts(path: Path) -> dict[str, object]:
+def _facts(path: Path) -> dict[str, Any]:
     "Read rate, length, format and clipping of a WAV file."
     try:
         recording = read_wav(path)
     except RecordingError as e:
         return {"problem": e.message}
-    x = recording.samples
+    x, kind = recording.samples, recording.encoding
     top = (x.min() <= -32768 or x.max() >= 32767) if x.dtype == np.int16 else np.abs(x).max() >= 1
-    is_plain = recording.encoding == "pcm16" and x.shape[1] == 1
     return {
         "sample_rate": recording.sample_rate,
         "n_samples": len(x),
-        "format": "mono 16-bit PCM" if is_plain else f"{x.shape[1]} x {recording.encoding}",
+        "format": "mono 16-bit PCM" if (kind, x.shape[1]) == ("pcm16", 1) else f"{x.shape[1]} x {kind}",
         "is_clipped": bool(top),
     }
 
@@ -89,9 +89,8 @@ def _facts(path: Path) -> dict[str, object]:
 def _free_name(name: str, taken: set[str]) -> str:
     "Return a printable file name that no other recording has, also where case does not count."
     stem = "".join(c if c.isprintable() else "_" for c in os.path.splitext(name)[0])[:100]
-    found, k = f"{stem}.wav", 2
-    while found.casefold() in taken:
-        found, k = f"{stem} ({k}).wav", k + 1
+    names = (f"{stem}{f' ({k})' if k > 1 else ''}.wav" for k in count(1))
+    found = next(each for each in names if each.casefold() not in taken)
     taken.add(found.casefold())
     return found
 
@@ -125,23 +124,20 @@ class Conversion:
 
     def counts(self) -> dict[str, int]:
         "Count what the description of a set may state."
-        rs, every = self.recordings, (*self.recordings, *self.unlabelled)
+        rs, pairs = self.recordings, equal_pairs(self.recordings)
+        every, good = (*rs, *self.unlabelled), [r for r in rs if not r.problem]
         found = Counter({"recordings": len(rs), "recordings without a label": len(self.unlabelled)})
         found.update(r.named.label for r in rs)
         found["groups"] = len({r.group for r in rs})
-        found.update(f"groups of {label}" for label, _ in sorted({(r.named.label, r.group) for r in rs}))
-        found.update(f"{r.sample_rate} Hz" for r in rs if not r.problem)
-        found.update(f"{r.named.label} at {r.sample_rate} Hz" for r in rs if not r.problem)
-        found.update(f"of {r.n_samples / r.sample_rate:g} s" for r in rs if not r.problem)
-        found.update(r.format for r in rs if not r.problem)
+        found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
+        for r in good:
+            rate, seconds = f"{r.sample_rate} Hz", r.n_samples / r.sample_rate
+            found.update([rate, f"{r.named.label} at {rate}", f"of {seconds:g} s", r.format])
         found["clipped files"] = sum(r.is_clipped for r in every)
         found["unreadable files"] = sum(bool(r.problem) for r in every)
-        pairs = equal_pairs(rs)
         found["byte-equal pairs"] = len(pairs)
-        found["byte-equal pairs of two groups by name"] = sum(
-            a.named.group != b.named.group for a, b in pairs
-        )
-        return dict(found)
+        of_two = sum(a.named.group != b.named.group for a, b in pairs)
+        return dict(found) | {"byte-equal pairs of two groups by name": of_two}
 
     def differences(self, s: LeakSet) -> list[str]:
         "Compare the counts with those that the description states."
@@ -187,17 +183,15 @@ def _write_one(
     columns = {name: show_path(value) for name, value in named.columns.items()}
     named = replace(named, group=show_path(named.group), columns=columns)
     below = named.label or BACKGROUND
-    name = _free_name(member.parts[-1], taken.setdefault(below, set()))
+    name, source = _free_name(member.parts[-1], taken[below]), show_path("/".join(member.parts))
     path = (folder / RECORDINGS / below if named.label else folder / BACKGROUND) / name
-    source = show_path("/".join(member.parts))
     path.parent.mkdir(parents=True, exist_ok=True)
     if s.headerless:
         write_headerless(member.data, path, source)
     else:
         path.write_bytes(member.data)
     digest = hashlib.sha256(member.data).hexdigest()
-    facts = _facts(path)
-    return Converted(f"{below}/{name}", source, named, named.group, digest, **facts)  # type: ignore[arg-type]
+    return Converted(f"{below}/{name}", source, named, named.group, digest, **_facts(path))
 
 
 def table_text(recordings: Sequence[Converted]) -> str:
@@ -222,9 +216,7 @@ def convert(
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> Conversion:  # raises DataError, OutputError
     "Write the recordings and the table of a set."
-    found: list[Converted] = []
-    taken: dict[str, set[str]] = {}
-    archives = set[Path | None]()
+    found, taken, archives = list[Converted](), defaultdict[str, set[str]](set), set[Path | None]()
     with write_errors(folder):
         with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
             for member in members:
@@ -233,23 +225,15 @@ def convert(
                     archives.add(member.archive)
                     bar.add(1)
         labelled = sorted((r for r in found if r.named.label), key=lambda r: os.fsencode(r.path))
-        if not labelled:
-            raise DataError(
-                "no file has a name and a folder of this set",
-                code="set-changed",
-                path=s.name,
-                expected=f"names by the rule of the set, for which {s.group_rule}",
-                remedy=f"give the archives as they were downloaded, or the folder that holds the folders of all labels, and compare it with {s.page}",
-            )
         if missing := [label for label in s.labels if label not in {r.named.label for r in labelled}]:
             places = sorted({r.source.rpartition("/")[0] or "." for r in found})
             raise DataError(
                 f"no recording has the label {' or '.join(missing)}",
                 code="set-changed",
                 path=s.name,
-                found=f"folders {', '.join(places[:5])}",
-                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak",
-                remedy=f"give the folder that holds those of all labels, with their names as on {s.page}",
+                found=f"folders {', '.join(places[:5])}" if found else "no file with a name of this set",
+                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak; for the names of files {s.group_rule}",
+                remedy=f"give the archives as they were downloaded, or the folder that holds those of all labels, with their names as on {s.page}",
             )
         joined = join_by_content(labelled)
         (folder / TABLE).write_text(table_text(joined), "utf-8")

@@ -215,7 +215,7 @@ def test_failed_trial_is_named_and_others_continue(clock):
     assert "not allowed" in scores[-1]["failure"]
     assert scores[-1]["rounds"] == 0
     assert best_candidate({"warm": scores}, TRIED) == "b"
-    only = {("a", "warm"): [], (DEFAULT, "warm"): []}
+    only: dict[Key, list[float]] = {("a", "warm"): [], (DEFAULT, "warm"): []}
     assert best_candidate({"warm": scores_of(only, {}, "warm", N_FILES)}, TRIED) == DEFAULT
 
 
