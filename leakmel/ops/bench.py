@@ -51,13 +51,10 @@ def run_leakmel(
     "Run a command of leakmel in a process and measure it; a build never resumes."
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
     started = time.perf_counter()
-    process = start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
-        text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall_s = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True) as process:
+        text = process.stdout.read()  # type: ignore[union-attr]
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     body = json.loads(text) if text.strip() else {}
     if process.returncode:
         raise LeakmelError(
@@ -98,23 +95,18 @@ def rounds_text(
     return f"{figures['rounds']} round{'s' * (figures['rounds'] != 1)}"
 
 
-def require_rounds(rounds: int) -> None:
-    "Raise UsageError for less than one round."
-    if rounds < 1:
-        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
-
-
 def commit() -> dict[str, Any]:
     "Return the commit of the package's checkout and whether it was changed since; None where there is no git."
     here = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
 
     def git(*words: str) -> str | None:
-        try:
-            with start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-                text = process.communicate()[0].strip()
-        except OSError:
-            return None
-        return None if process.returncode else text
+        with (
+            suppress(OSError),
+            start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process,
+        ):
+            text = process.communicate()[0].strip()
+            return None if process.returncode else text
+        return None
 
     # from the top of the checkout
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")
@@ -197,13 +189,6 @@ def touch_memory(
 
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
-LogLine = Callable[[str], None]  # called with a line of text before and after each step
-
-
-def log_nothing(text: str) -> None:
-    "Ignore a line of text."
-
-
 def work_folder(path: str | os.PathLike) -> Path:  # raises OutputError
     "Return a folder to write to; create it if it is missing."
     path = Path(path)
@@ -230,7 +215,7 @@ def total_for_training(
 def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
-    log: LogLine = log_nothing,
+    log: Callable[[str], object] = print,
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
@@ -288,10 +273,11 @@ def bench_build(
     *,
     n_files: int = 8000,  # recordings of the training split; the set has a third more
     rounds: int = 5,  # counted rounds of each setting
-    log: LogLine = log_nothing,
+    log: Callable[[str], object] = print,
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
-    require_rounds(rounds)
+    if rounds < 1:
+        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
     root = synthetic_set_of_size(folder, total_for_training(n_files), log)
     out = Path(folder) / "built"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}

@@ -62,11 +62,6 @@ def measure_python() -> Figures:
 
 
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
-def measure_cores() -> Figures:
-    "Count the cores of the machine and those that this process may use."
-    return {"cores": os.cpu_count() or 1, "usable_cores": usable_cores(), "quota_cores": cpu_quota()}
-
-
 def measure_memory() -> Figures:
     "Measure the free memory, the memory of the machine, and the limit of the control group."
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -110,11 +105,6 @@ def measure_wsl(folder: Path) -> Figures:
     "Find out whether this is WSL, and on which file system the folder lies."
     at, kind = mount_of(folder)
     return {"wsl": wsl_version(), "mount": at and show_path(at), "file_system": kind or None}
-
-
-def measure_disk(folder: Path) -> Figures:
-    "Find out the kind of disk that a folder lies on."
-    return {"kind": DISK_KINDS.get(mount_of(folder)[1], "local disk")}
 
 
 # %% ../../nbs/ops/doctor.ipynb #b034cb5f
@@ -292,8 +282,6 @@ class Line(NamedTuple):
 
 
 NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
-MIN_FREE_BYTES = 1_500_000_000  # by default the slots of a build take at most 1 GiB
-MIN_OPEN_FILES, MIN_THREADS = 256, 256  # a build opens one or two files in each thread
 MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
@@ -335,20 +323,25 @@ CHECKS = {
     ),
     "cores": Line(
         "cores",
-        lambda folder: measure_cores(),
+        lambda folder: {
+            "cores": os.cpu_count() or 1,
+            "usable_cores": usable_cores(),
+            "quota_cores": cpu_quota(),
+        },
         lambda f: f["usable_cores"] >= f["cores"],
         "Let the process use all cores: raise the CPU quota of the container, or see taskset or the options of the batch system",
     ),
     "memory": Line(
         "memory",
         lambda folder: measure_memory(),
-        lambda f: f["free_bytes"] >= MIN_FREE_BYTES,
+        lambda f: f["free_bytes"] >= 1_500_000_000,  # by default the slots of a build take at most 1 GiB
         "Close programs that use memory, or give a build --max-bytes-in-flight of a quarter of the free bytes",
     ),
     "limits": Line(
         "limits",
         lambda folder: measure_limits(),
-        lambda f: (f["open_files"] or 1e9) >= MIN_OPEN_FILES and (f["threads"] or 1e9) >= MIN_THREADS,
+        # a build opens one or two files in each thread
+        lambda f: min(f["open_files"] or 256, f["threads"] or 256) >= 256,
         "Raise the limits: ulimit -n 4096 for open files; ulimit -u 4096, or the pids limit of the container, for threads",
     ),
     "wsl": Line(
@@ -360,7 +353,7 @@ CHECKS = {
     ),
     "disk": Line(
         "disk",
-        measure_disk,
+        lambda folder: {"kind": DISK_KINDS.get(mount_of(folder)[1], "local disk")},
         lambda f: f["kind"] != "network",
         "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one",
     ),

@@ -198,8 +198,6 @@ def sweep(
             began_s = time.monotonic()
             if began_s + longest_s > ends_s and (i or key[0] != DEFAULT):
                 return found, failures
-            if i and key in failures and not found[key]:
-                continue
             tell(n_done, ", ".join(key))
             try:
                 found[key].append(trials[key]())

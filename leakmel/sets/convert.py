@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.audio.content import tied_values
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError, RecordingError, show_path
 from leakmel.core.files import write_errors
@@ -24,12 +23,10 @@ from leakmel.core.progress import Progress
 from leakmel.sets.archives import Member
 from leakmel.sets.catalogue import LeakSet, NamedRecording
 
+
 # %% ../../nbs/sets/convert.ipynb #d1798bfa
-HEADERLESS_RATE = 8000  # Hz
-
-
 def write_headerless(
-    data: bytes,  # 32-bit little-endian PCM, mono
+    data: bytes,  # 32-bit little-endian PCM, mono, 8 kHz
     path: Path,  # WAV file
     name: str,  # for messages
 ) -> None:  # raises DataError, OSError
@@ -46,7 +43,7 @@ def write_headerless(
     samples = np.frombuffer(data, "<i4")
     is_16_bit = not (samples & 0xFFFF).any()
     values = (samples >> 16).astype(np.int16) if is_16_bit else samples
-    soundfile.write(path, values, HEADERLESS_RATE, subtype="PCM_16" if is_16_bit else "PCM_32", format="WAV")
+    soundfile.write(path, values, 8000, subtype="PCM_16" if is_16_bit else "PCM_32", format="WAV")
     if not np.array_equal(soundfile.read(path, dtype="int32")[0], samples):
         raise DataError(
             "the WAV file does not hold the samples of the source", code="verification", path=path
@@ -149,27 +146,11 @@ class Conversion:
         ]
 
     def warnings(self) -> list[str]:
-        "Name sample rates and lengths that give the label away, by the rules of `audio.content`."
-        rs = [r for r in self.recordings if not r.problem]
-        names = sorted({r.named.label for r in rs})
-        labels = np.array([names.index(r.named.label) for r in rs], np.int64)
-        found = []
-        if unknown := [r.source for r in self.unlabelled if r.named.group != BACKGROUND]:
-            places = sorted({source.rpartition("/")[0] for source in unknown})
-            found.append(
-                f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
-                + ", ".join(repr(p or ".") for p in places[:5])
-            )
-        for what, unit, values in (
-            ("sample rate", "Hz", [r.sample_rate for r in rs]),
-            ("length", "s", [r.n_samples / r.sample_rate for r in rs]),
-        ):
-            for value, label, both, n, share in tied_values(np.array(values), labels):
-                found.append(
-                    f"the {what} gives the label away: {both:,} of the {n:,} recordings with {value:g} {unit} are {names[label]}, "
-                    f"which {100 * share:.0f} % of all recordings are"
-                )
-        return found
+        "Name recordings without a label whose folder is not known."
+        unknown = [r.source for r in self.unlabelled if r.named.group != BACKGROUND]
+        places = sorted({source.rpartition("/")[0] or "." for source in unknown})
+        text = f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
+        return [text + ", ".join(map(repr, places[:5]))] if unknown else []
 
 
 # %% ../../nbs/sets/convert.ipynb #a2bf4824

@@ -196,29 +196,23 @@ def _difference(file: RemoteFile, path: Path) -> str:  # what was found; empty: 
     return "" if found == file.checksum else found
 
 
-def require_checksums(
+def download_files(
+    s: LeakSet,
     files: Sequence[RemoteFile],
-    is_accepted: bool,  # downloads that cannot be compared
-) -> None:  # raises UsageError
-    "Refuse files without a published checksum, unless that was accepted."
+    folder: Path,  # where complete files stay
+    *,
+    accept_unverified: bool = False,  # also files without a published checksum
+    progress: str = "auto",  # as for `core.progress.Progress`
+) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
+    "Download what is missing in the folder, and compare each file with its published checksum."
     unknown = [f.path for f in files if not f.checksum]
-    if unknown and not is_accepted:
+    if unknown and not accept_unverified:
         raise UsageError(
             f"the record publishes no checksum for {len(unknown):,} of {len(files):,} files, so a download cannot be compared with it",
             code="checksum-unknown",
             found=", ".join(map(show_path, unknown[:3])),
             remedy="accept that, and leakmel records the digests of what it gets (--accept-unverified, accept_unverified=True)",
         )
-
-
-def download_files(
-    s: LeakSet,
-    files: Sequence[RemoteFile],
-    folder: Path,  # where complete files stay
-    *,
-    progress: str = "auto",  # as for `core.progress.Progress`
-) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
-    "Download what is missing in the folder, and compare each file with its published checksum."
     facts, done = [], 0
     with Progress(sum(f.size for f in files), unit="bytes", label=s.name, show=progress) as bar:
         for file in files:
@@ -399,22 +393,14 @@ def _readme(found: FetchedSet) -> str:
 
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
-def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
-    "Return the set if the folder is complete; refuse a folder with other content."
+def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
+    "Return the set if the folder is complete."
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         facts = read_own_json(target / SET_FILE)
         n_files = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
         is_whole = n_files == facts["counts"]["recordings"] and (target / TABLE).is_file()
         if is_whole and facts["name"] == s.name:
             return FetchedSet(target, s.name, facts, was_complete=True)
-    is_empty = target.is_dir() and not target.is_symlink() and not os.listdir(target)
-    if os.path.lexists(target) and not is_empty:
-        raise OutputError(
-            "the folder exists and is not a complete copy of this set",
-            code="output-exists",
-            path=target,
-            remedy="name a new folder (--out DIR), or move this one elsewhere",
-        )
     return None
 
 
@@ -468,8 +454,6 @@ def fetch(
     given = None if source is None else user_path(source)
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
-    if (existing := _existing(target, s)) is not None:  # of another process meanwhile
-        return existing
     if given is not None and not given.exists():
         remedy = missing_remedy(given)
         raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
@@ -485,9 +469,10 @@ def fetch(
         files = None
         if given is None:
             remote = published_files(s)
-            require_checksums(remote, accept_unverified)
             require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
-            files = download_files(s, remote, downloads, progress=progress)
+            files = download_files(
+                s, remote, downloads, accept_unverified=accept_unverified, progress=progress
+            )
         origin = s.page if given is None else show_path(given)
         found = _make(s, given or downloads, files, origin, made, target, progress)
     shutil.rmtree(downloads.parent, ignore_errors=True)

@@ -21,11 +21,8 @@ from leakmel.insight.diagnose import aligned
 from leakmel.mel.engines import may_have_cuda
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import (
-    LogLine,
-    log_nothing,
     range_text,
     record_head,
-    require_rounds,
     rounds_text,
     run_build,
     run_leakmel,
@@ -57,6 +54,19 @@ def geometry_words(
     for key, value in GEOMETRIES[name].items():
         words += ["--" + key.replace("_", "-"), "none" if value is None else str(value)]
     return words
+
+
+LogLine = Callable[[str], object]  # called with a line of text before and after each step
+
+
+def log_nothing(text: str) -> None:
+    "Ignore a line of text."
+
+
+def require_rounds(rounds: int) -> None:
+    "Raise UsageError for less than one round."
+    if rounds < 1:
+        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
 
 
 STAGES = ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")

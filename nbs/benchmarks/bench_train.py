@@ -36,12 +36,9 @@ from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import SMALL_SET, TrainSettings, with_length
 from leakmel.learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
-    LogLine,
     range_text,
     record_head,
-    require_rounds,
     rounds_text,
-    log_nothing,
     spread,
     spreads,
     store,
@@ -49,7 +46,7 @@ from leakmel.ops.bench import (
     synthetic_set_of_size,
     touch_memory,
 )
-from bench_gpu import script_parser
+from bench_gpu import LogLine, log_nothing, require_rounds, script_parser
 
 
 @dataclass(frozen=True)
