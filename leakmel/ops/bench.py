@@ -122,9 +122,6 @@ def record_head(
 
 
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
-EVICT_TRIES, EVICT_PAUSE_S = 20, 0.02
-
-
 def evict(
     paths: Iterable[str | os.PathLike],
 ) -> (
@@ -138,8 +135,8 @@ def evict(
             remedy="measure with a warm cache only",
         )
     left = list(paths)
-    for i in range(EVICT_TRIES):
-        time.sleep(EVICT_PAUSE_S if i and left else 0)
+    for i in range(20):
+        time.sleep(0.02 if i and left else 0)
         left = [path for path in left if not _is_dropped(path)]
     return len(left)
 
@@ -181,11 +178,11 @@ def touch_memory(
     with ThreadPoolExecutor(n_threads) as pool:
         for _ in pool.map(lambda part: part[:: mmap.PAGESIZE].fill(1), np.array_split(whole, n_threads)):
             pass
-    found = {"bytes": whole.nbytes, "seconds": time.perf_counter() - began}
+    size = whole.nbytes
     del whole
     with suppress(OSError):  # or the system counts it as memory of every process that is started later
         Path("/proc/self/clear_refs").write_text("5")
-    return found
+    return {"bytes": size, "seconds": time.perf_counter() - began}
 
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
@@ -308,9 +305,16 @@ def build_table(
     if figures is None:
         return "not measured"
     rows: list[tuple[str, ...]] = [("setting", "files/s", "range", "CPU s", "peak MB")]
-    for name, f in figures["figures"].items():
-        rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append((name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"))
+    rows += [
+        (
+            name,
+            f"{f['files_per_s']['median']:,.0f}",
+            range_text(f["files_per_s"]),
+            f"{f['cpu_s']['median']:.2f}",
+            f"{f['peak_rss_bytes']['median'] / 1e6:,.0f}",
+        )
+        for name, f in figures["figures"].items()
+    ]
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"

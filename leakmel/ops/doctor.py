@@ -64,9 +64,11 @@ def measure_python() -> Figures:
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:
     "Measure the free memory, the memory of the machine, and the limit of the control group."
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"]), default=None)
-    return {"free_bytes": free_memory(), "ram_bytes": total, "limit_bytes": limit}
+    return {
+        "free_bytes": free_memory(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "limit_bytes": min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"]), default=None),
+    }
 
 
 def measure_limits() -> Figures:
@@ -148,13 +150,14 @@ def measure_hdf5(folder: Path) -> Figures:
         with open_file(path, examine=False) as f:
             same = np.array_equal(f["segments_mel"][:], values)
         lock = lock_kind(path.parent)
-    figures = {
+    return {
         "hdf5_version": h5py.version.hdf5_version,
+        "hdf5_locking": os.environ.get("HDF5_USE_FILE_LOCKING"),
         "hdf5_same": same,
         "folder_writable": here is not None,
+        "kernel_locks": lock == "flock",
+        "lock": lock,
     }
-    setting = os.environ.get("HDF5_USE_FILE_LOCKING")
-    return figures | {"hdf5_locking": setting, "kernel_locks": lock == "flock", "lock": lock}
 
 
 def measure_compiled() -> Figures:
@@ -167,9 +170,12 @@ def measure_compiled() -> Figures:
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
     folders = sorted({code.path.parent for code in (native.CODE, cpu_engine.CODE) if code.path is not None})
     there = [next(p for p in (folder, *folder.parents) if p.exists()) for folder in folders]
-    can_store = bool(there) and all(os.access(place, os.W_OK) for place in there)
-    figures = {"lanes": cpu_engine.LANES, "vectors": vectors, "can_store": can_store}
-    return figures | {"cache_folders": [show_path(p) for p in folders]}
+    return {
+        "lanes": cpu_engine.LANES,
+        "vectors": vectors,
+        "can_store": bool(there) and all(os.access(place, os.W_OK) for place in there),
+        "cache_folders": [show_path(p) for p in folders],
+    }
 
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
@@ -188,8 +194,10 @@ def measure_gpu() -> Figures:
         import pynvml
 
         pynvml.nvmlInit()
-        figures["driver"] = pynvml.nvmlSystemGetDriverVersion()
-        figures["driver_cuda"] = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        figures |= {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "driver_cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
+        }
     if usable := torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         figures |= {"gpu_name": card.name, "vram_bytes": card.total_memory}
@@ -258,14 +266,14 @@ def measure_choice(
     from leakmel.mel.spec import MelSpec
 
     has_gpu, rates = may_have_cuda(), (find_tuned(folder) or {}).get("rates")
-    costs = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    costs = {(c.engine, c.device): c for c in found}
+    size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
     engines = [
         asdict(c)
         | {"is_here": has_gpu or c.device == "cpu", "seconds": {str(n): c.seconds(n) for n in SIZES}}
-        for c in costs
+        for c in costs.values()
     ]
-    by_name = {(c.engine, c.device): c for c in costs}
-    size = break_even(by_name["cpu", "cpu"], by_name["triton", "cuda"]) if has_gpu else math.inf
     return {"gpu_from_files": None if size == math.inf else math.ceil(size), "engines": engines}
 
 
@@ -478,16 +486,13 @@ def figure_text(name: str, value: Any) -> str:
 
 
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
-STATUSES = ("ok", "warn", "missing")
-
-
 @dataclass(frozen=True)
 class Check:
     "Result of one check, and advice."
 
     key: str  # one of CHECKS
     title: str  # of the line in the report
-    status: str  # one of STATUSES
+    status: str  # ok, warn or missing
     found: str  # the figures as text, or why they could not be measured
     advice: str = ""  # one sentence; empty if the status is ok
     blocks: bool = False  # a build needs this, and it is missing or wrong
@@ -510,20 +515,24 @@ class Report:
     @property
     def counts(self) -> dict[str, int]:
         "Number of checks of each status."
-        return {s: sum(c.status == s for c in self.checks) for s in STATUSES}
+        return {s: sum(c.status == s for c in self.checks) for s in ("ok", "warn", "missing")}
 
     @property
     def title(self) -> str:
         "Verdict and counts in a line."
         bad = ", ".join(c.title for c in self.checks if c.blocks)
         counts = ", ".join(f"{n} {s}" for s, n in self.counts.items() if n)
-        verdict = f"NOT ready to build: {bad}" if bad else "ready to build"
-        return f"{verdict} ({counts}; {self.seconds:.1f} s)"
+        return f"{f'NOT ready to build: {bad}' if bad else 'ready to build'} ({counts}; {self.seconds:.1f} s)"
 
     def to_dict(self) -> dict[str, Any]:
         "Return a dictionary for JSON, with the keys of REPORT_KEYS and FIGURES."
-        head = {"ready": self.ok, "folder": show_path(self.folder), "seconds": self.seconds}
-        return head | {"counts": self.counts, "checks": [vars(c) for c in self.checks]}
+        return {
+            "ready": self.ok,
+            "folder": show_path(self.folder),
+            "seconds": self.seconds,
+            "counts": self.counts,
+            "checks": [vars(c) for c in self.checks],
+        }
 
     def __repr__(self) -> str:
         return self.text()
@@ -597,9 +606,8 @@ def agreement_plot(report: Report) -> "go.Figure":
 
     compared = [c.figures for c in report.checks if "max_abs_db" in c.figures]
     largest, names = [f["max_abs_db"] for f in compared], [f["identity"] for f in compared]
-    bars = go.Bar(x=f32(largest), y=names, orientation="h", marker=dict(color=label_colour(0)))
     return styled_figure(
-        [bars],
+        [go.Bar(x=f32(largest), y=names, orientation="h", marker=dict(color=label_colour(0)))],
         f"Engines differ from the reference by at most {max(largest, default=0.0):.3f} dB",
         "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
         height=130 + 30 * len(compared),

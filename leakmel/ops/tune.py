@@ -142,8 +142,12 @@ class BuildTrials:
         done = self.build("trial", config)
         found = done.summary["cache"]  # unknown: the system does not tell, but files that were read are there
         if found != cache and (cache, found) != ("warm", "unknown"):
-            text = f"the page cache could not be made {cache}: close programs that read files or use memory"
-            raise StateError(text, code="cache-state", found=f"a {found} cache")
+            raise StateError(
+                f"the page cache could not be made {cache}",
+                code="cache-state",
+                found=f"a {found} cache",
+                remedy="close programs that read files or use memory",
+            )
         return done.seconds
 
 
@@ -257,8 +261,7 @@ def best_candidate(
     names: Sequence[str],  # of the settings
 ) -> str:  # DEFAULT: no setting is clearly faster
     "Return the setting with the largest clear speed-up over the defaults."
-    best = max(names, key=partial(gain, states))
-    return best if gain(states, best) else DEFAULT
+    return max((DEFAULT, *names), key=lambda name: gain(states, name) or float(name == DEFAULT))
 
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
@@ -375,8 +378,9 @@ def tune(
 ) -> dict[str, Any]:  # figures and settings; raises LeakmelError
     "Measure the speed of build settings on a sample of the user's recordings, and store the best for later builds."
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
-        text = "budget_s must be a number of seconds above 0"
-        raise UsageError(text, code="invalid-effort", found=budget_s)
+        raise UsageError(
+            "budget_s must be a number of seconds above 0", code="invalid-effort", found=budget_s
+        )
     check_manifest(manifest)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MAX_FILES)
@@ -384,22 +388,24 @@ def tune(
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
         cause, remedy = explain(e, work_dir or "", writing=True)
-        why = f"the folder for trials cannot be created ({cause})"
-        remedy = f"{remedy} (work_dir, --work-dir)"
-        raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
+        raise UsageError(
+            f"the folder for trials cannot be created ({cause})",
+            code="no-work-folder",
+            path=work_dir,
+            remedy=f"{remedy} (work_dir, --work-dir)",
+        ) from e
     with folder as work:
         trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
         figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
         facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
-        facts |= {"schema": SCHEMA, "machine": this_machine()}
-        facts |= {"engine": engine, "device": device, "measured": figures}
+        facts |= {"schema": SCHEMA, "machine": this_machine(), "measured": figures}
         rates = (find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
         if rate := figures["rate"]["files_per_s"]:
             own = {"made_utc": figures["made_utc"], "spec": figures["fingerprint"], "files_per_s": rate}
             rates |= {figures["rate"]["engine"]: own}
-        facts["rates"] = rates
+        facts |= {"engine": engine, "device": device, "rates": rates}
         try:
             figures["path"] = show_path(write_tuned(manifest.root, facts))
         except OutputError as e:
@@ -416,16 +422,15 @@ def tune_table(
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
-        head = (f"builds, {cache} cache", "files/s", "range", "rounds")
-        rows = [
+        rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
+        rows += [
             (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}") for x in scores
         ]
-        failures = [f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"]]
-        lines += ["", aligned([head, *rows]), *failures]
-    verified = f"{f['verified']['verdict']}, with the same bytes as the defaults"
-    lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]
-    lines.append(f"{f['seconds']:.1f} s; {f['advice']}")
-    return "\n".join(lines + ([f"stored for later builds in {f['path']}"] if "path" in f else []))
+        lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
+    verdict = f"{f['verified']['verdict']}, with the same bytes as the defaults"
+    stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
+    lines += ["", *f["notes"], f"sample built with the recommended settings: {verdict}"]
+    return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
 
 
 # %% ../../nbs/ops/tune.ipynb #2d74a1c9
@@ -439,7 +444,7 @@ def tune_plot(
     scores = [s for s in figures["builds"][cache] if s["rounds"]]
     if not scores:
         return styled_figure([], "No setting was measured", height=120)
-    rates, n = [s["files_per_s"] for s in scores], figures["n_files"]
+    rates = [s["files_per_s"] for s in scores]
     bars = go.Bar(
         x=f32(rates),
         y=[s["name"] for s in scores],
@@ -455,7 +460,7 @@ def tune_plot(
     return styled_figure(
         [bars],
         f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
-        f"Median of the rounds, {n:,} recordings; lines: slowest and fastest round",
+        f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
         height=130 + 26 * len(scores),
         xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
         yaxis=dict(title=dict(text=""), autorange="reversed"),

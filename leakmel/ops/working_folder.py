@@ -19,7 +19,6 @@ from leakmel.core.run_plan import user_path
 
 # %% ../../nbs/ops/working_folder.ipynb #093ce7e2
 NOTEBOOKS = Path(leakmel.__file__).parent / "notebooks"  # installed with the package
-START = "start.ipynb"  # the notebook to open first
 
 
 def start_kinds() -> Kinds:
@@ -65,11 +64,13 @@ class WorkingFolder:
     def __repr__(self) -> str:
         lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
         if self.kept:
-            lines.append(f"  existing notebooks were not changed: {', '.join(self.kept)}")
-            lines.append("  To get a new copy of one, rename it and run the command again.")
+            lines += [
+                f"  existing notebooks were not changed: {', '.join(self.kept)}",
+                "  To get a new copy of one, rename it and run the command again.",
+            ]
         if importlib.util.find_spec("jupyterlab") is None:
             lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
-        return "\n".join([*lines, f"next: {self.command}, then open {START} and run its cells"])
+        return "\n".join([*lines, f"next: {self.command}, then open start.ipynb and run its cells"])
 
 
 # %% ../../nbs/ops/working_folder.ipynb #912c046d

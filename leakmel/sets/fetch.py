@@ -34,9 +34,16 @@ from leakmel.core.files import (
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.run_plan import user_path
-from leakmel.sets.archives import checked_parts, read_members
 from leakmel.sets.catalogue import LeakSet, set_named
-from leakmel.sets.convert import Conversion, RECORDINGS, TABLE, convert, equal_pairs
+from leakmel.sets.convert import (
+    RECORDINGS,
+    TABLE,
+    Conversion,
+    checked_parts,
+    convert,
+    equal_pairs,
+    read_members,
+)
 
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
@@ -86,7 +93,6 @@ def _request(
     stream: bool = False,  # the content is not read yet
 ) -> Any:  # an answer of requests
     "Request a record or a file; raises MachineError if no server answers, DataError if it answers with something else."
-    server = urlsplit(url).netloc
     try:
         import requests
 
@@ -95,14 +101,14 @@ def _request(
         raise missing_package(e) from e
     except requests.RequestException as e:
         raise MachineError(
-            f"the server {server} cannot be reached ({type(e).__name__})",
+            f"the server {urlsplit(url).netloc} cannot be reached ({type(e).__name__})",
             code="set-unreachable",
             remedy=f"check the network and run the same command again, {_by_hand(s)}",
         ) from e
     if answer.status_code != 200:
         answer.close()
         raise DataError(
-            f"the server {server} refused the request",
+            f"the server {urlsplit(url).netloc} refused the request",
             code="set-refused",
             found=f"HTTP status {answer.status_code}",
             remedy=f"try again later, {_by_hand(s)}",
@@ -303,16 +309,12 @@ class FetchedSet:
     def commands(self) -> list[str]:
         "Commands that look at the set, build a data set and compare splits."
         s, stem = set_named(self.name), self.path.name
-        paths = (
-            self.recordings,
-            self.table,
-            *(self.path.with_name(f"{stem}{end}") for end in (".h5", "-folds")),
-        )
-        root, table, out, folds = (quote(show_path(p)) for p in paths)
-        spec = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in s.spec.items())
+        root, table = quote(show_path(self.recordings)), quote(show_path(self.table))
+        out, folds = (quote(show_path(self.path.with_name(f"{stem}{end}"))) for end in (".h5", "-folds"))
+        spec = (f"--{name.replace('_', '-')} {value:g}" for name, value in s.spec.items())
         return [
             f"leakmel scan {root} --table {table} --content",
-            f"leakmel build {root} --table {table} --out {out} {spec}",
+            f"leakmel build {root} --table {table} --out {out} {' '.join(spec)}",
             f"leakmel train {out} --cross-validate --group {','.join(s.groupings)} --kind binary --out {folds}",
         ]
 
@@ -398,8 +400,8 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         facts = read_own_json(target / SET_FILE)
         n_files = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
-        is_whole = n_files == facts["counts"]["recordings"] and (target / TABLE).is_file()
-        if is_whole and facts["name"] == s.name:
+        found = (facts["name"], n_files, (target / TABLE).is_file())
+        if found == (s.name, facts["counts"]["recordings"], True):
             return FetchedSet(target, s.name, facts, was_complete=True)
     return None
 
@@ -455,8 +457,9 @@ def fetch(
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
     if given is not None and not given.exists():
-        remedy = missing_remedy(given)
-        raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
+        raise DataError(
+            "the source does not exist", code="no-such-source", path=given, remedy=missing_remedy(given)
+        )
     if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
         raise OutputError(
             "the new folder lies inside the source",
@@ -466,14 +469,14 @@ def fetch(
         )
     downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
     with new_folder(target) as made:
-        files = None
         if given is None:
             remote = published_files(s)
             require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
             files = download_files(
                 s, remote, downloads, accept_unverified=accept_unverified, progress=progress
             )
-        origin = s.page if given is None else show_path(given)
-        found = _make(s, given or downloads, files, origin, made, target, progress)
+            found = _make(s, downloads, files, s.page, made, target, progress)
+        else:
+            found = _make(s, given, None, show_path(given), made, target, progress)
     shutil.rmtree(downloads.parent, ignore_errors=True)
     return found
