@@ -15,12 +15,9 @@ class RecordServer:
     def __init__(self, files: Mapping[str, bytes]):
         self.files = dict(files)
         self.claimed: dict[str, str] = {}  # path -> checksum that the record states instead of the right one
-        self.cut: dict[
-            str, list[int]
-        ] = {}  # path -> lengths after which the next answers break off; -1: before the headers
+        self.cut: dict[str, list[int]] = {}  # path -> lengths after which the next answers break off
         self.status = 0  # of all answers, if not 0
-        self.has_etag = True
-        self.requests: list[tuple[str, str]] = []  # path and range of each request of a file
+        self.requests: list[str] = []  # path of each request of a file
         self.listings = 0
         server = self
 
@@ -109,25 +106,11 @@ class RecordServer:
 
     def _send_file(self, request: BaseHTTPRequestHandler, path: str) -> None:
         data = self.files[path]
-        etag = f'"{hashlib.md5(data).hexdigest()}"'
-        wanted = request.headers.get("Range", "")
-        self.requests.append((path, wanted))
+        self.requests.append(path)
         cuts = self.cut.get(path, [])
-        if cuts and cuts[0] < 0:
-            cuts.pop(0)
-            request.close_connection = True
-            return
-        start = 0
-        if wanted and request.headers.get("If-Range") == etag:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
-            request.send_response(206)
-            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        else:
-            request.send_response(200)
-        if self.has_etag:
-            request.send_header("ETag", etag)
-        request.send_header("Content-Length", str(len(data) - start))
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(data)))
         request.end_headers()
-        end = start + cuts.pop(0) if cuts else len(data)
-        request.wfile.write(data[start:end])
+        end = cuts.pop(0) if cuts else len(data)
+        request.wfile.write(data[:end])
         request.close_connection = True

@@ -10,23 +10,21 @@ memory and the effect of each setting.
 """
 
 import argparse, os, time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.core.timeline import covered_s, read_timeline
 from leakmel.insight.diagnose import aligned
 from leakmel.mel.engines import may_have_cuda
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import (
-    LogLine,
-    build_once,
-    log_nothing,
     range_text,
     record_head,
-    require_rounds,
     rounds_text,
+    run_build,
     run_leakmel,
     spreads,
     store,
@@ -56,6 +54,53 @@ def geometry_words(
     for key, value in GEOMETRIES[name].items():
         words += ["--" + key.replace("_", "-"), "none" if value is None else str(value)]
     return words
+
+
+LogLine = Callable[[str], object]  # called with a line of text before and after each step
+
+
+def log_nothing(text: str) -> None:
+    "Ignore a line of text."
+
+
+def require_rounds(rounds: int) -> None:
+    "Raise UsageError for less than one round."
+    if rounds < 1:
+        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
+
+
+STAGES = ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")
+
+
+def build_once(
+    root: Path,  # data folder
+    folder: Path,  # of the data sets; older ones in it are removed
+    words: Iterable[str],  # options of `leakmel build`
+    n_files: int,  # recordings of the set; memory of their size is touched first
+) -> dict[str, float]:  # seconds, bytes and files/s; those of a stage are of the first split
+    "Build new data sets with the command line, and return the figures of the build."
+    done = run_build(root, folder, words, n_files)
+    splits = done.body.get("splits", [done.body])
+    spans = read_timeline(splits[0]["timeline_path"]).spans
+    listed_s = next(s.start_s for s in spans if s.stage == "start_up" and s.lane == "main")
+    first_s = min(s.start_s for s in spans if s.stage in ("read", "stage"))
+    found, work_s = sum(s["found"] for s in splits), done.body["seconds"] - (first_s - listed_s)
+    figures = {
+        "seconds": done.body["seconds"],
+        "files_per_s": done.body["files_per_s"],
+        "work_s": work_s,
+        "work_files_per_s": found / work_s,
+        "process_s": done.wall_s,
+        "cpu_s": done.cpu_s,
+        "peak_rss_bytes": done.peak_rss_bytes,
+        "start_up_s": splits[0]["start_up_s"],
+        "to_first_batch_s": min(s.end_s for s in spans if s.stage == "compute"),
+        "found": found,
+    }
+    for stage in STAGES:
+        some = [s for s in spans if s.stage == stage]
+        figures |= {f"{stage}_s": covered_s(some), f"{stage}_bytes": sum(s.n_bytes for s in some)}
+    return figures
 
 
 MEASURED_ENGINES = ("triton", "cpu", "torch")  # the most important first

@@ -16,8 +16,17 @@ import numpy as np
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
 from leakmel.core.errors import EngineError, LeakmelError
-from leakmel.ops.bench import LogLine, build_once, log_nothing, spread, spreads, store, synthetic_set_of_size
-from bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
+from leakmel.ops.bench import spread, spreads, store, synthetic_set_of_size
+from bench_gpu import (
+    GEOMETRIES,
+    LogLine,
+    bench_gpu,
+    build_once,
+    log_nothing,
+    geometry_spec,
+    geometry_words,
+    gpu_table,
+)
 
 
 def timed(

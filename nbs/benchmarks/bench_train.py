@@ -14,7 +14,7 @@ so that batches are full. The time budget is shared among the steps: each gets a
 its share. The record is stored after each step, so that a run that is killed loses one step.
 """
 
-import math, os, time
+import contextlib, math, os, time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ import torch
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
-from leakmel.core.monitor import Monitor, mean
+from leakmel.core.monitor import Monitor, _gpu_handle, mean
 from leakmel.core.timeline import Timeline
 from leakmel.insight.diagnose import aligned
 from leakmel.learn.data.segments import Segments
@@ -36,12 +36,9 @@ from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import SMALL_SET, TrainSettings, with_length
 from leakmel.learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
-    LogLine,
     range_text,
     record_head,
-    require_rounds,
     rounds_text,
-    log_nothing,
     spread,
     spreads,
     store,
@@ -49,8 +46,7 @@ from leakmel.ops.bench import (
     synthetic_set_of_size,
     touch_memory,
 )
-from leakmel.ops.doctor import card_facts
-from bench_gpu import script_parser
+from bench_gpu import LogLine, log_nothing, require_rounds, script_parser
 
 
 @dataclass(frozen=True)
@@ -263,6 +259,38 @@ def _measure_steps(
             n_compared = len(detectors)
             attempt(f"agreement: {detectors[-1].kind}", compare)
     return bool(detectors)
+
+
+def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
+    "Return driver, clocks, power and bus of the first GPU."
+    try:
+        import pynvml as nv
+
+        gpu = _gpu_handle()
+    except Exception as e:
+        return {"nvml": f"{type(e).__name__}: {e}"}
+    questions: dict[str, Callable[[], Any]] = {
+        "name": lambda: nv.nvmlDeviceGetName(gpu),
+        "driver": lambda: nv.nvmlSystemGetDriverVersion(),
+        "cuda_driver": lambda: nv.nvmlSystemGetCudaDriverVersion_v2(),
+        "vram_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(gpu).total,
+        "sm_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "sm_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_MEM),
+        "power_limit_w": lambda: nv.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+        "power_w": lambda: nv.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        "temperature_c": lambda: nv.nvmlDeviceGetTemperature(gpu, nv.NVML_TEMPERATURE_GPU),
+        "throttled_for": lambda: nv.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        "pcie_lanes": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        "ecc": lambda: bool(nv.nvmlDeviceGetEccMode(gpu)[0]),
+    }
+    facts = dict[str, Any].fromkeys(questions)
+    for name, question in questions.items():
+        with contextlib.suppress(Exception):  # not reported by this driver or GPU
+            value = question()
+            facts[name] = value.decode() if isinstance(value, bytes) else value
+    return facts
 
 
 def bench_train(

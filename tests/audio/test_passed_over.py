@@ -21,8 +21,8 @@ from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.synth import wav_bytes
 from leakmel.cli import main
 from leakmel.learn.predict.readers import find_recordings
-from leakmel.ops.doctor import has_recordings
-from leakmel.sets.archives import read_members
+from leakmel.ops.doctor import measure_recordings
+from leakmel.sets.convert import read_members
 
 NAMES = [
     ".Trash-1000",
@@ -245,7 +245,7 @@ def test_archives_label_tracks_and_doctor(tmp_path):
         (tmp_path / "d" / place / "b.txt").write_text("0\t1\tLEAK\n")
     assert len(import_tracks([tmp_path / "d"], tmp_path / "labels.csv", by="ann").written) == 1
     (tmp_path / "d" / "a" / "b.wav").unlink()
-    assert not has_recordings(tmp_path / "d")
+    assert "no recording" in measure_recordings(tmp_path / "d")["reason"]
 
 
 def test_command_line_says_it_once(tmp_path, capsys):

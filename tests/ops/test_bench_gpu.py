@@ -23,7 +23,7 @@ from leakmel.ops import bench
 import bench_gpu as suite
 from leakmel.ops.bench import ProcessRun, newest, run_leakmel, store, synthetic_set_of_size, touch_memory
 from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
-from leakmel.ops.doctor import card_facts
+from bench_train import card_facts
 
 pytestmark = pytest.mark.site
 
@@ -316,7 +316,7 @@ def test_memory_of_the_size_of_the_set_is_touched_before_each_build(tmp_path, mo
     monkeypatch.setattr(bench, "touch_memory", order.append)
     monkeypatch.setattr(bench, "run_leakmel", run)
     with pytest.raises(LeakmelError):
-        bench.build_once(tmp_path, tmp_path / "out", ["--split", "all"], 1000)
+        bench.run_build(tmp_path, tmp_path / "out", ["--split", "all"], 1000)
     assert order == [1000 * WAV_BYTES, "build"]
 
 
@@ -430,9 +430,9 @@ def test_rehearsals_are_not_recorded_as_figures(tmp_path):
     for _ in range(2):
         store(figures | {"made_utc": "2026-01-02T09:00:00+00:00"}, tmp_path)
     assert sorted(p.name for p in tmp_path.glob("gpu-2*")) == [
-        "gpu-20260102-01234567-2.json",
-        "gpu-20260102-01234567.json",
-        "gpu-20260104-01234567.json",
+        "gpu-20260102T000000-01234567.json",
+        "gpu-20260102T090000-01234567.json",
+        "gpu-20260104T000000-01234567.json",
     ]
 
 

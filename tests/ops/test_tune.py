@@ -43,13 +43,10 @@ from leakmel.ops.tune import (
     DEFAULT,
     BuildTrials,
     Key,
-    TrialTimes,
     Score,
     StateError,
     best_candidate,
     gain,
-    make_cache_state,
-    paths_of,
     sample_size,
     scores_of,
     sweep,
@@ -122,7 +119,7 @@ def made(
 
     trials = trials_of(clock, {name: rate(mean) for name, mean in rates.items()})
     found = sweep(trials, rounds=rounds, ends_s=float("inf"))
-    return {cache: scores_of(found, cache, N_FILES) for cache in ("cold", "warm")}
+    return {cache: scores_of(*found, cache, N_FILES) for cache in ("cold", "warm")}
 
 
 TRIED = [DEFAULT, "a", "b", "c"]
@@ -134,8 +131,8 @@ def recommended(rates: dict[str, float], around: float = 0.0, seed: int = 0) -> 
 
 
 def test_rounds_are_interleaved_and_never_in_the_same_order(clock):
-    found = sweep(trials_of(clock, {name: lambda: 100.0 for name in "abcd"}), rounds=4, ends_s=1e9)
-    assert {len(runs.seconds) for runs in found.values()} == {4}
+    found, _ = sweep(trials_of(clock, {name: lambda: 100.0 for name in "abcd"}), rounds=4, ends_s=1e9)
+    assert {len(seconds) for seconds in found.values()} == {4}
     rounds = [clock.order[8 * i : 8 * i + 8] for i in range(4)]
     assert all(set(r) == set(found) for r in rounds)
     assert len({tuple(r) for r in rounds}) == 4
@@ -155,8 +152,8 @@ def test_no_trial_starts_that_would_exceed_the_time(clock, budget_s):
 
 def test_defaults_are_measured_first_and_whatever_the_time(clock):
     trials = trials_of(clock, {"a": lambda: 100.0, DEFAULT: lambda: 100.0})
-    found = sweep(trials, rounds=5, ends_s=0)
-    assert {key: len(runs.seconds) for key, runs in found.items() if runs.seconds} == {
+    found, _ = sweep(trials, rounds=5, ends_s=0)
+    assert {key: len(seconds) for key, seconds in found.items() if seconds} == {
         (DEFAULT, "cold"): 1,
         (DEFAULT, "warm"): 1,
     }
@@ -212,15 +209,14 @@ def test_failed_trial_is_named_and_others_continue(clock):
         raise PermissionError(1, "not allowed")
 
     trials = trials_of(clock, {DEFAULT: lambda: 100.0, "b": lambda: 130.0}, ("warm",)) | {("a", "warm"): fail}
-    found = sweep(trials, rounds=5, ends_s=1e9)
-    scores = scores_of(found, "warm", N_FILES)
-    assert calls == [1]
+    scores = scores_of(*sweep(trials, rounds=5, ends_s=1e9), "warm", N_FILES)
+    assert calls == [1] * 5
     assert [s["name"] for s in scores] == ["b", DEFAULT, "a"]
     assert "not allowed" in scores[-1]["failure"]
     assert scores[-1]["rounds"] == 0
     assert best_candidate({"warm": scores}, TRIED) == "b"
-    only = {("a", "warm"): TrialTimes([], "no"), (DEFAULT, "warm"): TrialTimes([])}
-    assert best_candidate({"warm": scores_of(only, "warm", N_FILES)}, TRIED) == DEFAULT
+    only: dict[Key, list[float]] = {("a", "warm"): [], (DEFAULT, "warm"): []}
+    assert best_candidate({"warm": scores_of(only, {}, "warm", N_FILES)}, TRIED) == DEFAULT
 
 
 def test_trial_with_the_wrong_cache_state_is_repeated():
@@ -231,8 +227,9 @@ def test_trial_with_the_wrong_cache_state_is_repeated():
             raise StateError("it is warm")
         return value
 
-    found = sweep({("a", "cold"): sometimes}, rounds=4, ends_s=1e9)
-    assert found["a", "cold"].seconds == [0.5, 0.5, 0.5]
+    found, failures = sweep({("a", "cold"): sometimes}, rounds=4, ends_s=1e9)
+    assert found["a", "cold"] == [0.5, 0.5, 0.5]
+    assert "it is warm" in failures["a", "cold"]
 
 
 # ---- real recordings
@@ -425,7 +422,7 @@ def test_sample_has_readable_recordings_only(data):
     assert len(sample) == 41
     few = take_sample(scan(data), 5)
     assert len(few) == 5
-    assert set(paths_of(few)) < set(paths_of(sample))
+    assert set(few.listings[0].paths) < set(sample.listings[0].paths)
     (data / "A").mkdir()
     assert len(few.label_names) == len(set(few.listings[0].label_ids.tolist()))
     for path in data.rglob("*.wav"):
@@ -436,17 +433,11 @@ def test_sample_has_readable_recordings_only(data):
 
 def test_cold_cache_is_checked(data, monkeypatch):
     "Where evicting does nothing, a trial that was to be cold does not count, and says so."
-    sample = take_sample(scan(data), 40)
-    make_cache_state(paths_of(sample), "warm")
+    trials = BuildTrials(take_sample(scan(data), 40), data.parent)
+    assert trials.run({}, "warm") > 0
     monkeypatch.setattr(tune_module, "evict", lambda files: None)
     with raises("cache-state", StateError):
-        make_cache_state(paths_of(sample), "cold")
-    with pytest.raises(StateError):
-        BuildTrials(sample, data.parent).run({}, "cold")
-    monkeypatch.setattr(tune_module, "is_cached", lambda path: None)
-    with raises("cache-state", StateError):
-        make_cache_state(paths_of(sample), "cold")
-    make_cache_state(paths_of(sample), "warm")  # they have just been read, which is all that can be known
+        trials.run({}, "cold")
     figures = tune(data, budget_s=1, progress="none", keep=False)
     assert set(figures["builds"]) == {"warm"}
     assert any(note.startswith("cold: not measured") for note in figures["notes"])

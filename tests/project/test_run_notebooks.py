@@ -18,8 +18,7 @@ import leakmel as lm
 from leakmel.core.parameters import Kinds
 from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
 from leakmel.learn.operations import Evaluate, Nightly, Retrain, Search
-from leakmel.ops.operations import Correlate
-from leakmel.ops.tune import tune_kinds
+from leakmel.ops.operations import Correlate, Tune
 from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
@@ -30,7 +29,7 @@ KINDS: dict[str, Callable[[], Kinds]] = {
     "search": partial(parameter_kinds, Search),
     "retrain": partial(parameter_kinds, Retrain),
     "nightly": partial(parameter_kinds, Nightly),
-    "tune": tune_kinds,
+    "tune": lambda: parameter_kinds(Tune) | {"out": (str, None)},
     "correlate": lambda: parameter_kinds(Correlate) | {"out": (str, None)},
 }
 
