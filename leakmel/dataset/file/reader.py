@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e8a30007
 @contextmanager
-def _as_verify_error(path: Path) -> Iterator[None]:
+def damage_errors(path: Path) -> Iterator[None]:
     "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
     try:
         yield
@@ -82,7 +82,7 @@ def read_rows(
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        with _as_verify_error(Path(data.file.filename)):
+        with damage_errors(Path(data.file.filename)):
             for run in consecutive_runs(rows):
                 data.read_direct(whole, np.s_[int(rows[run.start]) : int(rows[run.stop - 1]) + 1], run)
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
@@ -146,7 +146,7 @@ class MelDataset:
         self._open()
         self._identity = self._stat()
         try:
-            with _as_verify_error(self.path):
+            with damage_errors(self.path):
                 self.labels = self._file[LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
@@ -185,7 +185,7 @@ class MelDataset:
         "Open the file for this process; raises DataError, MachineError, VerifyError."
         self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
         try:
-            with _as_verify_error(self.path):
+            with damage_errors(self.path):
                 _require_data_set(self._file, self.path, self.legacy)
         except LeakmelError:
             self.close()
@@ -255,7 +255,7 @@ class MelDataset:
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        with _as_verify_error(self.path):
+        with damage_errors(self.path):
             return self._stored_json("config_json", dict)
 
     @cached_property
@@ -268,7 +268,7 @@ class MelDataset:
                 path=self.path,
                 remedy="read the settings that it contains from .config",
             )
-        with _as_verify_error(self.path):
+        with damage_errors(self.path):
             return stored_spec(self.file)
 
     @cached_property
