@@ -231,13 +231,10 @@ def file_schema(
 def record_batch(schema: Any, page: Mapping[str, Any]) -> Any:  # pyarrow.RecordBatch
     "Convert a page of columns (lists, or arrays of NumPy or pyarrow); those that the schema does not name are left out."
     pa = require_package("pyarrow")
-
-    def converted(values: Any, kind: Any) -> Any:
-        if isinstance(values, pa.Array):
-            return values
-        return pa.array(values, kind, from_pandas=isinstance(values, np.ndarray))
-
-    return pa.RecordBatch.from_arrays([converted(page[f.name], f.type) for f in schema], schema=schema)
+    arrays = [
+        pa.array(page[f.name], f.type, from_pandas=isinstance(page[f.name], np.ndarray)) for f in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000e

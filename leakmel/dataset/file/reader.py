@@ -143,10 +143,12 @@ class MelDataset:
         self.chunk_cache_bytes = chunk_cache_bytes
         self.people = people
         self.relabelled: Relabelled | None = None
-        self._open()
+        self._file = open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
+        self._pid = os.getpid()
         self._identity = self._stat()
         try:
             with damage_errors(self.path):
+                _require_data_set(self._file, self.path, legacy)
                 self.labels = self._file[LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
@@ -181,17 +183,6 @@ class MelDataset:
             self.labels[i] = number
         self.relabelled = found
 
-    def _open(self) -> None:
-        "Open the file for this process; raises DataError, MachineError, VerifyError."
-        self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
-        try:
-            with damage_errors(self.path):
-                _require_data_set(self._file, self.path, self.legacy)
-        except LeakmelError:
-            self.close()
-            raise
-        self._pid = os.getpid()
-
     def _stored_json(self, name: str, kind: type) -> Any:
         "Read a JSON attribute; a list may also be stored as an array of strings. Raises ValueError for another kind."
         value = self.file.attrs[name]
@@ -208,24 +199,12 @@ class MelDataset:
         s = os.fstat(self._file.id.get_vfd_handle())
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
-    def _require_same(self, identity: tuple[int, ...]) -> None:
-        "Check that the file is the one that was opened before; raises VerifyError."
-        if self._stat() != identity:
-            self.close()
-            raise VerifyError(
-                "the data set file has changed since it was opened",
-                code="data-set-changed",
-                path=self.path,
-                remedy="open the data set again",
-            )
-
     @property
     def file(self) -> h5py.File:
         "The HDF5 file, as this process opened it."
         if self._pid != os.getpid() and self._file:
             self._file.close()  # this process's copy of its parent's
-            self._open()
-            self._require_same(self._identity)
+            self.__setstate__(self.__getstate__())
         return self._file
 
     @property
@@ -317,7 +296,14 @@ class MelDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         identity = state.pop("identity")
         self.__init__(**state)  # type: ignore[misc]
-        self._require_same(identity)
+        if self._identity != identity:
+            self.close()
+            raise VerifyError(
+                "the data set file has changed since it was opened",
+                code="data-set-changed",
+                path=self.path,
+                remedy="open the data set again",
+            )
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))
