@@ -94,10 +94,8 @@ def expected_row(
     if n > spec.n_samples and spec.long == "reject":
         raise RecordingError("too_long", f"{n} samples")
     parts += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
-    out = np.zeros(spec.n_samples, row.dtype)
     kept = row[: min(n, spec.n_samples)]
-    out[: len(kept)] = kept
-    return out, "+".join(parts) or "ok"
+    return np.pad(kept, (0, spec.n_samples - len(kept))), "+".join(parts) or "ok"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #866248d1
@@ -445,16 +443,15 @@ def structure_problems(
     attributes: Mapping[str, Any],  # of the root
 ) -> Iterator[str]:  # sentences
     "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
-    plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()}
     row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
-    lost = [b"x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
+    lost = ["x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
     meta = Metadata(
         spec,
-        plain,
+        {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()},
         row[LABELS],
         {name.removeprefix("files/"): values for name, values in row.items() if name.startswith("files/")},
         row["digests/rows"],
-        (Rejected(lost[0], lost[1].decode(), lost[2].decode()),),
+        (Rejected(lost[0].encode(), *lost[1:]),),
         row.get("digests/waveforms"),
     )
     with memory_file() as memory, new_file(memory) as right:
@@ -492,8 +489,7 @@ def pick_rejected(
     "Choose the rejected files to read again."
     able = np.flatnonzero(codes != b"changed")
     ends = [0, len(able) - 1] if len(able) else []
-    of_codes = np.unique(codes[able], return_index=True)[1].tolist()
-    return able[pick_numbers(len(able), sample, [*ends, *of_codes])]
+    return able[pick_numbers(len(able), sample, [*ends, *np.unique(codes[able], return_index=True)[1]])]
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c

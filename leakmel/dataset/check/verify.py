@@ -228,9 +228,9 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
     report.n_rows = len(f[ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
-        blocks.append(_row_problems(pool, f, ROWS, columns["digests/rows"], unread))
-        if WAVEFORMS in f and "digests/waveforms" in columns:
-            blocks.append(_row_problems(pool, f, WAVEFORMS, columns["digests/waveforms"], unread))
+        for name, digests in ((ROWS, "digests/rows"), (WAVEFORMS, "digests/waveforms")):
+            if name in f and digests in columns:
+                blocks.append(_row_problems(pool, f, name, columns[digests], unread))
         report.problems += _structure(f, stored_spec(f), columns, attributes)
         if not report.problems:
             with HDF5_TURN:
@@ -252,8 +252,8 @@ def pick_rows(
 ) -> np.ndarray:  # ascending
     "Choose the numbers of the rows to recompute."
     extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
-    of_labels = np.unique(labels, return_index=True)[1].tolist()
-    special = [*extremes, *of_labels, *(i for i in (*edges, *preferred) if 0 <= i < n_rows)]
+    first_of_label = np.unique(labels, return_index=True)[1]
+    special = [*extremes, *first_of_label, *(i for i in (*edges, *preferred) if 0 <= i < n_rows)]
     return consistency.pick_numbers(n_rows, sample, special)
 
 
@@ -298,11 +298,10 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
     for c in some:
         x = cast(np.ndarray, c.source.samples)
-        full_scale = x.astype(np.float32) / np.float32(32_768 if x.dtype == np.int16 else 1)
+        is_whole = x.dtype == np.int16
+        full_scale = x.astype(np.float32) / np.float32(32_768 if is_whole else 1)
         right = full_scale[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
-        stored = f[WAVEFORMS][c.row]
-        wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
-        if n := int(wrong.sum()):
+        if n := int((~(np.abs(f[WAVEFORMS][c.row] - right) <= (0 if is_whole else 1e-6))).sum()):
             yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 

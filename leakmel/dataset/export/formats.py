@@ -86,8 +86,7 @@ def nested_array(
     pa = require_package("pyarrow")
     array = pa.array(block.reshape(-1))
     for axis in range(block.ndim - 1, 0, -1):
-        n = int(np.prod(block.shape[:axis]))
-        ends = np.arange(n + 1, dtype=np.int32) * np.int32(block.shape[axis])
+        ends = np.arange(0, len(array) + 1, block.shape[axis], dtype=np.int32)
         array = pa.ListArray.from_arrays(pa.array(ends), array)
     return array
 

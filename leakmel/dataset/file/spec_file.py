@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #77f47abb
-import json, os
+import json, os, stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,7 +24,7 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
-from leakmel.core.files import open_regular_file, replacing
+from leakmel.core.files import replacing
 from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from leakmel.dataset.file.reader import open_dataset
 from leakmel.dataset.file.schema import data_set_name, opening_error
@@ -101,7 +101,10 @@ def _load(path: Path) -> dict[str, Any]:
     "Read the JSON object of a spec file of any schema version; raises DataError if the file cannot be read, SpecError for other content."
     remedy = "give a spec file, which explore.ipynb writes, or a leakmel data set"
     try:
-        with open(open_regular_file(path, os.O_NOCTTY), "rb") as file:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DataError("the path is not a regular file", code="not-a-file", path=path)
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as e:
         hint = missing_remedy(path, remedy)
