@@ -336,9 +336,7 @@ def test_without_compiled_code_the_bytes_are_the_same(
 
 
 @each("word", [b"unread_samples", b"stalled", b"padded"])
-def test_a_status_that_contradicts_the_recording_is_an_error(
-    data: Path, tmp_path: Path, word: bytes
-) -> None:
+def test_a_status_that_contradicts_the_recording_is_an_error(data: Path, tmp_path: Path, word: bytes) -> None:
     path = lm.build(data, out=tmp_path / "x.h5", **QUIET).path
     with h5py.File(path, "r+") as f:
         f["files/status"][:] = [s.replace(word, b"ok") for s in f["files/status"][:]]
