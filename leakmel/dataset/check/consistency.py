@@ -353,7 +353,8 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
             there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
-    gone, new = known - there, there - known
+    gone = known - there
+    new = there - known
     if not is_remote:
         gone = {p for p in gone if not os.path.isfile(os.path.join(folder, p))}
         full = {os.path.join(folder, p): p for p in new}

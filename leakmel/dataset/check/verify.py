@@ -94,7 +94,7 @@ class VerifyReport:
             return found
         return f"{found}; labels and names were not compared: give the table (table=, --table)"
 
-    def note_moved(self, problem: str) -> None:
+    def _note_moved(self, problem: str) -> None:
         "Add a problem caused by a recording that was removed or changed."
         self.moved.append(problem)
         self.problems.append(problem)
@@ -146,8 +146,10 @@ def _structure(
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(attributes["naming_json"])
-        paths, people = columns["files/path"][:], consistency.labelled_by_people(f)
-        yield from consistency.label_mismatches(paths, ids, labels, naming, attributes["split"], people)
+        people = consistency.labelled_by_people(f)
+        yield from consistency.label_mismatches(
+            columns["files/path"][:], ids, labels, naming, attributes["split"], people
+        )
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -273,10 +275,10 @@ def _find_source(
     try:
         source = sources.get(facts["path"])
     except RecordingError as e:
-        report.note_moved(f"{name}: the recording cannot be read now: {e}")
+        report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
-        report.note_moved(f"{name}: the recording has changed since the row was computed (digest)")
+        report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
         return None
     if source.refused is not None:
         report.problems.append(
@@ -405,7 +407,8 @@ def _check_origin(
 ) -> None:
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming, paths = Naming.from_json(f.attrs["naming_json"]), columns["files/path"]
-    labels, spec = json.loads(f.attrs["labels_json"]), stored_spec(f)
+    labels = json.loads(f.attrs["labels_json"])
+    spec = stored_spec(f)
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
@@ -420,7 +423,7 @@ def _check_origin(
     try:
         folder = _recordings_folder(root, f.attrs["split"], naming, paths)
     except DataError as e:
-        report.note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
+        report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples

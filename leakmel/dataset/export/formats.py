@@ -135,7 +135,8 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
     """
     (folder / "data").mkdir()
     for source in sources:
-        schema, step = _mel_schema(source), rows_of_block(source)
+        schema = _mel_schema(source)
+        step = rows_of_block(source)
         texts = [field.name for field in schema if str(field.type) == "string"]
         coded = [name for name in texts if name not in ("path", "row_digest", "digest")]
         n_rows = max(1, _SHARD_BYTES // max(1, step * source.row_bytes)) * step
@@ -223,7 +224,7 @@ def _attributes(source: ExportSource) -> dict[str, Any]:
 
 def _zarr_arrays(source: ExportSource) -> Iterator[tuple[str, np.ndarray, dict[str, Any]]]:
     "Yield name, values and options of all arrays but the mels, one by one."
-    data, n_lost = source.data, n_rejected(source.data)
+    data = source.data
     names = {"attributes": {"names": data.class_names}, "dimension_names": ["row"]}
     yield "labels", data.labels.astype(np.int16), names
     for name in _AXES[1:4]:
@@ -233,7 +234,7 @@ def _zarr_arrays(source: ExportSource) -> Iterator[tuple[str, np.ndarray, dict[s
     for page in rejected_pages(source):
         for name, texts in lost.items():
             texts += page[name]
-    for folder, columns, n in (("files", files, len(source)), ("rejected", lost.items(), n_lost)):
+    for folder, columns, n in (("files", files, len(source)), ("rejected", lost.items(), n_rejected(data))):
         options = {"chunks": (max(1, min(n, PAGE)),), "dimension_names": ["row"]}
         for k, (name, values) in enumerate(columns):
             if not isinstance(values, np.ndarray):
@@ -249,7 +250,8 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
     """
     zarr = require_package("zarr")
     for source in sources:
-        path, shape = folder / f"{source.split}.zarr", source.data.mels.shape
+        path = folder / f"{source.split}.zarr"
+        shape = source.data.mels.shape
         group = zarr.open_group(str(path), mode="w-", zarr_format=3, attributes=_attributes(source))
         chunk = min(rows_of_block(source, _CHUNK_BYTES), max(1, len(source)))
         group.create_array(
