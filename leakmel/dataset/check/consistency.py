@@ -217,7 +217,11 @@ class Sources:
         full = self._at_hand.get(path, os.path.join(self.folder, path))
         if source is not None and stamp is not None and stamp == _stamp(full):
             return source
-        return read_source(full, self.spec)
+        try:
+            return read_source(full, self.spec)
+        except RecordingError as e:  # named by its object, not by its copy
+            own = os.path.join(self.folder, path)
+            raise RecordingError(e.reject_code, e.message, path=own, remedy=e.remedy) from e
 
     def close(self) -> None:
         "Remove downloaded copies."
