@@ -389,7 +389,7 @@ def read_table(
     needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}
     rows, texts, lines = list[tuple[bytes, str, str, NameParts]](), list[list[str]](), dict[bytes, int]()
-    for line, cells in table.rows(1 + max((places.get(name, -1) for name in ("path", *needed)))):
+    for line, cells in table.rows(1 + max(places.get(name, -1) for name in ("path", *needed))):
         try:
             rows.append(_row({name: cells[i] for name, i in places.items()}, table.delimiter))
         except ValueError as e:
