@@ -153,7 +153,7 @@ def read_track(
         except ValueError:
             start, end = math.nan, math.nan
         text = row.get(column, "").strip()
-        if not 0 <= start <= end < math.inf or not (text + " ").isprintable():
+        if not 0 <= start <= end < math.inf or not text.isprintable():
             raise DataError(
                 f"line {k}: the row is no time range",
                 code="table-row",
