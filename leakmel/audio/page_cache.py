@@ -9,7 +9,6 @@ __all__ = []
 import ctypes, errno, mmap, os, sys, threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 # %% ../../nbs/audio/page_cache.ipynb #86437b00
@@ -45,7 +44,7 @@ def cached_share(
     try:
         seen = np.frombuffer(pages, np.uint8)
         resident = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
-        code = _libc().mincore(
+        code = ctypes.CDLL(None).mincore(
             ctypes.c_void_p(seen.ctypes.data),
             ctypes.c_size_t(len(pages)),
             ctypes.c_void_p(resident.ctypes.data),
@@ -55,11 +54,6 @@ def cached_share(
         with suppress(BufferError):
             pages.close()  # a signal may have kept the array alive; it is freed with it
     return float((resident & 1).mean()) if code == 0 else None
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 # %% ../../nbs/audio/page_cache.ipynb #2232f499
