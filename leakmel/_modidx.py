@@ -473,7 +473,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.audio.tables._other_columns': ( 'audio/tables.html#_other_columns',
                                                                                'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._places': ('audio/tables.html#_places', 'leakmel/audio/tables.py'),
-                                      'leakmel.audio.tables._plain': ('audio/tables.html#_plain', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._row': ('audio/tables.html#_row', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables.csv_table': ('audio/tables.html#csv_table', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables.dashed_date': ('audio/tables.html#dashed_date', 'leakmel/audio/tables.py'),

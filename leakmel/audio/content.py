@@ -358,7 +358,8 @@ def read_content(
 
     files = [(x, k) for x in listings for k in range(len(x))]
     facts = np.zeros(len(files), FACTS)
-    refused: dict[int, RecordingError] = {}
+    code = np.full(len(files), "", object)
+    message = code.copy()
     guard = ReadFailureGuard()
 
     def read_block(x: Listing, copies: LocalCopies, start: int, first: int) -> int:
@@ -372,7 +373,8 @@ def read_content(
                     guard.given()
                 except RecordingError as e:
                     guard.refused(e, x.full_path(k))
-                    refused[start + k] = e
+                    code[start + k] = e.reject_code
+                    message[start + k] = e.message
         return len(numbers)
 
     with Progress(len(files), label="reading", show=progress) as bar:
@@ -382,11 +384,6 @@ def read_content(
                 # an error cancels the blocks that have not begun
                 for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
                     bar.add(n)
-    numbers = sorted(refused)
-    code = np.full(len(files), "", object)
-    code[numbers] = [refused[i].reject_code for i in numbers]
-    message = code.copy()
-    message[numbers] = [refused[i].message for i in numbers]
     table = pd.DataFrame(
         {
             "split": [x.split for x, _ in files],
@@ -402,6 +399,7 @@ def read_content(
             table[name] = column.str.decode("ascii").astype(object)
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
+    numbers = np.flatnonzero(code != "").tolist()
     return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from leakmel.audio import conform
-from leakmel.audio.naming import SPLITS, NameParts, Naming, columns_of_names, parse_name, split_name
+from leakmel.audio.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.audio.problems import Problem, how_many, show_place
 from leakmel.audio.wav import MACHINE_FAULTS, close_read
 from leakmel.core.errors import (
@@ -46,20 +46,11 @@ def is_recording_name(
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
     "Return the error for a folder that cannot be listed."
     cause, remedy = explain(error, folder)
+    is_fault = error.errno in MACHINE_FAULTS
     name, _, words = cause.partition(": ")
-    if error.errno in MACHINE_FAULTS:
-        return MachineError(
-            f"the machine failed while listing a folder ({name}): {words}",
-            code="io-fault",
-            path=folder,
-            remedy=remedy,
-        )
-    return DataError(
-        f"the folder cannot be listed ({name}): {words}",
-        code="folder-unreadable",
-        path=folder,
-        remedy=remedy,
-    )
+    what = "the machine failed while listing a folder" if is_fault else "the folder cannot be listed"
+    kind, code = (MachineError, "io-fault") if is_fault else (DataError, "folder-unreadable")
+    return kind(f"{what} ({name}): {words}", code=code, path=folder, remedy=remedy)
 
 
 def is_inside(path: str | bytes, root: str | bytes) -> bool:
@@ -399,13 +390,10 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one li
     counts = sum((x.passed_over for x in found), Counter[bytes]())
     if not counts:
         return []
-    folders = sorted(counts)
-    n, more = counts.total(), "at least " if any(x.left_to_count <= 0 for x in found) else ""
+    folders, more = sorted(counts), "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
-    where = how_many(len(folders), "system or hidden folder")
-    message = (
-        f"{more}{how_many(n, 'recording')} in {where} {'was' if n == 1 else 'were'} passed over: {shown}"
-    )
+    where, were = how_many(len(folders), "system or hidden folder"), "was" if counts.total() == 1 else "were"
+    message = f"{more}{how_many(counts.total(), 'recording')} in {where} {were} passed over: {shown}"
     return [Problem("passed_over", show_path(folders[0]), message)]
 
 
@@ -583,8 +571,6 @@ class Listing:
         "Parts of the names, one for each recording."
         if self.parts is not None:
             return list(self.parts)
-        if self.naming.source == "folders":
-            return [parse_name(path) for path in self.paths]
         return [self.naming.read(path).parts for path in self.paths]
 
 

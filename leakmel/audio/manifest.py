@@ -489,19 +489,17 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     for split in SPLITS:
         if split not in splits:
             yield Problem("missing_split", split, "the data folder has no folder for this split")
-    if isinstance(root, StorePath):
-        folders, others = names_in(root)
-        is_folder = dict.fromkeys(others, False) | dict.fromkeys(folders, True)
-    else:
-        is_folder = {name: (root / name).is_dir() for name in os.listdir(root)}
-    for name in sorted(is_folder.keys() - {folder.name for folder in splits.values()}):
+    is_url = isinstance(root, StorePath)
+    folders, others = names_in(root) if isinstance(root, StorePath) else ([], os.listdir(root))
+    for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
+        is_folder = name in folders if is_url else (root / name).is_dir()
         if is_system_folder(name):
-            if isinstance(root, StorePath) and is_folder[name]:
+            if is_url and is_folder:
                 found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
-            elif is_folder[name] and not (root / name).is_symlink():
+            elif is_folder and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
-        elif is_folder[name] or is_recording_name(os.fsencode(name)):
-            what = "folder" if is_folder[name] else "recording"
+        elif is_folder or is_recording_name(os.fsencode(name)):
+            what = "folder" if is_folder else "recording"
             yield Problem(
                 "not_a_split", show_path(name), f"the {what} lies outside the split folders and is not read"
             )
@@ -615,7 +613,7 @@ def _by_table(
         message = f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first"
         notes.append(Problem("not_in_table", show_path(extra[0]), message))
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
-    notes += missing_files(missing, sum(map(len, listings)), present, root)
+    notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
         root,
         labels,

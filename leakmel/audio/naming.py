@@ -504,14 +504,13 @@ def preview_names(
     fit: list[dict[str, str]] = []
     misses: list[str] = []
     for place, path in names:
-        parsed = naming.read(path)
-        shown = show_place(place, path)
-        gain = "" if math.isnan(parsed.parts.gain) else f"{parsed.parts.gain:g}"
-        found = parsed.parts._asdict() | {"split": parsed.split, "label": parsed.label, "gain": gain}
-        if not parsed.fits:
+        x, shown = naming.read(path), show_place(place, path)
+        gain = "" if math.isnan(x.parts.gain) else f"{x.parts.gain:g}"
+        found = x.parts._asdict() | {"split": x.split, "label": x.label, "gain": gain}
+        if x.fits:
+            fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
+        else:
             misses.append(shown)
-            continue
-        fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
     counts = {f: Counter(row[f] for row in fit) for f in fields}
     n_fit = len(fit)
     if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field

@@ -472,15 +472,9 @@ def paths_below_root(
 
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
-def _plain(path: bytes) -> str:
-    "Return a path without differences of case, and without what cannot be seen."
-    return text_key(os.fsdecode(path)).casefold()
-
-
 def missing_files(
     missing: Sequence[bytes],  # paths of the table that do not exist
     n_rows: int,  # rows of the table that were checked
-    existing: Collection[bytes],  # paths that exist
     root: Path,
 ) -> Iterator[Problem]:
     "Yield the problems of rows without a file."
@@ -491,13 +485,7 @@ def missing_files(
             f"paths are relative to {show_path(root)}, where this file and "
             f"{how_many(n_rows - 1, 'other')} of the table do not exist",
         )
-    similar = {_plain(path): path for path in existing} if missing else {}
     for path in missing:
-        hint = '; write "/" between folders' if b"\\" in path else ""
-        if twin := similar.get(_plain(path)):
-            hint += f"; {show_path(twin)} exists, which differs only in case or looks the same"
-        yield Problem(
-            "missing_file",
-            show_path(path),
-            f"the table names this file, but the data folder does not contain it{hint}",
-        )
+        hint = '; write "/" between folders' if b"\\" in path else "; upper and lower case count"
+        message = f"the table names this file, but the data folder does not contain it{hint}"
+        yield Problem("missing_file", show_path(path), message)
