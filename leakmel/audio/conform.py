@@ -290,7 +290,8 @@ def conform(
 ) -> tuple[np.ndarray, str]:  # [n_samples] int16 or float32, status
     "Fit a recording to the rules, or raise RecordingError (wrong_rate, too_short, too_long, unsupported, nonfinite)."
     row, mono = to_mono(samples, rules.channels, use_compiled=use_compiled)
-    n, wanted = resampled_length(len(row), sample_rate, rules.sample_rate), rules.n_samples
+    n = resampled_length(len(row), sample_rate, rules.sample_rate)
+    wanted = rules.n_samples
     is_other = sample_rate != rules.sample_rate
     for is_wrong, code, message in (
         (

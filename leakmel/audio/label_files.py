@@ -151,7 +151,7 @@ def read_track(
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
         except ValueError:
-            start, end = math.nan, math.nan
+            start = end = math.nan
         text = row.get(column, "").strip()
         if not 0 <= start <= end < math.inf or not text.isprintable():
             raise DataError(
@@ -369,7 +369,8 @@ class TrackExport:
 
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
     "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
-    labels, paths = dict(current.labels), _paths_below(root)
+    labels = dict(current.labels)
+    paths = _paths_below(root)
     decided = {key: current.last[key][-1] for key in labels}
     fitting: dict[str, list[str]] = {d.path: [] for d in decided.values()}
     for path in paths:

@@ -275,7 +275,6 @@ _MAX_BATCH = 16_384  # an entry takes several times the memory of its result
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
-_NO_PATH = "the key is too long for the path of a file, and the object was left out"
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 _LISTED = "the folder was not listed again: it is a link, or lies below one, and is listed under another path"
 
@@ -375,7 +374,13 @@ def _found_objects(
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
             continue
         if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            notes.append(Problem("special", show_place("", path), _NO_PATH))
+            notes.append(
+                Problem(
+                    "special",
+                    show_place("", path),
+                    "the key is too long for the path of a file, and the object was left out",
+                )
+            )
             continue
         found.add(path, size, stamp)
         on_found(1)
@@ -390,10 +395,11 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one li
     counts = sum((x.passed_over for x in found), Counter[bytes]())
     if not counts:
         return []
-    folders, more = sorted(counts), "at least " if any(x.left_to_count <= 0 for x in found) else ""
+    folders = sorted(counts)
+    more = "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
-    where, were = how_many(len(folders), "system or hidden folder"), "was" if counts.total() == 1 else "were"
-    message = f"{more}{how_many(counts.total(), 'recording')} in {where} {were} passed over: {shown}"
+    were = "was" if counts.total() == 1 else "were"
+    message = f"{more}{how_many(counts.total(), 'recording')} in {how_many(len(folders), 'system or hidden folder')} {were} passed over: {shown}"
     return [Problem("passed_over", show_path(folders[0]), message)]
 
 

@@ -101,10 +101,12 @@ def _listing_of(
     head: Mapping[str, Any], root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]
 ) -> Listing:
     "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
-    paths, folder = _paths_of(arrays["paths"]), stored_folder(head["folder"])
+    paths = _paths_of(arrays["paths"])
+    folder = stored_folder(head["folder"])
     columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
-    texts, ids = list(head["extra"].values()), columns["label_ids"]
+    texts = list(head["extra"].values())
+    ids = columns["label_ids"]
     lengths = {len(each) for each in (paths, *columns.values(), *texts, paths if parts is None else parts)}
     if (
         lengths != {len(paths)}
@@ -217,21 +219,21 @@ class Manifest:
             if head["format"] != _FORMAT:
                 raise ValueError(f"the format is {head['format']!r}")
             facts = head["facts"]
-            root, labels = stored_folder(facts["root"]), tuple(map(str, facts["label_names"]))
+            root = stored_folder(facts["root"])
+            labels = tuple(map(str, facts["label_names"]))
             listings = []
             for k, x in enumerate(head["listings"]):
                 own = {name: arrays[f"{k}/{name}"] for name in ("paths", *_COLUMNS)}
                 listings.append(_listing_of(x, root, len(labels), own))
-            table, part_of = facts["table_path"], facts["part_of"]
             made = {
                 "root": root,
                 "label_names": labels,
                 "listings": tuple(listings),
                 "notes": tuple(Problem(**note) for note in facts["notes"]),
                 "naming": Naming(**facts["naming"]),
-                "table_path": table and Path(table),
+                "table_path": facts["table_path"] and Path(facts["table_path"]),
                 "unmatched": tuple(_paths_of(arrays["unmatched"])),
-                "part_of": part_of and tuple(part_of),
+                "part_of": facts["part_of"] and tuple(facts["part_of"]),
             }
             return Manifest(**facts | made)
         except _UNREADABLE as e:

@@ -504,7 +504,8 @@ def preview_names(
     fit: list[dict[str, str]] = []
     misses: list[str] = []
     for place, path in names:
-        x, shown = naming.read(path), show_place(place, path)
+        x = naming.read(path)
+        shown = show_place(place, path)
         gain = "" if math.isnan(x.parts.gain) else f"{x.parts.gain:g}"
         found = x.parts._asdict() | {"split": x.split, "label": x.label, "gain": gain}
         if x.fits:

@@ -388,7 +388,9 @@ def read_table(
     names = [cell.strip() for cell in table.names]
     needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}
-    rows, texts, lines = list[tuple[bytes, str, str, NameParts]](), list[list[str]](), dict[bytes, int]()
+    rows: list[tuple[bytes, str, str, NameParts]] = []
+    texts: list[list[str]] = []
+    lines: dict[bytes, int] = {}
     for line, cells in table.rows(1 + max(places.get(name, -1) for name in ("path", *needed))):
         try:
             rows.append(_row({name: cells[i] for name, i in places.items()}, table.delimiter))
@@ -430,11 +432,13 @@ def _other_columns(
     names: list[str], known: set[int], rows: list[list[str]]
 ) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     "Return the columns that are kept besides known ones, and the names of those that are not."
-    extra, ignored = dict[str, list[str]](), list[str]()
+    extra: dict[str, list[str]] = {}
+    ignored: list[str] = []
     for i, cell in enumerate(names):
         if i in known or not cell:
             continue
-        name, texts = cell.removeprefix("extra/").replace("/", "_"), [row[i] for row in rows]
+        name = cell.removeprefix("extra/").replace("/", "_")
+        texts = [row[i] for row in rows]
         is_free = name not in ("", ".", "..", *extra, *MEASURED_COLUMNS) and len(extra) < MAX_EXTRA_COLUMNS
         if is_free and max(len(text.encode()) for text in (name, *texts)) <= MAX_EXTRA_BYTES:
             extra[name] = texts
