@@ -347,9 +347,6 @@ def digests_of(
     return np.array([digest_of(row) for row in rows], "S32")
 
 
-_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
-
-
 def digests_in_file(
     fd: int,  # of an open file
     offset: int,  # of the first row in it
@@ -370,7 +367,7 @@ def digests_in_file(
             code="file-ends-early",
             remedy="copy the file again, or build the data set again",
         ) from e
-    return digests, largest < _INFINITY
+    return digests, largest < 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def int16_moments(

@@ -86,7 +86,6 @@ _FAULTS = {  # word of the status -> what it means
     "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, a program padded it, "
     "or a gate is on; remove the recording, or cut that part off",
 }
-SAME_LENGTH = 0.5  # samples
 
 
 def _most_common(values: np.ndarray) -> tuple[float, int]:
@@ -112,7 +111,7 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
         ),
         (
             "other_length",
-            np.abs(c.duration_s - length) * rate >= SAME_LENGTH,
+            np.abs(c.duration_s - length) * rate >= 0.5,  # samples
             lambda i: (
                 f"the length is {c.duration_s[i]:.6g} s; {n_length:,} of {len(c):,} recordings have {length:.6g} s"
             ),
@@ -255,7 +254,6 @@ def label_auc(
 
 # %% ../../nbs/audio/content.ipynb #a57c1336
 _RECORDER = "a detector would learn the recorder, not the leak"
-_LEVEL = "a detector may learn the level alone: check that gain and recorder are the same for all labels"
 
 
 def _tied_labels(c: Columns) -> Iterator[Problem]:
@@ -277,7 +275,15 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
                 f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
                 f"which {100 * share:.0f} % of all recordings have; {_RECORDER}",
             )
-    numbers = [("level", "louder", "quieter", c.rms_db, _LEVEL)]
+    numbers = [
+        (
+            "level",
+            "louder",
+            "quieter",
+            c.rms_db,
+            "a detector may learn the level alone: check that gain and recorder are the same for all labels",
+        )
+    ]
     if "length" not in tied and (c.duration_s != c.duration_s[0]).any():
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
     counts = np.bincount(c.label_id)

@@ -79,11 +79,6 @@ def is_in_cache(
 
 
 # %% ../../nbs/audio/page_cache.ipynb #eb5a8b9d
-# shares of the bytes requested
-WARM_BELOW = 0.01
-COLD_FROM = 0.9
-
-
 class CacheUse:
     "Bytes requested from files and bytes read from storage; threads may share one object."
 
@@ -127,7 +122,7 @@ class CacheUse:
         if not self.counted or (self.asked and not self.delivered and (self.saw_cold or not self.tells)):
             return "unknown"
         share = self.delivered / max(1, self.asked)
-        return "warm" if share < WARM_BELOW else "cold" if share >= COLD_FROM else "mixed"
+        return "warm" if share < 0.01 else "cold" if share >= 0.9 else "mixed"
 
     def to_dict(self) -> dict[str, Any]:
         "Return the counts for the summary of a build."
