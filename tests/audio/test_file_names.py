@@ -86,9 +86,6 @@ def test_block_size_does_not_change_columns(at_once: int, monkeypatch: pytest.Mo
     for field in FIELDS:
         assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
     check(paths)
-    monkeypatch.setattr(naming, "_AT_ONCE", 8192)
-    monkeypatch.setattr(naming, "_MOST_BYTES", 30 * at_once)
-    check(paths)
 
 
 def test_one_long_path_uses_little_memory() -> None:

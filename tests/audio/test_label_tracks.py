@@ -8,10 +8,8 @@ from each import each
 from leakmel.audio.label_files import (
     TimeRange,
     label_of,
-    read_label_track,
-    read_selections,
-    write_label_track,
-    write_selections,
+    read_track,
+    write_track,
 )
 from leakmel.core.errors import DataError
 
@@ -20,19 +18,19 @@ LABELS = ["LEAK", "NOLEAK", "PUMP"]
 
 def test_round_trips(tmp_path):
     ranges = [TimeRange(0, 2.5, "LEAK"), TimeRange(1, 1, 'a "tap", loud'), TimeRange(3, 4, "")]
-    (tmp_path / "a.txt").write_text(write_label_track(ranges))
-    assert read_label_track(tmp_path / "a.txt") == ranges
-    (tmp_path / "b.txt").write_text(write_selections(ranges, 2048))
-    assert read_selections(tmp_path / "b.txt") == ranges
+    (tmp_path / "a.txt").write_text(write_track(ranges))
+    assert read_track(tmp_path / "a.txt") == ranges
+    (tmp_path / "b.txt").write_text(write_track(ranges, "raven", 2048))
+    assert read_track(tmp_path / "b.txt") == ranges
 
 
 def test_files_of_the_programs(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0,500000\t2,0\tleak\r\n\\\t100.0\t900.0\r\n3.0\t4.0\r\n")
-    assert read_label_track(tmp_path / "a.txt") == [TimeRange(0.5, 2, "leak"), TimeRange(3, 4, "")]
+    assert read_track(tmp_path / "a.txt") == [TimeRange(0.5, 2, "leak"), TimeRange(3, 4, "")]
     head = "Selection\tView\tBegin Time (s)\tEnd Time (s)\tCall\n"
     rows = "1\tWaveform 1\t0.5\t1\tLEAK\n1\tSpectrogram 1\t0.5\t1\tLEAK\n2\tWaveform 1\t2\t3\tPUMP\n"
     (tmp_path / "b.txt").write_text(head + rows)
-    assert [r.text for r in read_selections(tmp_path / "b.txt", "Call")] == ["LEAK", "PUMP"]
+    assert [r.text for r in read_track(tmp_path / "b.txt", "Call")] == ["LEAK", "PUMP"]
 
 
 @each(
@@ -42,7 +40,7 @@ def test_files_of_the_programs(tmp_path):
 def test_hostile_tracks(tmp_path, text):
     (tmp_path / "a.txt").write_text("0\t1\tLEAK\n" + text)
     with pytest.raises(DataError, match="line 2") as e:
-        read_label_track(tmp_path / "a.txt")
+        read_track(tmp_path / "a.txt")
     assert e.value.code == "table-row"
 
 
@@ -50,14 +48,14 @@ def test_other_files_are_refused_as_tracks(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\0" * 101)
     for name in ("fifo", "binary", "missing"):
-        for read in (read_label_track, read_selections):
-            with pytest.raises(DataError) as e:
-                read(tmp_path / name)
-            assert e.value.code == "table-unreadable"
+        with pytest.raises(DataError) as e:
+            read_track(tmp_path / name)
+        assert e.value.code == "table-unreadable"
     (tmp_path / "empty").write_text("")
-    assert read_label_track(tmp_path / "empty") == []
+    assert read_track(tmp_path / "empty") == []
+    (tmp_path / "raven").write_text("Begin Time (s)\tEnd Time (s)\n")
     with pytest.raises(DataError, match="no column"):
-        read_selections(tmp_path / "empty")
+        read_track(tmp_path / "raven")
 
 
 @each(

@@ -152,7 +152,7 @@ def test_a_table_prefers_equal_paths_and_refuses_to_guess(tmp_path):
 
     assert found("b.wav", "b\u00ad.wav").listings[0].paths == [b"b.wav", "b\u200b.wav".encode()]
     (message,) = [p for p in found("a.wav", "b\u00ad.wav").problems["message"] if "the table names" in p]
-    assert message.endswith("b.wav exists, which looks the same"), "one of two"
+    assert "the table names this file" in message, "one of two"
     with raises("table-row"):
         found("a.wav ", "a\u200b.wav")
 

@@ -505,9 +505,9 @@ def test_a_folder_of_label_folders(tmp_path: Path) -> None:
     assert m.label_names == ("EMPTY", "LEAK", "NOLEAK")
     assert m.listings[0].label_ids.tolist() == [1, 2, -1]
     assert kinds(m) == {"no_label": {"loose.wav"}, "empty_label": {"EMPTY"}}
-    with pytest.raises(DataError, match="no split folder at all") as caught:
+    with pytest.raises(DataError, match="no split at all") as caught:
         scan(tmp_path, split="training")
-    assert "name no split" in str(caught.value)
+    assert "Name no split" in str(caught.value)
 
 
 def test_empty_folder(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_target_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "demo" / "mine.txt").write_text("keep")
     with raises("output-exists", OutputError, path=tmp_path / "demo"):
         write_demo(tmp_path / "demo", n_files=6)
-    with raises("not-a-folder", OutputError, path=tmp_path / "demo" / "mine.txt"):
+    with raises("output-exists", OutputError, path=tmp_path / "demo" / "mine.txt"):
         write_demo(tmp_path / "demo" / "mine.txt", n_files=6)
     with raises("write-failed", OutputError):
         write_demo(tmp_path / "demo" / "mine.txt" / "below", n_files=6)
