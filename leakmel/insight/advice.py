@@ -8,17 +8,17 @@ __all__ = []
 # %% ../../nbs/insight/advice.ipynb #de516edd
 import textwrap
 from copy import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from leakmel.core.errors import UsageError
 from leakmel.core.monitor import mean, size_text
-from leakmel.core.timeline import Timeline, covered_s
+from leakmel.core.timeline import Timeline
 from leakmel.insight.diagnose import (
     AmdahlBound,
-    attribute,
     amdahl_bounds,
+    attribute,
     computing_s,
     engine_idle,
     exposed_wait_s,
@@ -54,11 +54,11 @@ class Suggestion:
     present: Any
     new: Any
     evidence: str  # figures of this run
-    at_most_s: float | None  # upper bound of the time saved, s; None: unknown
+    at_most_s: float  # upper bound of the time saved, s
 
     def __str__(self) -> str:
-        most = "" if self.at_most_s is None else f" Saves at most {self.at_most_s:.2f} s."
-        return f"{self.parameter}: {self.present} -> {self.new}. {self.evidence}{most}"
+        change = f"{self.parameter}: {self.present} -> {self.new}"
+        return f"{change}. {self.evidence} Saves at most {self.at_most_s:.2f} s."
 
 
 # %% ../../nbs/insight/advice.ipynb #c156bef4
@@ -68,63 +68,41 @@ class Evidence:
     def __init__(
         self,
         timeline: Timeline,
-        split: str | None = None,  # one split, None for the whole run
-        summary: Mapping[str, Any]
-        | None = None,  # of a build, as BuildResult.summary and FILE.report.json have it
+        split: str | None,  # one split, None for the whole run
+        summary: Mapping[str, Any],  # of a build, as BuildResult.summary and FILE.report.json have it
+        limit: AmdahlBound,  # the largest one
     ):
-        meta = timeline.meta
-        machine, monitor, inflow = (meta.get(key) or {} for key in ("machine", "monitor", "inflow"))
-        self.timeline = timeline
-        self.split = split
-        self.summary: dict[str, Any] = {
-            **{key: meta[key] for key in ("device", "mode") if key in meta},
-            **inflow.get(split or next(iter(inflow), ""), {}),
-            **(summary or {}),
-        }
-        self.settings: dict[str, Any] = {
-            **(meta.get("settings") or {}),
-            **(meta.get("workers") or {}),
-            **(self.summary.get("pipeline") or {}),
-        }
-        # 0: not known
-        self.n_cores: int = machine.get("n_cores") or monitor.get("n_cores") or 0
-        self.is_device = self.summary.get("device", "cpu") != "cpu"
+        inflow = timeline.meta.get("inflow") or {}
+        of_split = inflow.get(split or next(iter(inflow), ""), {})
+        self.facts: dict[str, Any] = {**timeline.meta, **of_split, **summary}
+        settings, workers, given, machine = (
+            self.facts.get(key) or {} for key in ("settings", "workers", "pipeline", "machine")
+        )
+        self.settings: dict[str, Any] = {**settings, **workers, **given}
+        self.limit = limit
+        self.clause = f"The limit is {limit.stage} ({limit.gain_s:.2f} of {limit.wall_s:.2f} s)"
+        self.n_cores: int = machine.get("n_cores") or 0  # 0: not known
+        self.is_device = self.facts.get("device", "cpu") != "cpu"
         # each worker runs all stages
         self.is_alone = not self.is_device and not self.settings.get("read_workers")
-        self.is_cold = self.summary.get("cache") in ("cold", "mixed")
-        first, last = interval_s(timeline, split) or (0.0, 0.0)
-        self.wall_s = last - first
+        self.is_cold = self.facts.get("cache") in ("cold", "mixed")
         self.spans = spans_of(timeline, split)
-        self.bounds = amdahl_bounds(timeline, split)
-        self.limit = self.bounds[0] if self.bounds else AmdahlBound("wait", 0.0, 0.0)
-        self.limit_clause = (
-            f"The limit is {self.limit.stage} ({self.limit.gain_s:.2f} of {self.wall_s:.2f} s)"
-        )
+        first, last = interval_s(timeline, split) or (0.0, 0.0)
         self.compute_s = computing_s(timeline, first, last)  # for any split
         self.idle_s, self.engine_s = engine_idle(timeline, split)
         samples = [s for s in timeline.samples if first <= s["time_s"] <= last]
-        self.gpu_percent = mean(samples, "gpu_percent")
-        cpu = mean(samples, "cpu_percent")
-        self.cores_used = None if cpu is None else cpu / 100
-        self.has_cores_left = (  # CPU time for more threads, if the CPU load was measured
-            self.n_cores > 0 and (cpu is None or cpu / 100 < BUSY_CPU_SHARE * self.n_cores)
-        )
-        queue = queue_stats(timeline, split).get("queue.compute")
-        self.queue_depth = None if queue is None else queue[0]
+        load = mean(samples, "gpu_percent")
+        self.gpu_percent = 100 * self.compute_s / limit.wall_s if load is None else load
+        # CPU time for more threads; a load that was not measured counts as none
+        has_time = (mean(samples, "cpu_percent") or 0.0) < 100 * BUSY_CPU_SHARE * self.n_cores
+        self.has_cores_left = self.n_cores > 0 and has_time
+        # a queue without a record counts as full
+        self.queue_depth, _ = queue_stats(timeline, split).get("queue.compute", (LOW_QUEUE_DEPTH, 0.0))
         self.is_starved = (  # the engine waited for input: a low queue depth and idle time
-            queue is not None
-            and not too_short_text(self.engine_s)
-            and queue[0] < LOW_QUEUE_DEPTH
+            not too_short_text(self.engine_s)
+            and self.queue_depth < LOW_QUEUE_DEPTH
             and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s
         )
-
-    def n_files(self, stage: str) -> int:
-        "Return the number of recordings that a stage handled."
-        return sum(s.n_files for s in self.spans if s.stage == stage)
-
-    def gain_s(self, stage: str) -> float:
-        "Return the upper bound of the time that a change of a stage can save, in seconds."
-        return next((b.gain_s for b in self.bounds if b.stage == stage), 0.0)
 
     def has_limit(self, *stages: str) -> bool:
         "Return whether one of these stages is the bottleneck."
@@ -135,93 +113,54 @@ class Evidence:
 _READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
 
 
-def _more_threads(e: Evidence, name: str, new: int, stages: Sequence[str]) -> Suggestion | None:
-    "Suggest more threads if one of these stages is the bottleneck."
-    present = e.settings.get(name) or 0
-    if not 0 < present < new or not e.has_limit(*stages):
-        return None
-    used = "" if e.cores_used is None else f", of which the process used {e.cores_used:.1f}"
-    why = f"{e.limit_clause} with {present} thread{'s' * (present > 1)} on {e.n_cores} cores{used}."
-    return Suggestion(name, present, new, why, e.limit.gain_s * (1 - present / new))
-
-
-def _computing_threads(e: Evidence) -> Suggestion | None:
-    "Suggest one computing thread per core for an engine on the CPU."
-    present = e.settings.get("compute_workers") or 0
-    if not e.is_device and 0 < e.n_cores < present:
-        why = f"{present} threads compute on {e.n_cores} usable core{'s' * (e.n_cores > 1)}."
-        return Suggestion("compute_workers", present, e.n_cores, why, None)
-    stages = (*_READER_STAGES, "compute", "write") if e.is_alone else ("compute",)
-    can_use_more = not e.is_device and e.has_cores_left
-    return _more_threads(e, "compute_workers", e.n_cores, stages if can_use_more else ())
-
-
-def _reading_threads(e: Evidence) -> Suggestion | None:
-    "Suggest more reader threads."
-    is_slow_disk = e.limit.stage == "read" and e.is_cold
-    new = 2 * (e.settings.get("read_workers") or 0) if is_slow_disk else e.n_cores
-    stages = _READER_STAGES if e.has_cores_left else ()
-    return _more_threads(e, "read_workers", min(MAX_READERS, new), stages)
-
-
-def _writing_threads(e: Evidence) -> Suggestion | None:
-    "Suggest more writer threads."
-    new = min(8, e.n_cores, 2 * (e.settings.get("write_workers") or 0))
-    return _more_threads(e, "write_workers", new, () if e.is_alone else ("write",))
-
-
-# %% ../../nbs/insight/advice.ipynb #6b7cc1eb
-def _read_ahead_files(e: Evidence) -> Suggestion | None:
-    "Suggest requesting files ahead of the readers."
-    n_bytes = e.summary.get("bytes_from_device") or 0
-    # files were fetched ahead, or most bytes came from the page cache
-    is_cached = e.summary.get("read_ahead_files") or n_bytes < e.summary.get("bytes_asked", 0) / 2
-    if is_cached or not e.is_cold or not e.has_limit("read") or "read_ahead" not in e.settings:
-        return None
-    why = f"{e.limit_clause}, the disk delivered {size_text(n_bytes)}, and no file was requested ahead."
-    return Suggestion("read_ahead", e.settings["read_ahead"], 1024, why, e.gain_s("read"))
-
-
-def _cache_mode(e: Evidence) -> Suggestion | None:
-    "Suggest a cache file of decoded and resampled recordings, for later builds."
-    if not e.has_limit("decode", "resample") or e.summary.get("mode") != "stream":
-        return None
-    why = (
-        f"{e.limit_clause}: of {e.n_files('read'):,} recordings {e.n_files('decode'):,} were decoded and {e.n_files('resample'):,} "
-        "were resampled. A cache file stores the engine's input; it saves time from the second build on."
-    )
-    return Suggestion(
-        "mode", "stream", "memmap", why, min(e.wall_s, e.gain_s("decode") + e.gain_s("resample"))
-    )
-
-
-# %% ../../nbs/insight/advice.ipynb #fd21f0ff
-def _slots(e: Evidence) -> Suggestion | None:
+def _more_slots(e: Evidence) -> Iterator[Suggestion]:
     "Suggest more batches in flight if readers and engine waited for each other."
-    present = e.settings.get("slots")
-    if e.is_alone or not present or not (e.is_starved or e.has_limit("wait")) or too_short_text(e.engine_s):
-        return None
+    present = e.settings.get("slots") or 0
     readers = [s for s in e.spans if s.stage in _READER_STAGES and s.split]
-    n_lanes, n_batches = len({s.lane for s in readers}), len({(s.split, s.batch) for s in readers})
-    busy = sum(s.seconds for s in readers) / max(1, n_lanes) / e.engine_s
-    # every batch had its own slot, or the readers did not wait for one
-    if n_batches <= present or busy > BUSY_CPU_SHARE:
-        return None
-    why = (
-        f"With {present} slot{'s' * (present > 1)} the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
-        f"and the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
+    has_waiting_batches = 0 < present < len({(s.split, s.batch) for s in readers})
+    if e.is_alone or not e.is_starved or not has_waiting_batches:
+        return
+    busy = sum(s.seconds for s in readers) / len({s.lane for s in readers}) / e.engine_s
+    if busy <= BUSY_CPU_SHARE:
+        why = (
+            f"With {present} slot{'s' * (present > 1)} the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
+            f"and the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
+        )
+        yield Suggestion("slots", present, max(3, 2 * present), why, e.idle_s)
+
+
+def _more_threads(e: Evidence) -> Iterator[Suggestion]:
+    "Suggest more threads for the limiting stage."
+    readers, writers = (e.settings.get(name) or 0 for name in ("read_workers", "write_workers"))
+    is_slow_disk = e.limit.stage == "read" and e.is_cold
+    more_readers = min(MAX_READERS, 2 * readers if is_slow_disk else e.n_cores)
+    computing = (*_READER_STAGES, "compute", "write") if e.is_alone else ("compute",)
+    rules = (  # setting, new value, stages that it shortens, whether it can
+        ("compute_workers", e.n_cores, computing, e.has_cores_left and not e.is_device),
+        ("read_workers", more_readers, _READER_STAGES, e.has_cores_left),
+        ("write_workers", min(8, e.n_cores, 2 * writers), ("write",), not e.is_alone),
     )
-    return Suggestion("slots", present, max(3, 2 * present), why, min(e.wall_s, e.idle_s + e.gain_s("wait")))
+    for name, new, stages, can_help in rules:
+        present = e.settings.get(name) or 0
+        if can_help and 0 < present < new and e.has_limit(*stages):
+            why = f"{e.clause} with {present} thread{'s' * (present > 1)} on {e.n_cores} cores."
+            yield Suggestion(name, present, new, why, e.limit.gain_s * (1 - present / new))
 
 
-RULES: tuple[Callable[[Evidence], Suggestion | None], ...] = (
-    _computing_threads,
-    _slots,
-    _reading_threads,
-    _read_ahead_files,
-    _cache_mode,
-    _writing_threads,
-)
+def _less_reading(e: Evidence) -> Iterator[Suggestion]:
+    "Suggest requesting files ahead of the readers, or a cache file for later builds."
+    n_bytes = e.facts.get("bytes_from_device") or 0
+    # else files were fetched ahead, or most bytes came from the page cache
+    is_slow = not e.facts.get("read_ahead_files") and n_bytes >= e.facts.get("bytes_asked", 0) / 2
+    if e.has_limit("read") and e.is_cold and is_slow and "read_ahead" in e.settings:
+        why = f"{e.clause}, the disk delivered {size_text(n_bytes)}, and no file was requested ahead."
+        yield Suggestion("read_ahead", e.settings["read_ahead"], 1024, why, e.limit.gain_s)
+    if e.has_limit("decode", "resample") and e.facts.get("mode") == "stream":
+        why = f"{e.clause}. A cache file stores the engine's input; it saves time from the second build on."
+        yield Suggestion("mode", "stream", "memmap", why, e.limit.gain_s)
+
+
+RULES = (_more_slots, _more_threads, _less_reading)
 
 
 # %% ../../nbs/insight/advice.ipynb #23e11db6
@@ -234,8 +173,7 @@ class Analysis:
     shares: dict[str, float]  # stage -> exclusive seconds; the sum is wall_s
     bounds: tuple[AmdahlBound, ...]  # the limiting stage first; not meaningful for a run that was too short
     exposed_wait_s: float  # no lane of any split was busy
-    findings: tuple[str, ...] = ()  # LOW QUEUE DEPTH and BOTTLENECK sentences
-    gpu: str = ""  # a sentence on low GPU load, or empty
+    findings: tuple[str, ...] = ()  # BOTTLENECK and LOW QUEUE DEPTH sentences, and one on low GPU load
     suggestions: tuple[Suggestion, ...] = ()  # at most MAX_SUGGESTIONS
     no_suggestion: str = ""  # why there is no suggestion; empty if there is one
 
@@ -246,7 +184,7 @@ class Analysis:
 
     def __str__(self) -> str:
         lines = [f"PERFORMANCE ANALYSIS: {self.title}"]
-        if not self.bounds or not too_short_text(self.wall_s):
+        if self.limiting:
             shares = ", ".join(
                 f"{stage} {percent_text(s, self.wall_s)}"
                 for stage, s in sorted(self.shares.items(), key=lambda x: -x[1])
@@ -254,12 +192,12 @@ class Analysis:
             )
             wait = f"{self.exposed_wait_s:.2f} s ({percent_text(self.exposed_wait_s, self.wall_s)})"
             lines += [
-                f"exclusive time: {shares or 'none'} of {self.wall_s:.2f} s",
-                limit_text(list(self.bounds)),
+                f"exclusive time: {shares} of {self.wall_s:.2f} s",
+                limit_text(self.bounds),
                 f"Exposed wait: no lane was busy for {wait}.",
             ]
         advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.no_suggestion]
-        return "\n  ".join(filter(None, [*lines, *self.findings, self.gpu, *advice]))
+        return "\n  ".join([*lines, *self.findings, *advice])
 
 
 # %% ../../nbs/insight/advice.ipynb #6c36853c
@@ -267,68 +205,65 @@ def analyse(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
     *,
-    summary: Mapping[str, Any]
-    | None = None,  # of the build, as BuildResult.summary and FILE.report.json have it
+    # of the build, as BuildResult.summary and FILE.report.json have it
+    summary: Mapping[str, Any] | None = None,
 ) -> Analysis:
     "Analyse one split or a whole run."
-    e = Evidence(timeline, split, summary)
-    title = split or "the whole run"
-    shares = attribute(timeline, split)
+    first, last = interval_s(timeline, split) or (0.0, 0.0)
+    bounds, shares = amdahl_bounds(timeline, split), attribute(timeline, split)
     exposed_s = exposed_wait_s(timeline, split)
-    if e.bounds and (reason := too_short_text(e.wall_s)):
-        return Analysis(title, e.wall_s, shares, tuple(e.bounds), exposed_s, no_suggestion=reason)
-    found = [s for rule in RULES if (s := rule(e)) is not None][:MAX_SUGGESTIONS]
-    findings = []
-    if e.limit.share >= BOTTLENECK_SHARE and e.limit.gain_s > 0:
-        findings.append(
-            f"{e.limit.stage.upper().replace('_', ' ')} BOTTLENECK: {e.limit.gain_s:.2f} of {e.wall_s:.2f} s "
-            f"({100 * e.limit.share:.0f} %) would be saved without it (threshold {100 * BOTTLENECK_SHARE:.0f} %)."
+    found = Analysis(split or "the whole run", last - first, shares, tuple(bounds), exposed_s)
+    if found.limiting is None:
+        return replace(found, no_suggestion=limit_text(bounds))
+    e = Evidence(timeline, split, summary or {}, bounds[0])
+    suggestions = [s for rule in RULES for s in rule(e)][:MAX_SUGGESTIONS]
+    reason = "" if suggestions else _no_suggestion_reason(e)
+    findings = tuple(_findings(e, next((b.gain_s for b in bounds if b.stage == "compute"), 0.0)))
+    return replace(found, findings=findings, suggestions=tuple(suggestions), no_suggestion=reason)
+
+
+def _findings(e: Evidence, compute_gain_s: float) -> Iterator[str]:
+    "Yield a sentence for each measurement that is beyond its threshold."
+    b = e.limit
+    if b.share >= BOTTLENECK_SHARE:
+        yield (
+            f"{b.stage.upper().replace('_', ' ')} BOTTLENECK: {b.gain_s:.2f} of {b.wall_s:.2f} s "
+            f"({100 * b.share:.0f} %) would be saved without it (threshold {100 * BOTTLENECK_SHARE:.0f} %)."
         )
     if e.is_starved:
-        findings.append(
+        yield (
             f"LOW QUEUE DEPTH: {e.queue_depth:.2f} batches waited for the engine on average (threshold {LOW_QUEUE_DEPTH:g}), and the engine was "
             f"idle for {e.idle_s:.2f} of {e.engine_s:.2f} s ({percent_text(e.idle_s, e.engine_s)}; threshold {100 * ENGINE_IDLE_SHARE:.0f} %)."
         )
-    gpu = ""
-    load = 100 * e.compute_s / e.wall_s if e.gpu_percent is None and e.wall_s > 0 else e.gpu_percent
-    if e.is_device and load is not None and load < LOW_GPU_PERCENT:
-        gpu = (
-            f"GPU load of {load:.0f} %: computing took {e.compute_s:.2f} of {e.wall_s:.2f} s. The limiting stage is {e.limit.stage}; "
-            f"an infinitely fast GPU would save at most {e.gain_s('compute'):.2f} s."
+    if e.is_device and e.gpu_percent < LOW_GPU_PERCENT:
+        yield (
+            f"GPU load of {e.gpu_percent:.0f} %: computing took {e.compute_s:.2f} of {b.wall_s:.2f} s. The limiting stage is {b.stage}; "
+            f"an infinitely fast GPU would save at most {compute_gain_s:.2f} s."
         )
-    reason = "" if found else _no_suggestion_reason(e)
-    return Analysis(
-        title, e.wall_s, shares, tuple(e.bounds), exposed_s, tuple(findings), gpu, tuple(found), reason
-    )
 
 
 def _no_suggestion_reason(e: Evidence) -> str:
     "Return why there is no suggestion."
-    if not e.bounds:
-        return "No span was recorded."
     if e.limit.share < BOTTLENECK_SHARE and not e.is_starved:
         return (
             f"Nothing to change: no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %; the best change would save at most "
-            f"{e.limit.gain_s:.2f} of {e.wall_s:.2f} s."
+            f"{e.limit.gain_s:.2f} of {e.limit.wall_s:.2f} s."
         )
     if e.limit.stage == "start_up":
-        import_s = covered_s(s for s in e.timeline.spans if s.stage == "start_up" and s.lane == "imports")
-        return f"Nothing to change: start-up ({import_s:.2f} s of it imports) occurs once in a run, so its share falls with more recordings."
-    used = "" if not e.n_cores or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
-    return f"Nothing to change: the measurements show no setting that would shorten {e.limit.stage}{used}."
+        return "Nothing to change: start-up occurs once in a run, so its share falls with more recordings."
+    return f"Nothing to change: the measurements show no setting that would shorten {e.limit.stage}."
 
 
 # %% ../../nbs/insight/advice.ipynb #b7cbd350
 def analyse_run(
     timeline: Timeline,
-    summaries: Sequence[
-        Mapping[str, Any]
-    ] = (),  # of the builds of the run, one per split, as BuildResult.summary has them
+    # of the builds of the run, one per split, as BuildResult.summary has them
+    summaries: Sequence[Mapping[str, Any]] = (),
 ) -> list[Analysis]:  # the run, then each split if there are several
     "Analyse a run and its splits."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
     of = {s.get("span_name"): s for s in summaries}
-    whole = analyse(timeline, summary=summaries[0] if summaries else None)
+    whole = analyse(timeline, summary=next(iter(summaries), None))
     if len(splits) == 1:
         return [replace(whole, title=f"{whole.title}, {splits[0]}")]
     return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
@@ -349,24 +284,6 @@ def is_short_run(
     return last - first < SHORT_RUN_S
 
 
-def _short_text(timeline: Timeline, summaries: Sequence[Mapping[str, Any]], switch: str) -> str:
-    "Return at most three lines: time and rate, limiting stage, one suggestion."
-    found = analyse(_without_imports(timeline), summary=summaries[0] if summaries else None)
-    n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
-    rate = f", {n_read / found.wall_s:,.0f} files/s ({n_read:,} files)" if n_read and found.wall_s > 0 else ""
-    lines = [f"Performance: {found.wall_s:.2f} s{rate}. Full analysis: {switch}"]
-    if found.limiting is None:
-        return "\n".join([*lines, found.no_suggestion])
-    limit = found.bounds[0]
-    lines.append(
-        f"Limiting stage: {limit.stage}, {limit.gain_s:.2f} s ({100 * limit.share:.0f} %) would be saved without it."
-    )
-    for s in found.suggestions[:1]:
-        saved = "" if s.at_most_s is None else f", which saves at most {s.at_most_s:.2f} s"
-        lines.append(f"Suggestion: {s.parameter} {s.present} -> {s.new}{saved}.")
-    return "\n".join([*lines, *(["Nothing to change."] if not found.suggestions else [])])
-
-
 def check_analysis(analysis: str) -> None:
     "Check how much `analysis_text` prints; raises UsageError."
     if analysis not in ANALYSES:
@@ -383,14 +300,23 @@ def analysis_text(
     summaries: Sequence[Mapping[str, Any]] = (),  # of the builds of the run, one per split
     *,
     width: int = 100,  # of a line, characters
-    analysis: str = "full",  # one of ANALYSES; "auto": three lines for a run of less than SHORT_RUN_S, else all
-    switch: str = 'analysis="full"',  # how the user asks for the full text; three lines name it
+    analysis: str = "full",  # one of ANALYSES; "auto": a short analysis for a run of less than SHORT_RUN_S, else all
+    switch: str = 'analysis="full"',  # how the user asks for the full text; the short one names it
 ) -> str:  # "" for analysis="none"; raises UsageError for an unknown value of `analysis`
     "Analyse a run and its splits, as text."
     check_analysis(analysis)
     if analysis == "none":
         return ""
     if analysis == "auto" and is_short_run(timeline):
-        return _short_text(timeline, summaries, switch)
+        found = analyse(_without_imports(timeline), summary=next(iter(summaries), None))
+        n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
+        rate = f", {n_read / found.wall_s:,.0f} files/s ({n_read:,} files)" if n_read and found.wall_s else ""
+        lines = [
+            f"Performance: {found.wall_s:.2f} s{rate}. Full analysis: {switch}",
+            limit_text(found.bounds),
+        ]
+        if found.limiting:
+            lines += [f"Suggestion: {s}" for s in found.suggestions[:1]] or [found.no_suggestion]
+        return "\n".join(lines)
     lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
     return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)

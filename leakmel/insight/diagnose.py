@@ -7,7 +7,8 @@ __all__ = []
 
 # %% ../../nbs/insight/diagnose.ipynb #143e688c
 import math, re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from leakmel.core.timeline import (
     STAGES,
-    Gauge,
     LanePiece,
     Span,
     Timeline,
@@ -33,13 +33,10 @@ if TYPE_CHECKING:
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
 def background_checks(
     timeline: Timeline,
-) -> list[
-    Span
-]:  # "verify" spans on publisher lanes that start before the first "publish" span of their split
+) -> list[Span]:  # "verify" spans of publishers that start before the first "publish" span of their split
     "Return the spans of verification that runs in the background while rows are computed."
-    published = [s for s in timeline.spans if s.stage == "publish"]
-    # of a split, the first one counts
-    first = {s.split: s.start_s for s in sorted(published, key=lambda s: -s.start_s)}
+    published = sorted((s for s in timeline.spans if s.stage == "publish"), key=lambda s: -s.start_s)
+    first = {s.split: s.start_s for s in published}  # the earliest of a split
     checks = [s for s in timeline.spans if s.stage == "verify" and s.lane.startswith("publisher")]
     return [s for s in checks if s.start_s < first.get(s.split, math.inf)]
 
@@ -55,9 +52,10 @@ def interval_s(
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
     "Return the start of the first and the end of the last span, without background checks."
-    own = [s for s in timeline.spans if split in (None, s.split)]
+    own = timeline.spans
     if split is not None:
-        own = [s for s in _without_checks(timeline) if s.split == split] or own
+        own = [s for s in _without_checks(timeline) if s.split == split]
+        own = own or [s for s in timeline.spans if s.split == split]
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 
@@ -92,15 +90,18 @@ def attribute(
 ) -> dict[str, float]:  # stage -> seconds, in the order of STAGES, "wait" always; empty without a span
     "Divide the wall time between the stages; the values add up to it."
     within = interval_s(timeline, split)
-    if within is None:
-        return {}
-    main = _spans_within(_without_checks(timeline), split, *within)
-    return _shares(main, _spans_within(background_checks(timeline), split, *within), *within)
+    return (
+        {}
+        if within is None
+        else _shares(_without_checks(timeline), background_checks(timeline), split, *within)
+    )
 
 
-def _shares(main: list[Span], ahead: list[Span], first: float, last: float) -> dict[str, float]:
+def _shares(
+    main: list[Span], ahead: list[Span], split: str | None, first: float, last: float
+) -> dict[str, float]:
     "Return the seconds of each stage: n lanes that are busy at the same time get 1/n each, background checks only otherwise idle time."
-    groups = [stage_pieces(spans) for spans in (main, ahead)]
+    groups = [stage_pieces(_spans_within(spans, split, first, last)) for spans in (main, ahead)]
     times = piece_times([*groups[0], *groups[1]], first, last)
     lanes, checks = (active_lanes(pieces, times) for pieces in groups)
     lanes = np.where(lanes.any(axis=0), lanes, checks)
@@ -145,21 +146,14 @@ def stage_table(
 def queue_stats(
     timeline: Timeline,
     split: str | None = None,  # only in the time of this split, None for the whole run
-) -> dict[
-    str, tuple[float, float]
-]:  # mean over time and largest value, by name of the gauge; a gauge without a value in this time is left out
-    "Return the mean and the largest value of every gauge."
+) -> dict[str, tuple[float, float]]:  # by name of the gauge; without those that have no value in this time
+    "Return the mean over time and the largest value of every gauge."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
-    if split is None:
-        last = max([last, *(g.time_s for g in timeline.gauges)])
-    series: dict[str, list[Gauge]] = {}
-    for g in sorted(timeline.gauges, key=lambda g: g.time_s):
-        series.setdefault(g.name, []).append(g)
     stats = {}
-    for name, gauges in sorted(series.items()):
-        times = np.array([g.time_s for g in gauges] + [max(last, gauges[-1].time_s)])
+    for name in sorted({g.name for g in timeline.gauges}):
+        gauges = sorted((g for g in timeline.gauges if g.name == name), key=lambda g: g.time_s)
+        seconds = np.diff(np.clip([*(g.time_s for g in gauges), last], first, last))
         values = np.array([g.value for g in gauges], dtype=np.float64)
-        seconds = np.diff(np.clip(times, first, last))
         if seconds.sum() > 0:
             stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
     return stats
@@ -172,23 +166,7 @@ def exposed_wait_s(
 ) -> float:  # seconds
     "Return the time in which no lane of any split was busy."
     within = interval_s(timeline, split)
-    if within is None:
-        return 0.0
-    return _shares(_spans_within(timeline.spans, None, *within), [], *within)["wait"]
-
-
-def engine_idle(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> tuple[
-    float, float
-]:  # idle seconds, and seconds from the start of the first to the end of the last computation
-    "Return how long no engine computed for any split between the first and the last batch of a split."
-    computing = [s for s in spans_of(timeline, split) if s.stage == "compute"]
-    if not computing:
-        return 0.0, 0.0
-    first, last = min(s.start_s for s in computing), max(s.end_s for s in computing)
-    return max(0.0, last - first - computing_s(timeline, first, last)), last - first
+    return 0.0 if within is None else _shares(timeline.spans, [], None, *within)["wait"]
 
 
 def computing_s(
@@ -199,6 +177,21 @@ def computing_s(
     "Return how long an engine computed for any split in an interval."
     spans = _spans_within(timeline.spans, None, first_s, last_s)
     return covered_s(s for s in spans if s.stage == "compute")
+
+
+def engine_idle(
+    timeline: Timeline,
+    split: str | None = None,  # one split, None for the whole run
+) -> tuple[
+    float, float
+]:  # idle seconds, and seconds from the start of the first to the end of the last computation
+    "Return how long no engine computed for any split between the first and the last batch of a split."
+    computing = [s for s in spans_of(timeline, split) if s.stage == "compute"]
+    first, last = (
+        min((s.start_s for s in computing), default=0.0),
+        max((s.end_s for s in computing), default=0.0),
+    )
+    return max(0.0, last - first - computing_s(timeline, first, last)), last - first
 
 
 # %% ../../nbs/insight/diagnose.ipynb #88db4d45
@@ -226,50 +219,41 @@ def amdahl_bounds(
     split: str | None = None,  # one split, None for the whole run
 ) -> list[AmdahlBound]:  # the limiting stage first; empty without a span
     "Return the Amdahl bound of each stage, without background checks."
-    within = interval_s(timeline, split)
-    if within is None or within[1] <= within[0]:
+    first, last = interval_s(timeline, split) or (0.0, 0.0)
+    wall_s, exclusive = last - first, attribute(timeline, split)
+    if wall_s <= 0:
         return []
-    wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
-    groups = pieces_by_lane(_spans_within(_without_checks(timeline), split, *within))
+    groups = pieces_by_lane(_spans_within(_without_checks(timeline), split, first, last))
     pieces = [p for same in groups.values() for p in same]
-    stages = [name for name in STAGES if any(p[2] == name for p in pieces)]
-    first, last = (
-        within  # of three phases: before the first recording, while there are rows to make, after the last row
-    )
+    # three phases: before the first recording, while there are rows to make, after the last row
     begun = max((end for _, end, stage in pieces if stage == "start_up"), default=first)
     others = min((start for start, _, stage in pieces if stage != "start_up"), default=last)
-    if begun > others + 0.01 * wall_s:  # a thinned timeline may blur the edge
+    if begun > others + 0.01 * wall_s:  # it goes on while recordings are read
         begun = first
     rows = max((end for _, end, stage in pieces if stage in _ROW_STAGES), default=last)
     ends = (first, begun, max(begun, rows), last)
-    least_s = sum(
-        (_min_duration_s(groups, stages, a, b) for a, b in zip(ends, ends[1:])), np.zeros(len(stages))
-    )
+    least_s = sum(_min_duration_s(groups, a, b) for a, b in zip(ends, ends[1:]))
     times = piece_times(pieces)
-    union_s = dict(zip(STAGES, (active_lanes(pieces, times) > 0) @ np.diff(times)))
-    found = [
-        AmdahlBound(stage, max(0.0, float(min(union_s[stage], wall_s - least))), wall_s)
-        for stage, least in zip(stages, least_s)
-    ]
-    return sorted(
-        [*found, AmdahlBound("wait", exposed_wait_s(timeline, split), wall_s)],
-        key=lambda b: (-round(b.gain_s, 9), -exclusive.get(b.stage, 0.0)),
-    )
+    union_s = (active_lanes(pieces, times) > 0) @ np.diff(times)
+    gains_s = np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()
+    of_stage = dict(zip(STAGES, gains_s)) | {"wait": exposed_wait_s(timeline, split)}
+    has_piece = {"wait"} | {stage for _, _, stage in pieces}
+    found = [AmdahlBound(stage, gain_s, wall_s) for stage, gain_s in of_stage.items() if stage in has_piece]
+    return sorted(found, key=lambda b: (-round(b.gain_s, 9), -exclusive.get(b.stage, 0.0)))
 
 
 def _min_duration_s(
-    groups: dict[str, list[LanePiece]], stages: list[str], first: float, last: float
-) -> np.ndarray:
-    "Return the shortest possible duration of a phase without each stage."
-    kinds = {stream: m[1] if (m := _POOLS.fullmatch(stream)) else stream for stream in groups}
-    names = list(dict.fromkeys(kinds.values()))
-    work = np.zeros((len(names), len(stages)))
-    for stream, same in groups.items():
-        n_lanes = list(kinds.values()).count(kinds[stream])
-        starts, ends = (np.array([p[i] for p in same], np.float64).clip(first, last) for i in (0, 1))
-        codes = np.array([stages.index(p[2]) for p in same], np.int64)
-        work[names.index(kinds[stream])] += np.bincount(codes, ends - starts, len(stages)) / n_lanes
-    return np.max(work.sum(axis=1, keepdims=True) - work, axis=0, initial=0.0)
+    groups: dict[str, list[LanePiece]], first: float, last: float
+) -> np.ndarray:  # [stages], in the order of STAGES
+    "Return the shortest possible duration of a phase without each stage; lanes of one kind share their work."
+    kinds = {lane: m[1] if (m := _POOLS.fullmatch(lane)) else lane for lane in groups}
+    n_lanes = Counter(kinds.values())
+    work = {kind: np.zeros(len(STAGES)) for kind in n_lanes}
+    for lane, pieces in groups.items():
+        for start, end, stage in pieces:
+            seconds = max(0.0, min(end, last) - max(start, first))
+            work[kinds[lane]][STAGES.index(stage)] += seconds / n_lanes[kinds[lane]]
+    return np.max([own.sum() - own for own in work.values()], axis=0, initial=0.0)
 
 
 # %% ../../nbs/insight/diagnose.ipynb #03114868
@@ -280,26 +264,20 @@ def too_short_text(
     seconds: float,
 ) -> str:  # one sentence; empty if the run was long enough
     "Return a sentence on a run that was too short for an analysis."
-    return (
-        ""
-        if seconds >= MIN_ANALYSED_S
-        else f"The run of {seconds:.3f} s is too short for an analysis: it needs at least {MIN_ANALYSED_S:g} s."
-    )
+    text = f"The run of {seconds:.3f} s is too short for an analysis: it needs at least {MIN_ANALYSED_S:g} s."
+    return text if seconds < MIN_ANALYSED_S else ""
 
 
 def limit_text(
-    found: list[AmdahlBound],  # as `amdahl_bounds` returns them
+    found: Sequence[AmdahlBound],  # as `amdahl_bounds` returns them
 ) -> str:  # one sentence
     "Return the limiting stage and its bound as a sentence."
     if not found:
         return "No span was recorded."
     b = found[0]
-    if reason := too_short_text(b.wall_s):
-        return reason
-    named = "waiting, with no busy lane" if b.stage == "wait" else b.stage
-    rest = f"at least {b.wall_s - b.gain_s:.2f} s ({100 * b.share:.0f} % less)"
-    return (
-        f"The limiting stage is {named}: if it took no time, the run of {b.wall_s:.2f} s would take {rest}."
+    return too_short_text(b.wall_s) or (
+        f"The limiting stage is {b.stage}: if it took no time, the run of {b.wall_s:.2f} s would take at least "
+        f"{b.wall_s - b.gain_s:.2f} s ({100 * b.share:.0f} % less)."
     )
 
 
@@ -316,37 +294,35 @@ def aligned(
     rows: list[tuple[str, ...]],  # the first is the head
 ) -> str:  # the first column to the left, the others to the right
     "Format rows as a plain text table."
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip()
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip()
         for r in rows
     ]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
 
+_COLUMNS = {  # column of `stage_table` -> heading, factor and format
+    "count": ("spans", 1, "{:,.0f}"),
+    "total_s": ("total s", 1, "{:.3f}"),
+    "mean_s": ("mean ms", 1000, "{:.2f}"),
+    "max_s": ("max ms", 1000, "{:.2f}"),
+    "n_files": ("files", 1, "{:,.0f}"),
+    "mb_per_s": ("MB/s", 1, "{:,.1f}"),
+    "exclusive_s": ("exclusive s", 1, "{:.3f}"),
+    "share": ("share", 100, "{:.1f} %"),
+}
+
+
 def _table_text(stages: "pd.DataFrame") -> str:
-    "Format the stages as a table; values that do not apply are blank."
-    table = [("stage", "spans", "total s", "mean ms", "max ms", "files", "MB/s", "exclusive s", "share")]
+    "Format the stages as a table; zero and values that do not apply are blank."
+    table = [("stage", *(head for head, _, _ in _COLUMNS.values()))]
     for r in stages.to_dict("records"):
-        spans = ("",) * 4
-        if r["count"]:
-            spans = (
-                f"{r['count']:,}",
-                f"{r['total_s']:.3f}",
-                f"{1000 * r['mean_s']:.2f}",
-                f"{1000 * r['max_s']:.2f}",
-            )
-        files = f"{r['n_files']:,}" if r["n_files"] else ""
-        rate = (
-            ""
-            if math.isnan(r["mb_per_s"])
-            else f"{r['mb_per_s']:,.0f}"
-            if r["mb_per_s"] >= 10
-            else f"{r['mb_per_s']:.2g}"
+        texts = (
+            form.format(factor * r[name]) if r[name] > 0 else ""
+            for name, (_, factor, form) in _COLUMNS.items()
         )
-        table.append(
-            (r["stage"], *spans, files, rate, f"{r['exclusive_s']:.3f}", f"{100 * r['share']:.1f} %")
-        )
+        table.append((r["stage"], *texts))
     wall_s = stages["exclusive_s"].sum()
     return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 
@@ -364,22 +340,18 @@ def report_text(
 ) -> str:  # lines of text
     "Report the rate, stages, queues and limiting stage of one build."
     table = stage_table(timeline, split)
-    outside_s = seconds - table["exclusive_s"].sum()
+    queues = queue_stats(timeline, split).items()
     parts = [
         f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
-        f"{found / seconds:,.0f} files found per second, end to end" if seconds > 0 else "no time measured",
+        f"{found / (seconds or math.inf):,.0f} files found per second, end to end",
         "",
-        _table_text(table) if len(table) else "no spans",
+        _table_text(table),
         "",
-        *(
-            f"{name}: mean {mean:.2f}, max {most:g}"
-            for name, (mean, most) in queue_stats(timeline, split).items()
-        ),
+        *(f"{name}: mean {mean:.2f}, max {most:g}" for name, (mean, most) in queues),
         limit_text(amdahl_bounds(timeline, split)),
         f"Exposed wait (no lane of any split was busy): {exposed_wait_s(timeline, split):.2f} s.",
+        f"{max(0.0, seconds - table['exclusive_s'].sum()):.3f} s of the build lie outside all spans.",
         "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",
         "MB/s is 10^6 bytes per second of the time in which the stage ran in any lane.",
     ]
-    if outside_s >= 0.005:
-        parts.append(f"{outside_s:.3f} s of the build lie outside all spans.")
     return "\n".join(parts)
