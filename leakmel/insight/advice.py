@@ -317,6 +317,6 @@ def analysis_text(
         ]
         if found.limiting:
             lines += [f"Suggestion: {s}" for s in found.suggestions[:1]] or [found.no_suggestion]
-        return "\n".join(lines)
-    lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
+    else:
+        lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
     return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)

@@ -695,7 +695,8 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     timeline = shorter(disk_bound(), 10)
     timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
     assert is_short_run(timeline)
-    lines = analysis_text(timeline, summaries, analysis="auto", switch="--analysis full").splitlines()
+    text = analysis_text(timeline, summaries, width=300, analysis="auto", switch="--analysis full")
+    lines = text.splitlines()
     assert len(lines) == 3
     assert [line.split(":")[0] for line in lines] == [
         "Performance",
@@ -721,7 +722,7 @@ def test_import_time_does_not_count_for_the_ten_seconds():
 
 def test_a_short_analysis_without_a_suggestion_or_without_time():
     even = made(CPU, *(Span(s, f"{s}-0", 0, 4, "T") for s in ("read", "compute", "write")))
-    assert analysis_text(even, analysis="auto").splitlines()[-1].startswith("Nothing to change: ")
+    assert analysis_text(even, width=300, analysis="auto").splitlines()[-1].startswith("Nothing to change: ")
     brief = analysis_text(shorter(disk_bound(), 1000), analysis="auto").splitlines()
     assert len(brief) == 2
     assert "is too short for an analysis" in brief[1]
