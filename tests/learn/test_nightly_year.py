@@ -11,8 +11,7 @@ import numpy as np
 from leakmel.learn.nightly import run as module
 from leakmel.learn.nightly.drift import drift_of, reference_of_history
 from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import Budget, record_run
-from leakmel.learn.nightly.sensors import sensor_table
+from leakmel.learn.nightly.nights import Budget, record_run, sensor_table
 
 N_SENSORS = 20
 STEPS_AT_ONCE = 100

@@ -20,8 +20,7 @@ from leakmel.audio.tables import table_number
 from leakmel.insight.page_figures import png_bytes
 from leakmel.insight.plots import Trace, label_colour, f32, styled_figure
 from leakmel.learn.nightly.drift import RECENT_DAYS
-from leakmel.learn.nightly.nights import RecordingFeatures
-from leakmel.learn.nightly.sensors import plural
+from leakmel.learn.nightly.nights import RecordingFeatures, plural
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
