@@ -364,7 +364,7 @@ class Build(WithFeatures):
         from leakmel.dataset.run.inputs import check_listing, decide_spec
         from leakmel.dataset.run.modes import pick_mode
         from leakmel.dataset.run.pipeline import find_data
-        from leakmel.insight.advice import check_analysis
+        from leakmel.insight.diagnose import check_analysis
 
         check_analysis(self.analysis)
         root, note = find_data(self.data_root, progress=run.progress)
@@ -455,7 +455,7 @@ class Build(WithFeatures):
 
     def _analysis_lines(self, results: "Sequence[BuildResult]", run: Run) -> list[str]:
         "Lines on the run time, with an empty one above."
-        from leakmel.insight.advice import analysis_text
+        from leakmel.insight.diagnose import analysis_text
 
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
         how: dict[str, Any] = {"width": run.width, "analysis": self.analysis, "switch": "--analysis full"}

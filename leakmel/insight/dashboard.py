@@ -27,7 +27,7 @@ from leakmel.core.run_plan import runs_folder
 from leakmel.core.timeline import Timeline, read_timeline
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
-from leakmel.insight.advice import analysis_text
+from leakmel.insight.diagnose import analysis_text
 from leakmel.insight.diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
 from leakmel.insight.page_figures import Section, filled, write_report
 from leakmel.insight.plots import (
