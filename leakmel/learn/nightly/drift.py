@@ -41,9 +41,8 @@ def quantities(
     bands: np.ndarray,  # [n, K] dB
 ) -> dict[str, np.ndarray]:  # [n] each
     "Return the quantities that are compared."
-    shape = bands - bands.mean(1, keepdims=True)
     found = {"level": level} | ({} if score is None else {"score": score})
-    return found | {f"band {k + 1}": shape[:, k] for k in range(shape.shape[1])}
+    return found | {f"band {k}": band for k, band in enumerate((bands - bands.mean(1, keepdims=True)).T, 1)}
 
 
 @dataclass(frozen=True)

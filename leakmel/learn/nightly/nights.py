@@ -137,22 +137,18 @@ def start_p_value(
 
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #42d6e0ad
-@dataclass(frozen=True, eq=False)
-class RecordingFeatures:
-    "Samples and log-mel spectrogram of one recording, as the model reads it."
-
-    samples: np.ndarray  # [n] int16 or float32, at the rate of the spec
-    mels: np.ndarray  # [L, S, M, T] float16 dB, of all long segments
-
-
 def read_features(
     copies: LocalCopies,  # of the folder
     engine: Engine,  # on the CPU
     spec: MelSpec,  # of the model
     path: bytes,  # relative to the folder
     digest: str,  # of the payload that was scored
-) -> RecordingFeatures | None:  # None: the recording has changed since, or cannot be read any more
-    "Read a recording of any length again, and compute its log-mel spectrogram."
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Read a recording of any length again, and compute its log-mel spectrogram.
+
+    Returns the samples [n], int16 or float32 at the rate of the spec, and all long segments [L, S, M, T], float16 dB; None if the recording
+    has changed since, or cannot be read any more.
+    """
     try:
         with copies.of([path]) as local:
             recording = read_wav(local[path])
@@ -164,7 +160,7 @@ def read_features(
     rows, counts = cut_into_rows(samples, spec)
     mels = np.empty((len(rows), *spec.row_shape), np.float16)
     engine.run(rows, mels)
-    return RecordingFeatures(samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]])
+    return samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]]
 
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #97f58960
@@ -200,7 +196,6 @@ def recording_levels(
     progress: str = "auto",
 ) -> list[Levels | None]:  # None: the recording has changed since, or cannot be read any more
     "Measure recordings."
-    found: list[Levels | None] = []
     with (
         LocalCopies(folder) as copies,
         open_engine("auto", spec, device="cpu") as engine,
@@ -210,12 +205,10 @@ def recording_levels(
 
         def of_one(path: bytes, digest: str) -> Levels | None:
             features = read_features(copies, engine, spec, path, digest)
-            return None if features is None else levels_of(features.mels)
+            bar.add(1)
+            return None if features is None else levels_of(features[1])
 
-        for levels in threads.map(of_one, paths, digests):
-            found.append(levels)
-            bar.update(len(found))
-    return found
+        return list(threads.map(of_one, paths, digests))
 
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #6c07e648

@@ -470,7 +470,7 @@ def _clips(
         for digest in chosen:
             features = read_features(copies, engine, spec, paths[digest], digest)
             if features is not None:  # else the page says so
-                found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)
+                found[digest] = clip_of(*features, spec.sample_rate, spec.long_hop)
     return found
 
 
