@@ -145,11 +145,6 @@ class RunRecord:
         counts = sum((Counter(r.get(key) or {}) for r in self.reports.values()), Counter[str]())
         return format_counts(counts, most=len(counts))
 
-    @property
-    def found(self) -> int:
-        "Files found, in all splits."
-        return self.total("found")
-
     @cached_property
     def seconds(self) -> float | None:
         "Seconds from the first listing to the last published file, summed over separate builds; None: unknown."
@@ -159,10 +154,10 @@ class RunRecord:
     @property
     def files_per_s(self) -> float | None:
         "Files found per second, end to end; None: unknown, or rows were reused, so it is not comparable."
-        return self.found / self.seconds if self.seconds and not self.total("kept_rows") else None
+        return self.total("found") / self.seconds if self.seconds and not self.total("kept_rows") else None
 
     def __repr__(self) -> str:
-        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.found:,} files found)"
+        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.total('found'):,} files found)"
 
 
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
@@ -211,14 +206,13 @@ def read_run(
     folder: str | os.PathLike,  # as find_runs returns it
 ) -> RunRecord:
     "Read the record of a run; raises DataError for an invalid file."
-    folder = Path(folder)
-    files = _run_files(folder)
+    files = _run_files(Path(folder))
     found = {p.name.removesuffix(_REPORT): _report(p) for p in files if p.name.endswith(_REPORT)}
     reports = {n: found[n] for n in sorted(found, key=lambda n: (-found[n]["found"], n))}
-    stored = {n: read_timeline(p) for n in reports if (p := folder / f"{n}{_TIMELINE}").is_file()}
+    stored = {n: read_timeline(p) for n in reports if (p := Path(folder, f"{n}{_TIMELINE}")).is_file()}
     here = {p.name: p for p in files if p.name.lower().endswith(_DATA_SETS)}
     data_sets = [here[n] for n in reports if n in here] + [p for n, p in here.items() if n not in reports]
-    return RunRecord(folder, reports, joined_timelines(stored), tuple(data_sets))
+    return RunRecord(Path(folder), reports, joined_timelines(stored), tuple(data_sets))
 
 
 def read_runs(
@@ -249,7 +243,7 @@ def runs_table(
         texts = (
             f"{i} {run.folder.name}",
             made[:19].replace("T", " "),
-            f"{run.found:,}",
+            f"{run.total('found'):,}",
             f"{run.seconds or 0:.2f}",
             f"{run.files_per_s:,.0f}" if run.files_per_s else "",
             "yes" if reports and all(r["verified"].get("ok") for r in reports) else "NO",
@@ -316,14 +310,14 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
             ("created", run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC")),
             (
                 "speed",
-                f"{run.found - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
+                f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
             ),
             ("limiting stage", limits or NOT_AVAILABLE),
             ("page cache", run.values("cache")),
         ],
         "data": [
             ("recordings", f"{size_text(run.total('source_bytes'))} in {run.values('root')}"),
-            ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,} files found"),
+            ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.total('found'):,} files found"),
             ("rejected", run.counts("rejected_by_code") or "none"),
             ("labels", labels),
             ("changed to fit", run.counts("status_counts") or "none"),

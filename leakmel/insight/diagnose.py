@@ -502,7 +502,6 @@ class Analysis:
     wall_s: float
     shares: dict[str, float]  # stage -> exclusive seconds; the sum is wall_s
     bounds: tuple[AmdahlBound, ...]  # the limiting stage first; not meaningful for a run that was too short
-    exposed_wait_s: float  # no lane of any split was busy
     findings: tuple[str, ...] = ()  # BOTTLENECK and LOW QUEUE DEPTH sentences, and one on low GPU load
     suggestions: tuple[Suggestion, ...] = ()  # at most MAX_SUGGESTIONS
     no_suggestion: str = ""  # why there is no suggestion; empty if there is one
@@ -520,11 +519,11 @@ class Analysis:
                 for stage, s in sorted(self.shares.items(), key=lambda x: -x[1])
                 if s >= 0.005 * self.wall_s
             )
-            wait = f"{self.exposed_wait_s:.2f} s ({percent_text(self.exposed_wait_s, self.wall_s)})"
+            wait_s = next(b.gain_s for b in self.bounds if b.stage == "wait")  # of any split
             lines += [
                 f"exclusive time: {shares} of {self.wall_s:.2f} s",
                 limit_text(self.bounds),
-                f"Exposed wait: no lane was busy for {wait}.",
+                f"Exposed wait: no lane was busy for {wait_s:.2f} s ({percent_text(wait_s, self.wall_s)}).",
             ]
         advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.no_suggestion]
         return "\n  ".join([*lines, *self.findings, *advice])
@@ -541,8 +540,7 @@ def analyse(
     "Analyse one split or a whole run."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
     bounds, shares = amdahl_bounds(timeline, split), attribute(timeline, split)
-    exposed_s = exposed_wait_s(timeline, split)
-    found = Analysis(split or "the whole run", last - first, shares, tuple(bounds), exposed_s)
+    found = Analysis(split or "the whole run", last - first, shares, tuple(bounds))
     if found.limiting is None:
         return replace(found, no_suggestion=limit_text(bounds))
     e = Evidence(timeline, split, summary or {}, bounds[0])

@@ -297,16 +297,15 @@ def level_by_label(
     labels: Sequence[str],  # [B]
 ) -> "go.Figure":
     "Draw the distribution of the level of each label."
-    level, names = np.asarray(rms_db, np.float64), np.asarray(labels, dtype=object)
-    has_level = np.isfinite(level) & (level > SILENT_DB)
+    given = np.asarray(rms_db, np.float64)
+    has_level = np.isfinite(given) & (given > SILENT_DB)
     if not has_level.any():
         return styled_figure([], "No level to show", height=200)
-    n_silent = np.count_nonzero(~has_level)
-    silent = f"; {n_silent:,} silent recordings are not drawn" if n_silent else ""
-    level, names = level[has_level], names[has_level].astype(str)
-    first, last = np.floor(level.min() / LEVEL_STEP_DB), np.floor(level.max() / LEVEL_STEP_DB)
+    silent = f"{np.count_nonzero(~has_level):,} silent recordings are not drawn"
+    level = given[has_level]
+    first, last = np.floor(np.array([level.min(), level.max()]) / LEVEL_STEP_DB)
     edges = np.arange(first, last + 2) * LEVEL_STEP_DB
-    found, label_id = np.unique(names, return_inverse=True)
+    found, label_id = np.unique(np.asarray(labels, dtype=str)[has_level], return_inverse=True)
     traces: list[Trace] = []
     for k, name in enumerate(found):
         mine = level[label_id == k]
@@ -333,7 +332,7 @@ def level_by_label(
     return styled_figure(
         traces,
         title,
-        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB{silent}",
+        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; {silent}",
         height=300,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
@@ -364,17 +363,12 @@ def classes_by_split(
 
 
 def _class_title(labels: list[str], splits: list[str], counts: np.ndarray) -> str:
-    "Return the share of the largest class, and the splits in which it differs most."
-    if len(labels) == 1:
-        return f"All {counts.sum():,} recordings have the label {labels[0]}"
+    "Return the share of the largest class, in the splits in which it differs most."
     k = int(counts.sum(0).argmax())
     share = 100 * counts[:, k] / counts.sum(1)
-    if np.ptp(share) < 5:
-        return (
-            f"{labels[k]} is {share.mean():.0f} % of {'every split' if len(splits) > 1 else 'the recordings'}"
-        )
     low, high = int(share.argmin()), int(share.argmax())
-    return f"{labels[k]} is {share[low]:.0f} % of {splits[low]} and {share[high]:.0f} % of {splits[high]}"
+    most = f" and {share[high]:.0f} % of {splits[high]}" if high != low else ""
+    return f"{labels[k]} is {share[low]:.0f} % of {splits[low]}{most}"
 
 
 # %% ../../nbs/insight/plots.ipynb #a81ae172

@@ -117,7 +117,7 @@ def test_invalid_values_are_refused(runs):
 
 def test_run_record_equals_the_build(runs):
     run = read_run(runs / "b")
-    assert (run.found, len(run.data_sets), len(run.distinct_timelines)) == (
+    assert (run.total("found"), len(run.data_sets), len(run.distinct_timelines)) == (
         sum(r["found"] for r in run.reports.values()),
         3,
         1,
@@ -126,7 +126,7 @@ def test_run_record_equals_the_build(runs):
     (clock,) = run.distinct_timelines
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
     assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
-    assert run.files_per_s == pytest.approx(run.found / seconds_of(run))
+    assert run.files_per_s == pytest.approx(run.total("found") / seconds_of(run))
 
 
 def test_no_span_is_counted_twice_when_splits_are_put_together():
@@ -242,7 +242,7 @@ def test_run_card_has_verdict_time_machine_and_data(runs, monkeypatch):
     for words in (
         f"{run.files_per_s:,.0f} files/s end to end",
         "The limiting stage is",
-        f"{rows} rows + {rejected} rejected = {run.found}",
+        f"{rows} rows + {rejected} rejected = {run.total('found')}",
         " UTC",
         f"{os.cpu_count()} cores" if os.cpu_count() == len(os.sched_getaffinity(0)) else "cores",
         str(runs.parent / "demo"),

@@ -163,10 +163,10 @@ def test_names_are_escaped_in_html():
 @each(
     ("splits", "labels", "message"),
     [
-        ("TTUU", "XYXY", "X is 50 % of every split"),
+        ("TTUU", "XYXY", "X is 50 % of T"),
         ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
-        ("TT", "XX", "All 2 recordings have the label X"),
-        ("TTT", "XXY", "X is 67 % of the recordings"),
+        ("TT", "XX", "X is 100 % of T"),
+        ("TTT", "XXY", "X is 67 % of T"),
     ],
 )
 def test_the_title_reports_the_class_balance(splits, labels, message):

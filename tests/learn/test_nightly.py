@@ -289,7 +289,7 @@ run.nightly(folder, model, state, device="cpu", progress="none")
 KILLS = [
     ("run", "record_run", "before"),
     ("run", "record_run", "after"),
-    ("run", "_keep_reference", "after"),
+    ("run", "keep_reference", "after"),
     ("History", "commit", "before"),
     ("History", "commit", "after"),
     ("run", "sensor_table", "after"),

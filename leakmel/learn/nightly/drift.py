@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/learn/nightly/drift.ipynb #29c1ce65
 import json, math, os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,6 @@ class Reference:
     source: str  # what they are
     n: int  # recordings
     ranges: Ranges = field(default_factory=dict)
-
-    @property
-    def text(self) -> str:
-        "Stored form."
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
@@ -158,13 +153,22 @@ def reference_of_history(
     return None
 
 
-def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
-    "Replace the reference of the scores by the model's held-out scores without a leak, where its file has them."
+def keep_reference(
+    history: History,  # in a transaction
+    detector: Detector,
+    given: str | os.PathLike | None,  # data set; None: the one that is stored, else the first nights
+) -> None:
+    "Store the reference; its scores are the model's held-out scores without a leak, where its file has them."
+    if given is None and history.meta("reference") is not None:
+        return
+    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
+    if found is None:
+        return
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
-    if len(normal) < MIN_RECORDINGS:
-        return reference
-    source = f"{reference.source}; scores: held-out recordings without a leak"
-    return replace(reference, source=source, ranges=reference.ranges | ranges_of({"score": normal}))
+    if len(normal) >= MIN_RECORDINGS:
+        source = f"{found.source}; scores: held-out recordings without a leak"
+        found = Reference(source, found.n, found.ranges | ranges_of({"score": normal}))
+    history.set_meta("reference", json.dumps(asdict(found), sort_keys=True))
 
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #30a87279

@@ -44,14 +44,7 @@ from leakmel.learn.model.card import evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.locate import model_file
-from leakmel.learn.nightly.drift import (
-    Drift,
-    drift_of,
-    reference_of_data_set,
-    reference_of_history,
-    stored_reference,
-    with_held_out_scores,
-)
+from leakmel.learn.nightly.drift import Drift, drift_of, keep_reference, stored_reference
 from leakmel.learn.nightly.history import HistoryEntry, History, night_of
 from leakmel.learn.nightly.nights import (
     SENSOR_COLUMNS,
@@ -492,15 +485,6 @@ def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, P
 
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
-def _keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
-    "Store the reference of the drift: the data set that was given, or the first nights."
-    if given is None and history.meta("reference") is not None:
-        return
-    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
-    if found is not None:
-        history.set_meta("reference", with_held_out_scores(found, detector).text)
-
-
 def nightly(
     folder: str
     | os.PathLike,  # recordings in any subfolders; the sensor is in the name, a pattern or a table
@@ -552,7 +536,7 @@ def nightly(
         used, ignored = _sort_visits(history, files.entries, visits)
         added = record_run(history, files.entries, rule, used)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
-        _keep_reference(history, detector, reference)
+        keep_reference(history, detector, reference)
         history.commit()
         rows = sensor_table(history, rule, normal=normal_medians(detector), audits=audits)
         done = NightlyRun(
