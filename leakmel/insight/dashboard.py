@@ -280,11 +280,11 @@ def cache_sentence(
     summary: Mapping[str, Any],  # of a build
 ) -> str:
     "Describe how many bytes came from the storage device and how many from the page cache."
-    asked, delivered = size_text(summary["bytes_asked"]), summary["bytes_from_device"]
+    asked = size_text(summary["bytes_asked"])
     if summary["cache"] == "unknown":
         return f"unknown: {asked} requested; the file system does not report the bytes read from the device"
     ahead = f", {summary['read_ahead_files']:,} files requested ahead" if summary["read_ahead_files"] else ""
-    return f"{summary['cache']}: {asked} requested, {size_text(delivered or 0)} read from the device{ahead}"
+    return f"{summary['cache']}: {asked} requested, {size_text(summary['bytes_from_device'] or 0)} read from the device{ahead}"
 
 
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
@@ -295,7 +295,7 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
     labels = _distinct_values(name for r in reports for name in r.get("label_names", []))
     m = reports[0].get("machine") or {}
-    cores, ram = f"{m.get('n_cores')} cores", f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
+    ram = f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
     loads = (  # of this process, except VRAM; 100 % of CPU is one core
         ("CPU load", "cpu_percent", "%", 1),
@@ -325,7 +325,7 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
             ("kept", "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))) or "none"),
         ],
         "machine": [
-            ("processor", f"{m.get('cpu')}, {cores}, {ram}"),
+            ("processor", f"{m.get('cpu')}, {m.get('n_cores')} cores, {ram}"),
             ("GPU", m.get("gpu") or "none"),
             ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
             *(
@@ -342,7 +342,8 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
 
 def _file_fact(run: RunRecord, name: str) -> str:
     "Describe a data set in one line."
-    report, here = run.reports.get(name), [p for p in run.data_sets if p.name == name and p.exists()]
+    report = run.reports.get(name)
+    here = [p for p in run.data_sets if p.name == name and p.exists()]
     size = size_text(here[0].stat().st_size) if here else "file missing"
     if report is None:
         return f"{size}; no report next to it"

@@ -539,8 +539,8 @@ def analyse(
 ) -> Analysis:
     "Analyse one split or a whole run."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
-    bounds, shares = amdahl_bounds(timeline, split), attribute(timeline, split)
-    found = Analysis(split or "the whole run", last - first, shares, tuple(bounds))
+    bounds = amdahl_bounds(timeline, split)
+    found = Analysis(split or "the whole run", last - first, attribute(timeline, split), tuple(bounds))
     if found.limiting is None:
         return replace(found, no_suggestion=limit_text(bounds))
     e = Evidence(timeline, split, summary or {}, bounds[0])

@@ -149,7 +149,8 @@ def notebook_page(
         )
     try:
         notebook = nbformat.read(source, as_version=4)
-        n_outputs, n_figures = sum(len(c.get("outputs", [])) for c in notebook.cells), html_figures(notebook)
+        has_outputs = any(c.get("outputs") for c in notebook.cells)
+        n_figures = html_figures(notebook)
     except OSError as e:
         code = "no-such-file" if isinstance(e, FileNotFoundError) else "unreadable"
         reason, remedy = explain(e, source)
@@ -163,7 +164,7 @@ def notebook_page(
             path=path,
             expected="a file of Jupyter (.ipynb)",
         ) from e
-    if not n_outputs:
+    if not has_outputs:
         raise DataError(
             "the notebook has no outputs",
             code="not-executed",

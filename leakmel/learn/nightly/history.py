@@ -371,7 +371,8 @@ def export_history(
             expected=HISTORY_FILE,
             remedy=missing_remedy(state, "give the state folder of leakmel nightly"),
         )
-    target, began, given = output_path(out), time.perf_counter(), Path(state)
+    target, began = output_path(out), time.perf_counter()
+    given = Path(state)
     with History(given.parent if given.name == HISTORY_FILE else given) as history:
         n_rows = sum(history.query(f"SELECT count(*) FROM {table}")[0][0] for table in _EXPORTED)
         bar = Progress(2 * n_rows, unit="rows", label="history: write and check", show=progress)

@@ -466,7 +466,8 @@ def sensor_table(
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
     visits |= dict.fromkeys(free[:audits], "audit")
-    best, loudest = _best_recordings(history, week, "score"), _best_recordings(history, week, "rms_db")
+    best = _best_recordings(history, week, "score")
+    loudest = _best_recordings(history, week, "rms_db")
     rows = []
     for s, own in by_sensor.items():
         reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))

@@ -84,8 +84,8 @@ def model_digest(
 ) -> str:  # 32 hexadecimal digits
     "Return the digest of all parts of a detector that its scores depend on."
     head, tensors = classifiers.to_plain(detector.classifier)
-    spec, decision = required_spec(detector).to_dict(), [detector.vote, detector.share]
-    parts = [head, spec, *decision, detector.task.leak_in_model]
+    decision = [detector.vote, detector.share, detector.task.leak_in_model]
+    parts = [head, required_spec(detector).to_dict(), *decision]
     found = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         values = tensors[name].numpy()
@@ -125,7 +125,8 @@ def _by_path(found: RecordingList) -> dict[bytes, _File]:
 def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -> _Files:
     "List the recordings of the folder; what the table does not say is taken from the file name."
     listed = find_recordings(folder, manifest=manifest, progress=progress)
-    files, missing = _by_path(listed), list[bytes]()
+    files = _by_path(listed)
+    missing: list[bytes] = []
     if manifest is not None and manifest.table_path is not None:
         every = _by_path(find_recordings(folder, progress=progress))
         missing = sorted(every.keys() - files.keys())
@@ -202,7 +203,8 @@ def recording_time(
     mtime_ns: int,  # of the file
 ) -> tuple[str, bool]:  # ISO 8601; whether it is the modification time of the file
     "Choose the time of a recording."
-    changed, now = datetime.fromtimestamp(mtime_ns // 10**9), datetime.now()
+    now = datetime.now()
+    changed = datetime.fromtimestamp(mtime_ns // 10**9)
     if not _FIRST_DAY <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
         changed = now
     latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
@@ -512,10 +514,12 @@ def nightly(
         raise UsageError("audits must be a whole number from 0 to 1000", code="out-of-range", found=audits)
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else read_visits(Path(visited))
-    named, detector = "a detector in memory", model
-    if not isinstance(detector, Detector):
-        named = show_path(os.path.abspath(model_file(detector)))
-        detector = load_detector(model_file(detector))
+    if isinstance(model, Detector):
+        named = "a detector in memory"
+        detector = model
+    else:
+        named = show_path(os.path.abspath(model_file(model)))
+        detector = load_detector(model_file(model))
     digest = model_digest(detector)
     files = _find(folder, manifest, progress)
     with History(target) as history:
@@ -559,10 +563,12 @@ def nightly(
 
 
 def _counts(files: _Files, n_added: int) -> RunCounts:
-    n_read, stored = len(files.entries), files.stored
+    n_read = len(files.entries)
     # the history has them under the same path; size or time of the file changed
     n_touched = sum(
-        path in stored and digest == stored[path][2] for path, _, _, digest, _ in files.rows if digest
+        path in files.stored and digest == files.stored[path][2]
+        for path, _, _, digest, _ in files.rows
+        if digest
     )
     return RunCounts(
         found=len(files.found),
