@@ -22,9 +22,16 @@ from leakmel.dataset.run.pipeline import build_all
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.nightly import run as nightly_run
 from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import Budget, Evidence, flags_of, night_logit, record_run
+from leakmel.learn.nightly.nights import (
+    Budget,
+    Evidence,
+    flags_of,
+    night_logit,
+    normal_medians,
+    record_run,
+    sensor_table,
+)
 from leakmel.learn.nightly.run import LISTED, VISITS_HTML
-from leakmel.learn.nightly.sensors import normal_medians, sensor_table
 from leakmel.learn.predict.readers import RecordingList
 from leakmel.ops.bench import record_head
 
@@ -309,7 +316,7 @@ def bench_visits(
     detector = train_detector(work, n_files, log)
     if detector.held_out is None:
         raise RuntimeError("the detector has no held-out scores")
-    normal = normal_medians(*detector.held_out.normal)
+    normal = normal_medians(detector)
     made = []
     for k in range(networks):
         log(f"network {k + 1} of {networks}")

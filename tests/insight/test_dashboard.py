@@ -117,7 +117,7 @@ def test_invalid_values_are_refused(runs):
 
 def test_run_record_equals_the_build(runs):
     run = read_run(runs / "b")
-    assert (run.found, len(run.data_sets), len(run.distinct_timelines)) == (
+    assert (run.total("found"), len(run.data_sets), len(run.distinct_timelines)) == (
         sum(r["found"] for r in run.reports.values()),
         3,
         1,
@@ -126,7 +126,7 @@ def test_run_record_equals_the_build(runs):
     (clock,) = run.distinct_timelines
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
     assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
-    assert run.files_per_s == pytest.approx(run.found / seconds_of(run))
+    assert run.files_per_s == pytest.approx(run.total("found") / seconds_of(run))
 
 
 def test_no_span_is_counted_twice_when_splits_are_put_together():
@@ -134,7 +134,8 @@ def test_no_span_is_counted_twice_when_splits_are_put_together():
     parts = {n: Timeline() for n in "AB"}
     for k, (n, t) in enumerate(parts.items()):
         t.spans = [*common, Span("read", "reader", 3.0 + k, 3.5 + k, n)]
-        t.samples = [{"time_s": 1.0}, {"time_s": 2.5}, {"time_s": 3.0 + k}]
+        t.samples = [{"time_s": 1.0}, {"time_s": 2.5}, {"time_s": 3.0}, {"time_s": 4.0}][: 3 + k]
+        t.meta = {"clock_origin_s": 7.0}
     joined = joined_timelines(parts)
     whole = joined["A"]
     assert joined["B"] is whole
@@ -241,7 +242,7 @@ def test_run_card_has_verdict_time_machine_and_data(runs, monkeypatch):
     for words in (
         f"{run.files_per_s:,.0f} files/s end to end",
         "The limiting stage is",
-        f"{rows} rows + {rejected} rejected = {run.found}",
+        f"{rows} rows + {rejected} rejected = {run.total('found')}",
         " UTC",
         f"{os.cpu_count()} cores" if os.cpu_count() == len(os.sched_getaffinity(0)) else "cores",
         str(runs.parent / "demo"),
@@ -299,7 +300,7 @@ def test_reused_rows_are_reported(copied, runs):
     body = json.loads((copied / R).read_text())
     (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
     run, other = read_run(copied), read_run(runs / "a")
-    assert "3 rows were reused" in " ".join(repr(run_card(run)).split())
+    assert "3 rows reused" in " ".join(repr(run_card(run)).split())
     head, _, *lines = runs_table([run, other]).splitlines()
     at = head.index("files/s")
     first, second = (line[at : at + len("files/s")].strip() for line in lines[:2])
@@ -360,7 +361,7 @@ def test_facts_are_those_of_the_data_sets(runs):
     path = runs / "b" / "TRAINING_DATASET.H5"
     with lm.open_dataset(path) as ds:
         expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
-    np.testing.assert_allclose(spectra_figure(path, most=1).data[0].y, expected, rtol=1e-4)
+    np.testing.assert_allclose(spectra_figure(path, most=1).data[-1].y, expected, rtol=1e-4)
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------

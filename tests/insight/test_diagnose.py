@@ -28,7 +28,7 @@ from leakmel.core.errors import UsageError
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.file.writer import RowFile
-from leakmel.insight.advice import (
+from leakmel.insight.diagnose import (
     BOTTLENECK_SHARE,
     MAX_SUGGESTIONS,
     Analysis,
@@ -314,7 +314,7 @@ def test_disk_bound():
     )
     assert names(found) == ["read_workers", "read_ahead"]
     assert (found.suggestions[0].present, found.suggestions[0].new) == (2, 4)
-    assert "with 2 threads on 8 cores" in found.suggestions[0].evidence
+    assert "on 8 cores" in found.suggestions[0].evidence
     assert found.suggestions[0].at_most_s == pytest.approx(found.bounds[0].gain_s / 2)
     assert "GPU load of 5 %: computing took " in str(found)
 
@@ -330,7 +330,7 @@ def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
     )
     found = analyse(disk_bound(16), summary=cold)
     assert (found.limiting, found.suggestions) == ("read", ())
-    assert found.gpu.startswith(
+    assert found.findings[-1].startswith(
         "GPU load of 5 %: computing took 0.50 of 10.12 s. The limiting stage is read; an infinitely fast GPU would save at most "
     )
     assert found.no_suggestion.startswith(
@@ -357,23 +357,22 @@ def test_cpu_bound():
     assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [
         ("compute_workers", 2, 4, pytest.approx(3.5))
     ]
-    assert "The limit is compute (7.00 of 10.00 s) with 2 threads on 4 cores" in found.suggestions[0].evidence
-    assert found.gpu == ""
+    assert "The limit is compute (7.00 of 10.00 s), on 4 cores." in found.suggestions[0].evidence
+    assert "GPU load" not in str(found)
 
 
 def test_cpu_bound_with_all_cores_at_work_has_nothing_to_change():
     found = analyse(cpu_bound(4))
     assert (found.limiting, found.suggestions) == ("compute", ())
-    assert "shorten compute on 4 usable cores" in found.no_suggestion
+    assert found.no_suggestion.endswith("no setting that would shorten compute.")
 
 
-def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
+def test_no_more_threads_where_the_cores_are_busy():
     timeline = cpu_bound(2)
     timeline.samples = [{"time_s": float(t), "cpu_percent": 395.0, "gpu_percent": 1.0} for t in range(10)]
     assert analyse(timeline).suggestions == ()
-    assert analyse(timeline).gpu == ""
-    (s,) = analyse(cpu_bound(6)).suggestions
-    assert (s.parameter, s.present, s.new) == ("compute_workers", 6, 4)
+    assert "GPU load" not in str(analyse(timeline))
+    assert analyse(cpu_bound(6)).suggestions == ()
 
 
 def bus_bound() -> Timeline:
@@ -388,7 +387,7 @@ def bus_bound() -> Timeline:
 def test_bus_bound():
     found = analyse(bus_bound(), summary=summary_of())
     assert (found.limiting, found.suggestions) == ("copy_in", ())
-    assert "GPU load of 10 %" in found.gpu
+    assert "GPU load of 10 %" in str(found)
 
 
 def test_write_bound():
@@ -419,7 +418,7 @@ def test_start_up_bound():
     assert (found.limiting, found.bounds[0].gain_s) == ("start_up", pytest.approx(8))
     assert any(line.startswith("START UP BOTTLENECK: ") for line in found.findings)
     assert found.suggestions == ()
-    assert "start-up (3.00 s of it imports) occurs once in a run" in found.no_suggestion
+    assert found.no_suggestion.endswith("no setting that would shorten start_up.")
 
 
 def out_of_memory_step() -> Timeline:
@@ -492,10 +491,7 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
             ("read_workers", 2, 8),
             ("mode", "stream", "memmap"),
         ]
-        assert (
-            "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file stores the engine"
-            in found.suggestions[1].evidence
-        )
+        assert "a cache file stores the engine" in found.suggestions[1].evidence
     assert names(analyse(mixed_rates("resample", n_resampled=60))) == [
         "read_workers",
         "mode",
@@ -617,7 +613,7 @@ def test_advice_fits_the_machine():
                             assert s.new <= meta["machine"]["n_cores"]
                         if meta is CPU:
                             assert s.parameter not in GPU_SETTINGS
-                        assert s.at_most_s is None or 0 <= s.at_most_s <= found.wall_s
+                        assert 0 <= s.at_most_s <= found.wall_s
     assert seen >= {
         "compute_workers",
         "read_workers",
@@ -657,7 +653,7 @@ def test_a_run_of_milliseconds_is_not_analysed(make):
     assert told.limiting is not None
     for found in analyse_run(shorter(make(), 1000), [summary_of()]):
         assert 0 < found.wall_s < MIN_ANALYSED_S
-        assert (found.limiting, found.findings, found.suggestions, found.gpu) == (None, (), (), "")
+        assert (found.limiting, found.findings, found.suggestions) == (None, (), ())
         assert str(found).splitlines()[1:] == [
             f"  The run of {found.wall_s:.3f} s is too short for an analysis: it needs at least 0.1 s."
         ]
@@ -672,7 +668,7 @@ def test_idle_time_of_an_engine_of_milliseconds_is_not_reported():
     timeline.spans.append(Span("publish", "publisher-0", 0.01, 3, "T"))
     assert engine_idle(timeline)[1] < MIN_ANALYSED_S
     found = analyse(timeline)
-    assert [line.split(":")[0] for line in found.findings] == ["PUBLISH BOTTLENECK"]
+    assert [line.split(":")[0] for line in found.findings] == ["PUBLISH BOTTLENECK", "GPU load of 0 %"]
     assert "idle" not in str(found)
     assert "slots" not in names(found)
 
@@ -699,9 +695,14 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     timeline = shorter(disk_bound(), 10)
     timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
     assert is_short_run(timeline)
-    lines = analysis_text(timeline, summaries, analysis="auto", switch="--analysis full").splitlines()
+    text = analysis_text(timeline, summaries, width=300, analysis="auto", switch="--analysis full")
+    lines = text.splitlines()
     assert len(lines) == 3
-    assert [line.split(":")[0] for line in lines] == ["Performance", "Limiting stage", "Suggestion"]
+    assert [line.split(":")[0] for line in lines] == [
+        "Performance",
+        "The limiting stage is read",
+        "Suggestion",
+    ]
     assert "(800 files)" in lines[0]
     assert lines[0].endswith("--analysis full")
     full = analysis_text(timeline, summaries, analysis="full")
@@ -721,7 +722,7 @@ def test_import_time_does_not_count_for_the_ten_seconds():
 
 def test_a_short_analysis_without_a_suggestion_or_without_time():
     even = made(CPU, *(Span(s, f"{s}-0", 0, 4, "T") for s in ("read", "compute", "write")))
-    assert analysis_text(even, analysis="auto").splitlines()[-1] == "Nothing to change."
+    assert analysis_text(even, width=300, analysis="auto").splitlines()[-1].startswith("Nothing to change: ")
     brief = analysis_text(shorter(disk_bound(), 1000), analysis="auto").splitlines()
     assert len(brief) == 2
     assert "is too short for an analysis" in brief[1]
@@ -836,7 +837,7 @@ def test_the_timeline_alone_gives_the_same_analysis_as_with_the_report(demo, tmp
     assert [(s.parameter, s.present, s.new) for s in alone.suggestions] == [
         (s.parameter, s.present, s.new) for s in both.suggestions
     ]
-    assert (alone.findings, alone.gpu) == (both.findings, both.gpu)
+    assert alone.findings == both.findings
 
 
 def test_fsync_time_is_reported_separately(demo, tmp_path, monkeypatch):

@@ -13,9 +13,8 @@ import pytest
 from each import each
 
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, HistoryEntry, History
-from leakmel.learn.nightly.nights import Budget, Evidence, read_visits, record_run
-from leakmel.learn.nightly.sensors import sensor_table
+from leakmel.learn.nightly.history import HISTORY_FILE, HistoryEntry, History
+from leakmel.learn.nightly.nights import Budget, Evidence, read_visits, record_run, sensor_table
 
 
 def scored_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[HistoryEntry]:
@@ -160,13 +159,10 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@each("has_digest", [True, False])
 @each("name", HOSTILE)
-def test_hostile_files_are_refused(tmp_path, name, has_digest):
+def test_hostile_files_are_refused(tmp_path, name):
     run(tmp_path, scored_nights(10))
     HOSTILE[name](tmp_path / HISTORY_FILE)
-    if not has_digest:
-        (tmp_path / CHECKED_FILE).unlink()
     with pytest.raises(LeakmelError) as e:
         run(tmp_path, scored_nights(20))
     assert e.value.code == "invalid-history"
@@ -216,21 +212,17 @@ def history_with_all_tables(folder: Path) -> None:
         history.commit()
 
 
-@each("has_marker", [True, False])
 @each("what", VALUES)
-def test_each_damaged_history_is_refused(tmp_path, tried, what, has_marker):
+def test_each_damaged_history_is_refused(tmp_path, tried, what):
     history_with_all_tables(tmp_path)
     whole = (tmp_path / HISTORY_FILE).read_bytes()
     _sql(VALUES[what])(tmp_path / HISTORY_FILE)
     changed = (tmp_path / HISTORY_FILE).read_bytes()
     assert changed[100:] != whole[100:] or "version" in what
     for _ in range(2):  # a refusal does not bless it
-        if not has_marker:
-            (tmp_path / CHECKED_FILE).unlink(missing_ok=True)
         with pytest.raises(LeakmelError) as e:
             run(tmp_path, scored_nights(20))
         assert e.value.code == "invalid-history"
-        assert CHECKED_FILE not in str(e.value)
         assert (tmp_path / HISTORY_FILE).read_bytes() == changed
     tried("S20")
     (tmp_path / HISTORY_FILE).write_bytes(whole)
@@ -294,7 +286,6 @@ def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
     for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
         (killed / path.name).write_bytes(path.read_bytes())
     with History(killed) as history:
-        assert not history._is_checked
         n = len(history.query("SELECT * FROM nights"))
     assert n == (20 if script == _KILLED else 24)
     for what in VALUES:
@@ -322,15 +313,7 @@ def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
     for k, commits in ((4, False), (6, True)):
         with pytest.raises(ZeroDivisionError):
             failing(entries[k : k + 2], commits=commits)
-        with History(tmp_path) as history:
-            assert not history._is_checked
-        with History(tmp_path) as history:
-            assert history._is_checked
     subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
-    with History(tmp_path) as history:
-        assert not history._is_checked
-    with History(tmp_path) as history:
-        assert history._is_checked
     assert run(tmp_path, entries) == 14  # 4 and 2 of 20 were committed
 
 

@@ -22,10 +22,10 @@ from leakmel.learn.nightly.drift import (
     MIN_RECORDINGS,
     quantities,
     ranges_of,
-    reference_from,
     reference_of_data_set,
+    stored_reference,
 )
-from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE, History
+from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import recording_levels
 from leakmel.learn.nightly.visits_page import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
@@ -183,43 +183,9 @@ def test_drift_against_a_data_set(tmp_path):
 
 @each("text", ["", "[]", "{}", '{"n": 5, "source": "x", "ranges": {"level": [1, 2]}}', "[" * 100_000])
 def test_a_damaged_reference_is_refused(tmp_path, text):
-    with pytest.raises(DataError) as e:
-        reference_from(text, tmp_path / HISTORY_FILE)
+    with History(tmp_path) as history:
+        history.begin()
+        history.set_meta("reference", text[:9000])
+        with pytest.raises(DataError) as e:
+            stored_reference(history)
     assert e.value.code == "invalid-history"
-
-
-def test_the_whole_file_is_checked_only_where_it_is_another_one(tmp_path):
-    folder, checks = tmp_path / "s", list[str]()
-
-    def opened() -> int:
-        checks.clear()
-        with History(folder) as history:
-            history.db.set_trace_callback(checks.append)
-            history._prepare(True)
-        return sum("integrity_check" in sql for sql in checks)
-
-    opened()
-    assert opened() == 0
-    content = (folder / HISTORY_FILE).read_bytes()
-    (folder / HISTORY_FILE).write_bytes(content)  # the same bytes, by another program
-    assert opened() == 1
-    assert opened() == 0
-    (folder / f"{HISTORY_FILE}-journal").touch()
-    assert opened() == 1
-    with pytest.raises(ZeroDivisionError), History(folder):
-        raise ZeroDivisionError
-    assert opened() == 1  # a run that failed
-
-
-@each("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(HISTORY_FILE)])
-def test_a_hostile_marker_does_no_harm(tmp_path, make):
-    for _ in range(2):
-        with History(tmp_path):
-            pass
-        (tmp_path / CHECKED_FILE).unlink()
-        make(tmp_path / CHECKED_FILE)
-        with History(tmp_path) as history:
-            assert not history._is_checked
-        if (tmp_path / CHECKED_FILE).is_dir():
-            (tmp_path / CHECKED_FILE).rmdir()
-        assert (tmp_path / HISTORY_FILE).read_bytes()[:6] == b"SQLite"

@@ -7,12 +7,12 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
+from test_learn_predict import made_detector
 
 from leakmel.learn.nightly import run as module
-from leakmel.learn.nightly.drift import drift_of, reference_of_history
+from leakmel.learn.nightly.drift import drift_of, keep_reference, reference_of_history
 from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import Budget, record_run
-from leakmel.learn.nightly.sensors import sensor_table
+from leakmel.learn.nightly.nights import Budget, record_run, sensor_table
 
 N_SENSORS = 20
 STEPS_AT_ONCE = 100
@@ -70,8 +70,7 @@ def run(folder: Path, k: int) -> list[int]:
         history.begin()
         record_run(history, night_of_network(k), Budget())
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
-        if history.meta("reference") is None and (reference := reference_of_history(history)) is not None:
-            history.set_meta("reference", reference.text)
+        keep_reference(history, made_detector(), None)
         history.commit()
         drift_of(history, reference_of_history(history))
         sensor_table(history, Budget(), normal=np.full(30, 0.3))

@@ -32,7 +32,7 @@ from leakmel.dataset.run.modes import list_cache
 from leakmel.insight.dashboard import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
 from leakmel.learn.model.locate import model_file
-from leakmel.learn.nightly.history import CHECKED_FILE, HISTORY_FILE
+from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.run import nightly
 from leakmel.learn.search.search import SearchState, Trial, read_state as read_search
 from leakmel.learn.train.folds import FoldTrainer
@@ -69,36 +69,12 @@ def nights(tmp: Path) -> Case:
     folder, state = write_nights(tmp / "r", range(1, 4)), tmp / "s"
     trained = made_detector().save(tmp / "model.pt")
     nightly(folder, trained, state, **QUIET)
-    for path in state.iterdir():
-        shutil.copy2(path, tmp / path.name)
 
     def use() -> str:
-        for other in (HISTORY_FILE, CHECKED_FILE):  # as before the run, but for the damaged one
-            if state / other != case.path:
-                shutil.copy2(tmp / other, state / other)
         nightly(folder, trained, state, **QUIET)
         return (state / "sensors.csv").read_text()
 
-    case = Case(path=state / HISTORY_FILE, use=use)
-    return case
-
-
-def nights_without_marker(tmp: Path) -> Case:
-    case = nights(tmp)
-    use = case.use
-
-    def copied() -> str:
-        (tmp / CHECKED_FILE).write_bytes(b"")
-        return use()
-
-    case.use = copied
-    return case
-
-
-def marker(tmp: Path) -> Case:
-    case = nights(tmp)
-    case.path = case.path.with_name(CHECKED_FILE)
-    return case
+    return Case(path=state / HISTORY_FILE, use=use)
 
 
 def listing(tmp: Path) -> Case:
@@ -260,8 +236,6 @@ CASES = {
         model,
         model_without_digest,
         nights,
-        nights_without_marker,
-        marker,
         listing,
         listing_without_digest,
         tuned,
@@ -320,7 +294,7 @@ def test_damage_is_refused_or_changes_nothing(
             assert found == right, what
         n_done += 1
     tried("S20", n_done)
-    assert refused or name in ("marker", "samples", "fit")  # those are made again
+    assert refused or name in ("samples", "fit")  # those are made again
     case.path.write_bytes(raw)
     assert case.use() == right
 
