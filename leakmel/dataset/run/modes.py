@@ -94,7 +94,7 @@ class SampleCache:
         self.row_bytes = 2 * n_samples
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
-        self.arrays = {
+        self.arrays: dict[str, Any] = {
             "facts": np.zeros(n_files, FACTS),  # "good": cached
             "row_digests": np.zeros(n_files, "S32"),  # of cached rows
             "places": np.zeros(n_files, np.int64),  # byte offsets of float32 rows
