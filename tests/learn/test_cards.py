@@ -294,7 +294,7 @@ def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path
     done = lm.predict(recordings, detector, out=tmp_path / "scores.parquet", **QUIET)
     lm.predict(recordings, detector, out=tmp_path / "scores.csv", **QUIET)
     table = pq.read_table(tmp_path / "scores.parquet")
-    assert tuple(table.schema.names) == COLUMNS
+    assert tuple(table.schema.names) == tuple(COLUMNS)
     kinds = {f.name: str(f.type) for f in table.schema}
     wanted = {
         "score": "double",
