@@ -27,10 +27,9 @@ from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data import segments as data
-from leakmel.learn.data import loaders
+from leakmel.learn.data import segments as loaders
 from leakmel.learn.model.baselines import baseline_features
-from leakmel.learn.data.segments import LEVELS, Batch, Segments
-from leakmel.learn.data.loaders import Loader, BatchOrder, open_loader
+from leakmel.learn.data.segments import LEVELS, Batch, BatchOrder, Loader, Segments, open_loader
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import recordings_table
 from leakmel.learn.data.task import LEFT_OUT, find_label, make_task

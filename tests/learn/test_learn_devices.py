@@ -460,7 +460,7 @@ def test_memory_may_run_out_at_any_operation(network):
 
 
 def test_rows_lost_by_a_device_are_streamed(network, monkeypatch):
-    from leakmel.learn.data.loaders import DeviceLoader
+    from leakmel.learn.data.segments import DeviceLoader
 
     with Segments(network, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)

@@ -12,7 +12,7 @@ import torch
 import leakmel as lm
 from errors import raises
 from leakmel.audio.synth import write_wav
-from leakmel.learn.retrain.promotion import weights_digest
+from leakmel.learn.retrain.rounds import weights_digest
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths

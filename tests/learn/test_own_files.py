@@ -156,7 +156,7 @@ def search(tmp: Path) -> Case:
 
 
 def champion(tmp: Path) -> Case:
-    from leakmel.learn.retrain.promotion import begin_lineage
+    from leakmel.learn.retrain.rounds import begin_lineage
 
     begin_lineage(tmp, made_detector(), "testing")
     return Case(path=tmp / "champion.json", use=lambda: model_file(tmp))

@@ -206,13 +206,6 @@ def part_digest(
     return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
 
 
-def items_digest(
-    items: SegmentSubset,
-) -> str:  # digest of the chosen segments and their classes
-    "Return the digest of a subset."
-    return digest_of(b"".join(np.ascontiguousarray(a).tobytes() for a in (items.numbers, items.labels)))
-
-
 # %% ../../../nbs/learn/retrain/selection.ipynb #86a57910
 def confident_segments(
     scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
