@@ -38,7 +38,7 @@ from leakmel.learn.model.spectral import (
     window_numbers,
 )
 from leakmel.learn.retrain.rounds import fine_tune, round_settings
-from leakmel.learn.retrain.selection import SegmentSubset, whole_recordings
+from leakmel.learn.retrain.rounds import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
 from leakmel.learn.train.inputs import TrainingData

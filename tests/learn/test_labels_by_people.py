@@ -21,7 +21,7 @@ from leakmel.learn.data.splits import group_split
 from leakmel.learn.data.task import make_task
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
-from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
+from leakmel.learn.retrain.rounds import UNLABELLED, read_human_labels
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import TrainSettings
 

@@ -47,10 +47,10 @@ from leakmel.learn.retrain.rounds import (
     retrain,
     weights_digest,
 )
-from leakmel.learn.retrain.selection import UNLABELLED, apply_human_labels, labels_by_content
-from leakmel.learn.retrain.selection import read_human_labels, recording_paths
-from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
-from leakmel.learn.retrain.selection import LabelledSegments, SegmentSubset, part_digest, whole_recordings
+from leakmel.learn.retrain.rounds import UNLABELLED, apply_human_labels, labels_by_content
+from leakmel.learn.retrain.rounds import read_human_labels, recording_paths
+from leakmel.learn.retrain.rounds import draw_replay, select_segments, confident_segments
+from leakmel.learn.retrain.rounds import LabelledSegments, SegmentSubset, part_digest, whole_recordings
 from leakmel.learn.train import loop
 from leakmel.learn.train.loop import CheckpointSettings
 

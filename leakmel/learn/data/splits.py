@@ -11,7 +11,6 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,6 @@ from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
 from leakmel.learn.data.segments import DataSource, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
-    KINDS,
     LEAKY_SPLIT,
     MAX_EXHAUSTIVE,
     Group,
@@ -181,37 +179,9 @@ class Split:
                 expected=", ".join(self.parts),
             )
 
-    def table(self) -> "pd.DataFrame":
-        "Count the recordings of each label, and the groups, in each part."
-        import pandas as pd
-
-        table = {}
-        for name, rows in self.parts.items():
-            counts = np.bincount(self.labels[rows], minlength=len(self.class_names))
-            table[name] = {"recordings": len(rows), **dict(zip(self.class_names, counts.tolist()))}
-            if self.groups is not None:
-                table[name]["groups"] = len(np.unique(self.groups[rows]))
-        return pd.DataFrame(table).T
-
-    def report(self) -> str:
-        "Return the split and its findings as text, one finding per line."
-        found = [self.method, self.table().to_string()]
-        found += [LEAKY_SPLIT, *map(str, self.shared)] if self.leaky else []
-        found += [f"{p.path}: {p.message}" for p in self.problems]
-        found += [
-            f"The {kind} was not checked, because it is unknown for some recordings."
-            for kind in self.unchecked
-        ]
-        if not self.leaky and not self.unchecked:
-            found.append(f"No {', '.join(KINDS[:-1])} or {KINDS[-1]} is in more than one part.")
-        return "\n".join(found)
-
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {len(rows):,}" for name, rows in self.parts.items())
         return f"Split({parts}{'; LEAKY: ' + ', '.join(s.kind for s in self.shared) if self.leaky else ''})"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.report())}</pre>"
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #a2c5729d

@@ -176,8 +176,6 @@ def _manifest_recordings(
         label_ids.append(np.where(x.label_ids < 0, len(manifest.label_names), x.label_ids))
         names += [] if by_folders else x.names
     labels = np.array([*manifest.label_names, ""], object)[np.concatenate(label_ids)]
-    if len(listings) == 1:  # in order
-        return found, labels, ParsedNames(found.paths) if by_folders else names
     order = sorted(range(len(found)), key=found.paths.__getitem__)
     found.sort()
     return found, labels[order], ParsedNames(found.paths) if by_folders else [names[k] for k in order]
@@ -198,17 +196,15 @@ class RowBlock(Slot):
         self, row: np.ndarray, k: int, first: int, count: int
     ) -> bool:  # whether there is no room for another one
         "Add a piece of recording `k`."
-        i = self.n
-        whole = row.dtype == np.int16
-        self.n = i + 1
+        i, is_whole = self.n, row.dtype == np.int16
+        self.n += 1
         self.files[i] = k
         self.firsts[i] = first
         self.counts[i] = count
         self.facts[i] = np.zeros((), FACTS)
-        self.facts["good"][i] = True
-        self.facts["whole"][i] = whole
-        self.samples[i] = row if whole else 0
-        if not whole:
+        self.facts[["good", "whole"]][i] = (True, is_whole)
+        self.samples[i] = row if is_whole else 0
+        if not is_whole:
             self.widen(i, row)
         return self.n == len(self.samples)
 
@@ -313,6 +309,7 @@ class RecordingReaders:
 
     def _give(self, block: RowBlock) -> None:
         "Compute the features of a full block, and pass it on to the scorer."
+        block.scale_whole_rows()
         if self.engine is not None:
             block.moments[: block.n] = self.engine.run(block.input, block.mels[: block.n])
         self.filled.put(block)
@@ -330,11 +327,9 @@ class RecordingReaders:
                             return False
                         block.begin(None, batch, 0, 0)
                     if block.put(row, k, first, count):
-                        block.scale_whole_rows()
                         self._give(block)
                         block = None
         if block is not None:
-            block.scale_whole_rows()
             self._give(block)
         return True
 

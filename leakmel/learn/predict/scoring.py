@@ -232,11 +232,7 @@ class DeviceScorer:
         self.n_started = 0
         self.too_small: list[MachineError] = []  # of a callback of the stream, which must not raise it
         self.chain: Any = None  # of the engine
-        try:
-            self._guard(partial(self._open, engine, n_files))
-        except BaseException:
-            device.close()
-            raise
+        self._guard(partial(self._open, engine, n_files))
 
     def _open(self, engine: str, n_files: int) -> None:
         spec = required_spec(self.detector)
@@ -378,16 +374,17 @@ def open_scorer(
         )
     opened = None if device == "cpu" else open_devices(device)[0]
     on = torch.device("cpu") if opened is None else opened.torch_device
-    no_room = f"the model does not fit into the memory of {device}"
     try:
-        with memory_guard(no_room, "free some memory, or use device='cpu'"):
+        with memory_guard(
+            f"the model does not fit into the memory of {device}", "free some memory, or use device='cpu'"
+        ):
             detector.classifier.to(on).eval()
+        if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
+            return DeviceScorer(detector, engine, opened, n_files)
     except BaseException:
         if opened is not None:
             opened.close()
         raise
-    if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
-        return DeviceScorer(detector, engine, opened, n_files)
     if opened is not None:
         opened.close()
     portions = AdaptiveBatches(n_files)

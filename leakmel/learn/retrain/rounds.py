@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel import __version__
+from leakmel.audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
 from leakmel.audio.wav import digest_of
+from leakmel.core.comparison import match_texts
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable
+from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
 from leakmel.learn.data.segments import DataSource, Segments, source_list
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
-from leakmel.learn.data.task import LEFT_OUT, Task
+from leakmel.learn.data.task import LEFT_OUT, Task, find_label
 from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, differences, recording_groups
 from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, choose_rule
+from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, choose_rule, segments_needed
 from leakmel.learn.metrics.significance import ScoredModel, figure_title, plain, score_model
 from leakmel.learn.model.cards import write_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
@@ -50,23 +53,7 @@ from leakmel.learn.model.net import LeakNet
 from leakmel.learn.model.provenance import Provenance, find_overlap, provenance_of
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.learn.retrain.selection import (
-    UNLABELLED,
-    LabelledSegments,
-    SegmentSubset,
-    Selection,
-    apply_human_labels,
-    content_digests,
-    draw_replay,
-    labels_by_content,
-    part_digest,
-    read_human_labels,
-    recording_paths,
-    select_segments,
-    selection_csv,
-    source_digest,
-)
-from leakmel.learn.train.inputs import TooShortWarning, TrainingData, too_short
+from leakmel.learn.train.inputs import TooShortWarning, TrainingData, row_digests, too_short
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.learn.train.state import TrainingState
 
@@ -159,6 +146,305 @@ def open_parts(
             if note := too_short(ds):
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #80f9b7a7
+UNLABELLED = -2  # no person gave a label
+
+
+def read_human_labels(
+    table: LabelTable,  # labels by people: labels.csv, or a CSV table with path and label
+    recordings: Segments,  # at any level
+    task: Task,  # whose labels may be given, upper and lower case aside
+) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
+    "Read a table of labels by people."
+    current = read_labels(table)
+    paths = [os.fsdecode(p) for p in recording_paths(recordings)]
+    file = None if isinstance(table, CurrentLabels) else table
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, paths))):
+        raise DataError(
+            "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
+            code="unknown-recording",
+            path=file,
+            found=", ".join(map(show_path, unknown[:3]))
+            + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
+            remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
+        )
+    check_paths(current, paths, file)
+    found = relabel(current, paths, _column(recordings, "digest"), [""] * len(paths))
+    classes = np.full(len(paths), UNLABELLED, np.int64)
+    for i in found.changed:
+        try:
+            number = find_label(found.labels[i], task.class_names)
+        except UsageError as e:
+            raise DataError(
+                f"the label of {show_path(paths[i])} is unknown",
+                code="unknown-label",
+                path=file,
+                found=repr(found.labels[i]),
+                expected=e.expected,
+            ) from e
+        classes[i] = task.to_model[number]
+    return classes
+
+
+def _column(recordings: Segments, name: str) -> list[str]:
+    "Return a column of the chosen recordings, with empty texts where a data set does not have it."
+    found = [text for source in recordings.sources for text in source.files.get(name, [""] * len(source))]
+    return [found[k] for k in recordings.rows]
+
+
+def recording_paths(
+    recordings: Segments,
+) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
+    "Return the path of each recording."
+    for source in recordings.sources:
+        if "path" not in source.files:
+            raise DataError(
+                "the data set does not store the paths of its recordings",
+                code="paths-missing",
+                path=source.path,
+            )
+    return [os.fsencode(p) for p in _column(recordings, "path")]
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #fc15f3da
+def content_digests(
+    ds: Segments,
+) -> list[str]:  # [n], equal where the samples are; empty where that is not known
+    "Return the content digests of recordings."
+    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
+
+
+def labels_by_content(
+    recordings: Segments,
+    labels: np.ndarray,  # [n] int of `read_human_labels`
+) -> dict[str, int]:  # content -> class; raises DataError if copies of a recording have different labels
+    "Return labels by people, by content digest."
+    found: dict[str, int] = {}
+    content = content_digests(recordings)
+    for i in np.flatnonzero(labels != UNLABELLED).tolist():
+        if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
+            raise DataError(
+                "the table gives different labels to recordings with the same samples",
+                code="labels-contradict",
+                path=recordings.sources[0].path,
+                found=show_path(recording_paths(recordings)[i]),
+                remedy="remove it, or its copies, from the table",
+            )
+    return found
+
+
+def apply_human_labels(
+    recordings: Segments,
+    classes: np.ndarray,  # [n] int
+    labels: Mapping[str, int],  # of `labels_by_content`
+) -> np.ndarray:  # [n] int64
+    "Replace the classes of recordings whose content people have labelled."
+    known = zip(content_digests(recordings), classes.tolist())
+    return np.array([labels.get(content, k) for content, k in known], np.int64)
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #8ff51637
+@dataclass(frozen=True, eq=False)
+class LabelledSegments:
+    "Long segments of some recordings, and the class of each recording."
+
+    recordings: Segments  # level "recording"
+    kept: np.ndarray  # [n, L] bool; none behind the end of a recording
+    classes: np.ndarray  # [n] int64, classes of the model; -1: left out
+
+
+def whole_recordings(
+    recordings: Segments,  # level "recording", with a task
+    rows: np.ndarray,  # [n] int, places in `recordings.rows`
+) -> LabelledSegments:
+    "Select all existing segments of recordings, with the classes of their labels."
+    kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
+    kept[rows] = recordings.segment_mask[rows]
+    return LabelledSegments(recordings, kept, recordings.labels)
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #871dc7a3
+class SegmentSubset(Segments):
+    "Selected segments as training items; closing it closes no data set."
+
+    def __init__(
+        self,
+        choices: Sequence[LabelledSegments],  # one at least
+        task: Task,
+        *,
+        preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
+    ):
+        self.level = "long"
+        self.task = task
+        self.row_shape = choices[0].recordings.row_shape
+        self.sources = [source for c in choices for source in c.recordings.sources]
+        self.starts = np.cumsum([0, *map(len, self.sources)])
+        self.rows, self.numbers, self.labels = _items_of(choices)
+        self.n_too_short = 0
+        self.preload(preload_to_ram, progress)
+
+    @property
+    def counts(self) -> np.ndarray:
+        "[n] int64: each item stands alone."
+        return np.ones(len(self.rows), np.int64)
+
+    def places(self, items: np.ndarray) -> np.ndarray:
+        "[B] where items lie among all items of the data sets."
+        return self.numbers[np.asarray(items, np.int64)]
+
+    def close(self) -> None:
+        "Release the memory; the data sets stay open."
+        self.preloaded = None
+
+
+def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
+    "[3, n] int64 row, number and class of each item, counted through the data sets of all choices."
+    found = []
+    before = 0
+    for c in choices:
+        at, segment = np.nonzero(c.kept & (c.classes != LEFT_OUT)[:, None])
+        row = before + c.recordings.rows[at]
+        number = row * c.kept.shape[1] + segment
+        items = np.stack([row, number, c.classes[at]])
+        found.append(items[:, np.argsort(number, kind="stable")].astype(np.int64))
+        before += int(c.recordings.starts[-1])
+    return np.concatenate(found, axis=1)
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
+def source_digest(
+    source: MelDataset,
+) -> str:  # of what it holds
+    "Return the digest of a data set; of files of the earlier system all rows are read."
+    return digest_of(row_digests(source, "none"))
+
+
+def part_digest(
+    ds: Segments,
+) -> str:  # digest of rows, labels and content of the data sets
+    "Return the digest of the recordings of a part."
+    chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
+    return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #86a57910
+def confident_segments(
+    scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
+    is_leak: np.ndarray,  # [n] bool, class of each recording
+    share: np.ndarray,  # [n] of the segments that are kept, above 0 to 1
+) -> np.ndarray:  # [n, L] bool
+    "Select the segments whose scores support the class of their recording most clearly."
+    place = np.argsort(
+        np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable"), axis=1, kind="stable"
+    )  # 0: the clearest
+    n_segments = np.count_nonzero(~np.isnan(scores), axis=1)  # missing segments are sorted last
+    most = np.array([segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64)
+    return place < most[:, None]
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #e0abb96b
+@dataclass(frozen=True, eq=False)
+class Selection:
+    "Training segments selected from new recordings."
+
+    choice: LabelledSegments
+    score: np.ndarray  # [n] of each recording, by the detector's vote
+    by_human: np.ndarray  # [n] bool, whose class a person gave
+    predicted: np.ndarray  # [n] int64, class that the detector alone would have given
+
+    @property
+    def n_overruled(self) -> int:
+        "Recordings whose label by a person differs from the prediction."
+        return int(np.count_nonzero(self.by_human & (self.choice.classes != self.predicted)))
+
+    def counts(self, task: Task) -> dict[str, dict[str, int]]:
+        "For each class: recordings and long segments, and those of recordings whose class a person gave."
+        kept = self.choice.kept
+        of_class = {name: self.choice.classes == k for k, name in enumerate(task.model_names)}
+        return {
+            name: {
+                "recordings": int(mine.sum()),
+                "by_human": int((mine & self.by_human).sum()),
+                "segments": int(kept[mine].sum()),
+                "segments_by_human": int(kept[mine & self.by_human].sum()),
+            }
+            for name, mine in of_class.items()
+        }
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #94f0b1c1
+def select_segments(
+    detector: Detector,
+    recordings: Segments,  # level "recording"
+    scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
+    human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: not labelled
+    *,
+    keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
+    keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
+) -> Selection:
+    "Assign a class to each new recording, and select the segments to train on."
+    leak = detector.task.leak_in_model
+    of_leak = np.where(recordings.segment_mask, scores[..., leak], np.nan)
+    score = detector.recording_scores(of_leak)
+    is_leak = score >= detector.threshold
+    human = np.full(len(score), UNLABELLED, np.int64) if human is None else human
+    by_human = human != UNLABELLED
+    trusted = confident_segments(of_leak, is_leak, np.full(len(score), keep_share))
+    mean = np.where(trusted[..., None], scores, 0).sum(1)
+    mean[:, leak] = -np.inf
+    predicted = np.where(is_leak, leak, mean.argmax(1))  # else the likeliest other class
+    classes = np.where(by_human, human, predicted)
+    kept = confident_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
+    kept[classes == LEFT_OUT] = False
+    return Selection(LabelledSegments(recordings, kept, classes), score, by_human, predicted)
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #e89c0e48
+def draw_replay(
+    old: Segments,  # recordings, with a task
+    share: float = 0.5,  # of them, above 0 to 1
+    seed: int = 0,
+    round_number: int = 1,  # another one draws others
+) -> LabelledSegments:  # raises DataError where a class has no recording
+    "Draw whole recordings of the old training data."
+    rng = np.random.default_rng([seed, round_number])
+    chosen = []
+    for k, name in enumerate(old.task.model_names if old.task else ()):
+        mine = np.flatnonzero(old.labels == k)
+        if not len(mine):
+            raise DataError(
+                f"the replay data hold no recording of the class {show_path(name)}",
+                code="class-missing",
+                path=old.sources[0].path,
+                remedy="replay the data set that the detector was trained on",
+            )
+        chosen.append(rng.permutation(mine)[: max(1, round(share * len(mine)))])
+    return whole_recordings(old, np.sort(np.concatenate(chosen)))
+
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #bf6bbdf5
+def selection_csv(
+    selection: Selection,
+    task: Task,
+) -> str:
+    "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
+    import pandas as pd
+
+    choice = selection.choice
+    names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
+    columns = {
+        "path": list(map(show_path, recording_paths(choice.recordings))),
+        "class": names[choice.classes],
+        "by": np.where(selection.by_human, "human", "prediction"),
+        "predicted": names[selection.predicted],
+        "score": [repr(float(s)) for s in selection.score],
+        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in choice.kept],
+        "row": choice.recordings.rows,
+    }
+    return pd.DataFrame(columns).to_csv(index=False)
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #1ebacb2a
