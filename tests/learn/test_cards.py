@@ -23,7 +23,7 @@ from leakmel.learn.operations import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
 from leakmel.dataset.export.card import croissant_text
 from leakmel.learn.model.cards import update_card
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.card import EvaluationRecord
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.net import LeakNet, NetSettings

@@ -20,9 +20,8 @@ import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data import segments
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.splits import Split
-from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.bootstrap import Groups
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows

@@ -34,7 +34,7 @@ from leakmel.learn.data.segments import (
     segment_count,
     conform_recording,
 )
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings

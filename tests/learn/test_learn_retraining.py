@@ -22,9 +22,8 @@ import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.data.groups import recordings_of
-from leakmel.learn.data.segments import Segments, open_loader
+from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.learn.data.splits import LeakySplitWarning
-from leakmel.learn.data.task import LEFT_OUT, make_task
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole

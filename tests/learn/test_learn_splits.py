@@ -21,7 +21,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import MelDataset
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.groups import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
 from leakmel.learn.data.groups import KINDS, find_shared, shared_values
 from leakmel.learn.data.splits import (
@@ -31,7 +31,6 @@ from leakmel.learn.data.splits import (
     existing_split,
     group_split,
 )
-from leakmel.learn.data.task import make_task
 
 quick = settings(
     max_examples=30,

@@ -20,13 +20,131 @@ from torch.utils.data import Dataset
 from leakmel.audio.conform import conform, piece_count, resampled_length
 from leakmel.audio.labels import CurrentLabels, check_paths
 from leakmel.audio.wav import Recording
+from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.monitor import free_memory, size_text
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.file.writer import map_in_order
-from leakmel.learn.data.task import LEFT_OUT, Task, find_label
 from leakmel.mel.spec import MelSpec
+
+
+# %% ../../../nbs/learn/data/segments.ipynb #4e57df5c
+def find_label(
+    wanted: str,  # "LEAK", in any case
+    class_names: Sequence[str],  # of the data set, in id order
+) -> int:  # its number in the data set; raises UsageError where there is none, or more than one
+    "Find the label of a name, ignoring case and what cannot be seen."
+    key = text_key(wanted).casefold()
+    found = [i for i, name in enumerate(class_names) if text_key(name).casefold() == key]
+    if not found:
+        raise UsageError(
+            "the label does not exist in the data set",
+            code="unknown-label",
+            found=repr(wanted),
+            expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
+            remedy="give the whole name of a label",
+        )
+    if len(found) > 1:
+        raise UsageError(
+            "some labels differ only in case, blanks, invisible characters or accents (NFC, NFD)",
+            code="ambiguous-label",
+            found=", ".join(ascii(class_names[i]) for i in found),
+            expected="one label",
+            remedy="give their recordings one label (a folder, or a cell of the table) and build again",
+        )
+    return found[0]
+
+
+# %% ../../../nbs/learn/data/segments.ipynb #f409032e
+BINARY = "binary"
+MULTICLASS = "multiclass"
+LEFT_OUT = -1
+
+
+@dataclass(frozen=True)
+class Task:
+    "Classification task: labels of the data set, classes of the model, and which of each is the leak."
+
+    kind: str  # "binary" or "multiclass"
+    class_names: tuple[str, ...]  # labels of the data set, in id order
+    leak_in_data: int  # number of the leak label in the data set
+    model_names: tuple[str, ...]  # classes of the model, in order
+    leak_in_model: int  # number of the leak class in the model
+    to_model: tuple[int, ...]  # for each label of the data set its class in the model, -1: left out
+
+    def __post_init__(self):
+        if self.kind not in (BINARY, MULTICLASS):
+            raise UsageError(
+                "the kind of task is unknown",
+                code="usage",
+                found=repr(self.kind),
+                expected=f"{BINARY!r} or {MULTICLASS!r}",
+            )
+        classes = set(range(len(self.model_names)))
+        if len(self.to_model) != len(self.class_names) or set(self.to_model) - {LEFT_OUT} != classes:
+            raise UsageError(
+                "the labels of the data set do not map onto the classes of the model",
+                code="invalid-task",
+                found=self.to_model,
+                expected=f"{len(self.class_names)} class numbers that cover every class",
+            )
+        is_known = 0 <= self.leak_in_data < len(self.to_model)
+        if not is_known or self.to_model[self.leak_in_data] != self.leak_in_model:
+            raise UsageError(
+                "the leak label of the data set does not map to the leak class of the model",
+                code="invalid-task",
+                found=(self.leak_in_data, self.leak_in_model),
+            )
+
+    @property
+    def leak_label(self) -> str:
+        "Name of the leak label in the data set."
+        return self.class_names[self.leak_in_data]
+
+    def classes(
+        self,
+        labels: np.ndarray,  # [n] int, numbers in the data set
+    ) -> np.ndarray:  # [n] int64, numbers in the model; -1: left out
+        "Convert labels of the data set to classes of the model."
+        return np.array(self.to_model, np.int64)[np.asarray(labels, np.int64)]
+
+    def __repr__(self) -> str:
+        left_out = [show_path(n) for n, k in zip(self.class_names, self.to_model) if k == LEFT_OUT]
+        names = " or ".join(show_path(n) for n in self.model_names)
+        return f"Task({self.kind}: {names}; leak is {show_path(self.leak_label)}{'; left out: ' + ', '.join(left_out) if left_out else ''})"
+
+
+# %% ../../../nbs/learn/data/segments.ipynb #46965131
+def make_task(
+    class_names: Sequence[str],  # of the data set, in id order
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
+    *,
+    kind: str = MULTICLASS,  # "binary": all other labels are one class
+    leave_out: Sequence[str] = (),  # labels whose recordings are not used
+) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
+    "Create the task of classifying the labels of a data set."
+    leak = find_label(leak_label, class_names)
+    names = tuple(class_names)
+    out = {find_label(name, class_names) for name in leave_out}
+    if leak in out:
+        raise UsageError(
+            "the leak label cannot be left out", code="invalid-task", found=show_path(names[leak])
+        )
+    kept = [i for i in range(len(names)) if i not in out]
+    if len(kept) < 2:
+        raise UsageError(
+            "the task has fewer than two labels",
+            code="invalid-task",
+            found=f"only {', '.join(show_path(names[i]) for i in kept)}",
+            expected="at least two labels",
+        )
+    if kind == BINARY:
+        to_model = tuple(LEFT_OUT if i in out else int(i == leak) for i in range(len(names)))
+        return Task(kind, names, leak, (f"not {names[leak]}", names[leak]), 1, to_model)
+    to_model = tuple(kept.index(i) if i in kept else LEFT_OUT for i in range(len(names)))
+    return Task(kind, names, leak, tuple(names[i] for i in kept), kept.index(leak), to_model)
+
 
 # %% ../../../nbs/learn/data/segments.ipynb #cc31d60b
 LENGTHS = ("whole", "spec")  # all of a recording; or as much of it as a row of a data set holds

@@ -23,8 +23,9 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
-from leakmel.learn.data.segments import DataSource, close_opened, open_sources, source_list
+from leakmel.learn.data.segments import LEFT_OUT, DataSource, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
+    KINDS,
     LEAKY_SPLIT,
     MAX_EXHAUSTIVE,
     Group,
@@ -35,7 +36,6 @@ from leakmel.learn.data.groups import (
     group_values,
     join_groups,
 )
-from leakmel.learn.data.task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,8 +21,7 @@ from torch import Tensor
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
-from leakmel.learn.data.segments import Segments, open_loader
-from leakmel.learn.data.task import Task
+from leakmel.learn.data.segments import Segments, Task, open_loader
 from leakmel.learn.metrics.decisions import HeldOutScores
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, vote_scores
 from leakmel.learn.model.card import (

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import read_rows
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.task import Task
+from leakmel.learn.data.segments import Segments, Task
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings
 
 

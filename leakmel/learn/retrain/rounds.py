@@ -26,9 +26,8 @@ from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
-from leakmel.learn.data.segments import DataSource, Segments, source_list
+from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task, find_label, source_list
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
-from leakmel.learn.data.task import LEFT_OUT, Task, find_label
 from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, differences, recording_groups
 from leakmel.learn.metrics.decisions import HeldOutScores
 from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, choose_rule, segments_needed

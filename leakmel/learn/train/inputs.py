@@ -20,9 +20,16 @@ from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
-from leakmel.learn.data.segments import DataSource, Segments, close_opened, open_sources, source_list
+from leakmel.learn.data.segments import (
+    DataSource,
+    Segments,
+    Task,
+    close_opened,
+    make_task,
+    open_sources,
+    source_list,
+)
 from leakmel.learn.data.splits import Split, existing_split
-from leakmel.learn.data.task import Task, make_task
 from leakmel.learn.model.provenance import Provenance, provenance_of
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 

@@ -26,9 +26,8 @@ from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
 from leakmel.core.run_plan import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group
-from leakmel.learn.data.segments import Batch
+from leakmel.learn.data.segments import BINARY, LEFT_OUT, Batch
 from leakmel.learn.data.splits import Split, recordings_table
-from leakmel.learn.data.task import BINARY, LEFT_OUT
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
 from leakmel.learn.model.detector import Detector, load_detector

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
-from leakmel.learn.data.segments import Batch
-from leakmel.learn.data.task import Task
+from leakmel.learn.data.segments import Batch, Task
 from leakmel.learn.model.devices import is_out_of_memory, keep_freed_memory, memory_guard
 from leakmel.learn.model.net import (
     LeakNet,
