@@ -7,7 +7,7 @@ __all__ = ["Preloaded", "with_spec_rules", "preload"]
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
 import io, json, logging, math, os, re, stat, tempfile, threading, time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -358,7 +358,8 @@ def open_cache(
     def wait(holder: str) -> None:
         announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)
 
-    listing, n_samples = reader.listing, reader.spec.n_samples
+    listing = reader.listing
+    n_samples = reader.spec.n_samples
     key = cache_key(listing, reader.spec)
     path = cache_path(cache_folder(config.cache_dir), listing.split, key)
     partial = path.with_name(f".{path.name}.partial")
@@ -513,7 +514,7 @@ def choose_mode(
 
 # %% ../../../nbs/dataset/run/modes.ipynb #fa1e6ca3
 @dataclass
-class Preloaded:
+class Preloaded(AbstractContextManager["Preloaded"]):
     "Preloaded recordings for several builds; a context manager that releases memory and files."
 
     manifest: Manifest
@@ -565,9 +566,6 @@ class Preloaded:
             cache.close()
         self.held = {}
 
-    def __enter__(self) -> "Preloaded":
-        return self
-
     def __exit__(self, *exc) -> None:
         self.close()
 
@@ -586,13 +584,18 @@ def _load_listing(
 ) -> str:
     "Load the recordings of one listing into memory or a cache file; return a log line."
     began_s, n = timeline.now_s(), len(listing)
-    reader, n_samples = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file), ready.spec.n_samples
+    reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
     if ready.choice.used == "preload":
-        most = config.ram_fraction * free_memory()
-        cache = SampleCache(cache_key(listing, ready.spec), n, n_samples, most_bytes=most)
+        cache = SampleCache(
+            cache_key(listing, ready.spec),
+            n,
+            ready.spec.n_samples,
+            most_bytes=config.ram_fraction * free_memory(),
+        )
         ready.held[listing.split] = cache  # which is closed with the others after an error
         load(reader, cache, config, timeline, progress)
-        is_new, what = True, "preload: read into memory"
+        is_new = True
+        what = "preload: read into memory"
     else:
         cache, is_new = open_cache(reader, config, timeline, progress)
         ready.held[listing.split] = cache
@@ -657,7 +660,8 @@ def prepare(
             path=folder,
             remedy="choose a cache_dir outside the data folder",
         )
-    lines, began_s = list[str](), timeline.now_s()
+    lines = list[str]()
+    began_s = timeline.now_s()
     while True:
         lines.append(str(choice))
         if choice.asked in ("auto", choice.used):

@@ -9,6 +9,7 @@ __all__ = []
 import math, os, zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -696,7 +697,7 @@ class BatchOrder:
 
 
 # %% ../../../nbs/learn/data/segments.ipynb #0a1ab8ce
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     "Batches of successive epochs in an order that can be resumed; a context manager."
 
     kind = ""
@@ -723,9 +724,6 @@ class Loader:
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         "Release the resources of the loader; the data set stays open."
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc) -> None:
         self.close()

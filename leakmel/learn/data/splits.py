@@ -25,7 +25,6 @@ from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
 from leakmel.learn.data.segments import LEFT_OUT, DataSource, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
-    KINDS,
     LEAKY_SPLIT,
     MAX_EXHAUSTIVE,
     Group,
@@ -379,7 +378,9 @@ def _remedy(
     is_allowed: bool,  # whether allow_leaky_split was given
 ) -> str:
     "Return what to do where a part would lack a label."
-    counts, fewer, ways = label_counts(units, labels), without_validation(shares), []
+    counts = label_counts(units, labels)
+    fewer = without_validation(shares)
+    ways = list[str]()
     if not needs_validation and 1 < len(fewer) < len(shares) and not _divide(units, labels, fewer, seed)[1]:
         ways.append(f"--validation none (in Python shares={fewer})")
     if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():

@@ -347,7 +347,7 @@ class Predictions:
     ) -> dict[str, Any]:  # name -> array or list, as COLUMNS
         "Return the columns of the table for some recordings."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
-        n, lengths, threshold = len(score), s.segment_scores.n_segments[part], float(self.rule.threshold)
+        n, lengths = len(score), s.segment_scores.n_segments[part]
         status = s.status[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
         in_training = s.in_training[part]
@@ -359,7 +359,7 @@ class Predictions:
             "score": score,
             "probability": probability,
             "vote": [self.rule.vote] * n,
-            "threshold": np.full(n, threshold),
+            "threshold": np.full(n, float(self.rule.threshold)),
             "leak_share": self._leak_share[part],
             "n_segments": lengths,
             "scored_s": covered_samples(lengths, spec) / spec.sample_rate,
@@ -376,7 +376,7 @@ class Predictions:
             "in_training": in_training if None in in_training.tolist() else in_training.astype(bool),
             "sensor": each_once(s.sensor[part], show_path),
             "gain": s.gain[part],
-            "segment_scores": s.segment_scores.each_array(part),
+            "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
             "evaluation": [evaluation_result(self.evaluations)] * n,
             "path_base64": in_base64,
         }
@@ -691,10 +691,12 @@ def predict(
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))
-    detector, named = model, "a detector in memory"
+    detector = model
+    named = "a detector in memory"
     if not isinstance(detector, Detector):
         file = model_file(detector)
-        detector, named = load_detector(file), show_path(os.path.abspath(file))
+        detector = load_detector(file)
+        named = show_path(os.path.abspath(file))
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)
     own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None

@@ -30,7 +30,7 @@ from leakmel.audio.listing import (
     require_recordings,
 )
 from leakmel.audio.manifest import Manifest, check_manifest, split_folders
-from leakmel.audio.wav import Recording, read_error, read_wav
+from leakmel.audio.wav import close_read, open_regular, read_wav
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import LocalCopies
@@ -196,7 +196,8 @@ class RowBlock(Slot):
         self, row: np.ndarray, k: int, first: int, count: int
     ) -> bool:  # whether there is no room for another one
         "Add a piece of recording `k`."
-        i, is_whole = self.n, row.dtype == np.int16
+        i = self.n
+        is_whole = row.dtype == np.int16
         self.n += 1
         self.files[i] = k
         self.firsts[i] = first
@@ -333,32 +334,28 @@ class RecordingReaders:
             self._give(block)
         return True
 
-    def _read_one(self, k: int, local: Mapping[bytes, bytes]) -> Recording:
-        "Read a recording; raises RecordingError, and MachineError after too many failures in a row."
-        if self.listing.sizes[k] < 0:
-            raise RecordingError("unreadable", "the table names this file, but it does not exist")
-        path = local[self.listing.paths[k]]
-        try:
-            try:
-                os.stat(path)  # raises where a file that was listed is gone
-            except OSError as e:
-                raise read_error(e, path) from e
-            recording = read_wav(path)
-        except RecordingError as e:
-            self.reader.read_failures.refused(e, path)
-            raise
-        self.reader.read_failures.given()
-        return recording
-
     def _pieces(self, k: int, local: Mapping[bytes, bytes]) -> Iterator[tuple[np.ndarray, int, int]]:
         "Rows of a recording with their first segments and how many count; nothing where it is rejected, which is noted."
+        name = self.listing.paths[k]
         try:
-            recording = self._read_one(k, local)
+            if self.listing.sizes[k] < 0:
+                raise RecordingError("unreadable", "the table names this file, but it does not exist")
+            try:
+                close_read(
+                    open_regular(local[name])[0]
+                )  # a file that is gone has changed since it was listed
+                recording = read_wav(local[name])
+            except RecordingError as e:
+                self.reader.read_failures.refused(
+                    e, local[name]
+                )  # raises MachineError after too many in a row
+                raise
+            self.reader.read_failures.given()
             row, status = conform_recording(recording, self.spec, self.length)
             status = add_faults(status, recording)
         except RecordingError as e:
             with self.lanes.lock:
-                self.rejected.append(Rejected(self.listing.paths[k], e.reject_code, e.message))
+                self.rejected.append(Rejected(name, e.reject_code, e.message))
             return
         n, channels = recording.samples.shape
         self.facts[k] = (

@@ -9,11 +9,11 @@ __all__ = []
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,15 +60,6 @@ class SegmentScores:
 
     def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
         return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
-
-    def each_array(
-        self,
-        part: slice = slice(None),  # of the recordings
-    ) -> list[np.ndarray]:  # [L] of each
-        "Return the scores of some recordings one by one."
-        numbers = np.arange(*part.indices(len(self)))
-        starts = np.where(numbers > 0, self.ends[numbers - 1], 0).tolist()
-        return [self.values[a:b] for a, b in zip(starts, self.ends[numbers].tolist())]
 
     @property
     def n_segments(self) -> np.ndarray:  # [n] int64
@@ -158,7 +149,7 @@ def joined_columns(
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
-class HostScorer:
+class HostScorer(AbstractContextManager["HostScorer"]):
     "An engine on the CPU, and what is computed from its features; a context manager."
 
     depth = 1  # blocks that may be under way at once
@@ -189,9 +180,6 @@ class HostScorer:
         "Return the block that was computed."
         return self._block
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.engine.close()
 
@@ -216,7 +204,7 @@ class _Buffers:
         self.block: Any = None
 
 
-class DeviceScorer:
+class DeviceScorer(AbstractContextManager["DeviceScorer"]):
     "Copy, features and model on one device; a context manager."
 
     depth = 2  # blocks that may be under way at once
@@ -349,9 +337,6 @@ class DeviceScorer:
         except MachineError as e:
             self.too_small.append(e)
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._let_go()

@@ -698,7 +698,8 @@ def items_record(
     replay: LabelledSegments,
 ) -> dict[str, Any]:
     "Return the training items and their recordings as plain values."
-    new, classes = parts["new recordings"], selection.choice.classes
+    new = parts["new recordings"]
+    classes = selection.choice.classes
     names = [*map(show_path, task.model_names), ""]  # the last one: left out
     paths, content = recording_paths(new), content_digests(new)
     people = [
@@ -791,8 +792,8 @@ class Round(RowTable):
             f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
         )
         for name, c in self.duels.items():
-            before, after = c.champion.figures[figure], c.challenger.figures[figure]
-            yield name, f"{figure} {before:.3f} -> {after:.3f}, difference {c.differences[figure]}"
+            both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (c.champion, c.challenger))
+            yield name, f"{figure} {both}, difference {c.differences[figure]}"
         yield "record", show_path(self.folder / RECORD)
 
 
@@ -902,7 +903,8 @@ class _RoundInProgress:
         stamps: list[str],
     ) -> Round:
         "Compare, replace the champion if the challenger wins, and write the record."
-        here, task = round_folder(self.folder, self.number), self.champion.task
+        here = round_folder(self.folder, self.number)
+        task = self.champion.task
         kept = selection_csv(selection, task).encode("utf-8", "backslashreplace")
         learned = items_record(self.parts, task, selection, replay)
         before = asdict(lineage.current)
