@@ -44,7 +44,7 @@ if written := [s.end_s for s in r.timeline.spans if s.stage == "write"]:
 """
 PREDICT = """
 import torch
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 Detector.segment_scores = lambda self, mels, counts: torch.rand(mels.shape[:2])  # takes no time

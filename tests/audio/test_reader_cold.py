@@ -426,7 +426,7 @@ def test_bytes_read_again_are_counted_once(
     right = built(data, tmp_path / "x.h5", mode="memmap")
     n_bytes = right.summary["source_bytes"]
 
-    def fail(self: Any, first: int, out: np.ndarray) -> None:
+    def fail(self: Any, out: np.ndarray, offset: int) -> None:
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:

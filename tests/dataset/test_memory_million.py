@@ -17,7 +17,7 @@ IMPORTS = "import re, sys; import leakmel as lm; root, out, spec = *sys.argv[1:]
 BUILD = "lm.build(root, out=out, spec=spec, engine='cpu', progress='none')"
 PREDICT = """
 import torch
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 Detector.segment_scores = lambda self, mels, counts: torch.rand(mels.shape[:2])

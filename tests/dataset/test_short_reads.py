@@ -19,7 +19,7 @@ import leakmel as lm
 from leakmel.audio import wav
 from leakmel.audio.wav import canonical_header, pread_all, read_wav
 from leakmel.core.errors import RecordingError
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from odd_wavs import READ, REFUSED

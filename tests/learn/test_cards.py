@@ -23,7 +23,7 @@ from leakmel.learn.operations import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError
 from leakmel.dataset.export.card import croissant_text
 from leakmel.learn.model.cards import update_card
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.card import EvaluationRecord
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -294,7 +294,7 @@ def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path
     done = lm.predict(recordings, detector, out=tmp_path / "scores.parquet", **QUIET)
     lm.predict(recordings, detector, out=tmp_path / "scores.csv", **QUIET)
     table = pq.read_table(tmp_path / "scores.parquet")
-    assert tuple(table.schema.names) == COLUMNS
+    assert tuple(table.schema.names) == tuple(COLUMNS)
     kinds = {f.name: str(f.type) for f in table.schema}
     wanted = {
         "score": "double",

@@ -20,7 +20,7 @@ from leakmel.cli import main
 from leakmel.core.errors import UsageError
 from leakmel.learn.retrain import rounds
 from leakmel.learn.model.locate import load_champion, round_folder
-from leakmel.learn.retrain.promotion import weights_digest
+from leakmel.learn.retrain.rounds import weights_digest
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.evaluate.evaluation import evaluate

@@ -20,9 +20,8 @@ import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data import segments
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.splits import Split
-from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.bootstrap import Groups
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
@@ -38,7 +37,7 @@ from leakmel.learn.model.spectral import (
     window_numbers,
 )
 from leakmel.learn.retrain.rounds import fine_tune, round_settings
-from leakmel.learn.retrain.selection import SegmentSubset, whole_recordings
+from leakmel.learn.retrain.rounds import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
 from leakmel.learn.train.inputs import TrainingData

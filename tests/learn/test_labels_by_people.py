@@ -16,12 +16,11 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError
 from leakmel.dataset.check.consistency import label_mismatches, labelled_by_people
 from leakmel.dataset.file.reader import open_dataset
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.splits import group_split
-from leakmel.learn.data.task import make_task
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
-from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels
+from leakmel.learn.retrain.rounds import UNLABELLED, read_human_labels
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.model.settings import TrainSettings
 

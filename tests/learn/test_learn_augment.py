@@ -23,7 +23,7 @@ from leakmel.learn.model.net import (
     random_masks,
     smooth_curves,
 )
-from leakmel.learn.data.loaders import open_loader
+from leakmel.learn.data.segments import open_loader
 from leakmel.learn.model.settings import AugmentSettings, LoaderSettings, TrainSettings, settings_from
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -27,13 +27,21 @@ from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data import segments as data
-from leakmel.learn.data import loaders
+from leakmel.learn.data import segments as loaders
 from leakmel.learn.model.baselines import baseline_features
-from leakmel.learn.data.segments import LEVELS, Batch, Segments
-from leakmel.learn.data.loaders import Loader, BatchOrder, open_loader
+from leakmel.learn.data.segments import (
+    LEFT_OUT,
+    LEVELS,
+    Batch,
+    BatchOrder,
+    Loader,
+    Segments,
+    find_label,
+    make_task,
+    open_loader,
+)
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import recordings_table
-from leakmel.learn.data.task import LEFT_OUT, find_label, make_task
 from leakmel.learn.model.settings import TrainSettings
 
 SHAPE = (4, 2, 16, 1)  # L, S, M, T

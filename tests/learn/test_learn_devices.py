@@ -22,14 +22,13 @@ from leakmel.audio.synth import write_wav
 from leakmel.core.errors import EngineError, MachineError, UsageError
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
-from leakmel.learn.data.segments import Batch, Segments
+from leakmel.learn.data.segments import Batch, Segments, make_task
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.model.devices import AdaptiveBatches, pick_device
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
-from leakmel.learn.data.task import make_task
 from leakmel.learn.model.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,8 +143,7 @@ ALLOWED = """
 import warnings
 import torch
 ALLOW
-from leakmel.learn.data.segments import Batch
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import Batch, make_task
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.step import Stepper
@@ -460,7 +458,7 @@ def test_memory_may_run_out_at_any_operation(network):
 
 
 def test_rows_lost_by_a_device_are_streamed(network, monkeypatch):
-    from leakmel.learn.data.loaders import DeviceLoader
+    from leakmel.learn.data.segments import DeviceLoader
 
     with Segments(network, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)

@@ -19,9 +19,8 @@ from sklearn.metrics import roc_auc_score
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
-from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
 from leakmel.learn.evaluate.evaluation import score_baselines
 from leakmel.learn.evaluate.plots import roc_figure

@@ -14,7 +14,7 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.metrics import DecisionRule
 from leakmel.learn.model import classifiers
 from leakmel.learn.model.detector import Detector, load_detector

@@ -21,9 +21,8 @@ from leakmel.audio.labels import read_labels
 from leakmel.cli import main
 from leakmel.learn.data.groups import group_values
 from leakmel.learn.data.groups import find_shared
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, find_label, make_task
 from leakmel.learn.data.splits import LeakySplitWarning, existing_split, group_split
-from leakmel.learn.data.task import find_label, make_task
 from leakmel.learn.metrics.bootstrap import recording_groups
 from leakmel.learn.nightly import run
 from leakmel.learn.nightly.history import HISTORY_FILE

@@ -34,7 +34,7 @@ from leakmel.learn.data.segments import (
     segment_count,
     conform_recording,
 )
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -75,7 +75,7 @@ def all_scores(p: Predictions) -> dict[bytes, np.ndarray]:
 
 
 def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
-    names = ("path", "label", "score", "segment_scores")
+    names = {name: prediction.COLUMNS[name] for name in ("path", "label", "score", "segment_scores")}
     texts = ["a.wav", "b, c.wav", 'd "e".wav', "", "two\nlines", " f", "ä", '"', ","]
     n = len(texts)
     page: dict[str, Any] = {"path": texts, "label": texts[::-1], "score": np.arange(n) / 7}
@@ -99,7 +99,7 @@ def test_scores_of_segments_are_rounded_as_texts():
     scores = np.append(scores, np.arange(1000) / 1000 + 0.0005).astype(np.float32)
     each = [scores[k : k + 7] for k in range(0, len(scores), 7)]
     expected = [" ".join([f"{x:.3f}" for x in own.tolist()]) for own in each]
-    assert prediction._cells("segment_scores", each) == expected
+    assert prediction._cells("scores", each) == expected
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +415,7 @@ def test_scored_recordings_are_a_sequence(mixed, detector):
     assert p.scored[-1].path == every[-1].path
     assert [s.path for s in p.scored[1:]] == [s.path for s in every[1:]]
     columns = vars(p.scored)
-    columns = columns | {"path": columns["paths"], "segment_scores": columns["segment_scores"].each_array()}
+    columns = columns | {"path": columns["paths"], "segment_scores": list(columns["segment_scores"])}
     for name in vars(every[0]):
         for found, expected in zip((getattr(s, name) for s in every), columns[name], strict=True):
             assert np.array_equal(found, expected, equal_nan=name == "gain"), name
@@ -644,7 +644,7 @@ def test_the_same_recordings_give_the_same_bytes(mixed, detector, tmp_path):
     for name in ("scores.csv", "scores.rejected.csv"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
     with (tmp_path / "1" / "scores.csv").open() as f:
-        assert tuple(next(csv.reader(f))) == COLUMNS
+        assert tuple(next(csv.reader(f))) == tuple(COLUMNS)
 
 
 def test_output_file_is_complete_or_missing(mixed, detector, tmp_path, monkeypatch):

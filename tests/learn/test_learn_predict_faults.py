@@ -14,7 +14,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import MachineError, UsageError
 from leakmel.learn.model import detector as detector_module
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.core.operation import Run, make

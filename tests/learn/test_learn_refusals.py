@@ -14,7 +14,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
-from leakmel.learn.data import loaders
+from leakmel.learn.data import segments as loaders
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from each import each
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -23,17 +22,14 @@ import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.data.groups import recordings_of
-from leakmel.learn.data.loaders import open_loader
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.learn.data.splits import LeakySplitWarning
-from leakmel.learn.data.task import LEFT_OUT, make_task
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
 from leakmel.learn.model.locate import (
     CHAMPION_FILE,
     RECORD,
-    Champion,
     champion_file,
     load_champion,
     read_lineage,
@@ -41,21 +37,19 @@ from leakmel.learn.model.locate import (
 )
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.retrain import promotion, rounds
-from leakmel.learn.retrain.promotion import (
-    begin_lineage,
-    champion_entry,
+from leakmel.learn.retrain import rounds
+from leakmel.learn.retrain.rounds import (
+    RoundRules,
     check_overlap,
     compare_models,
     decide,
-    finish_interrupted_round,
+    retrain,
     weights_digest,
 )
-from leakmel.learn.retrain.selection import UNLABELLED, apply_human_labels, labels_by_content
-from leakmel.learn.retrain.selection import read_human_labels, recording_paths
-from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
-from leakmel.learn.retrain.selection import LabelledSegments, SegmentSubset, part_digest, whole_recordings
-from leakmel.learn.retrain.rounds import EarlierLabelsWarning, RoundRules, retrain
+from leakmel.learn.retrain.rounds import UNLABELLED, apply_human_labels, labels_by_content
+from leakmel.learn.retrain.rounds import read_human_labels, recording_paths
+from leakmel.learn.retrain.rounds import draw_replay, select_segments, confident_segments
+from leakmel.learn.retrain.rounds import LabelledSegments, SegmentSubset, part_digest, whole_recordings
 from leakmel.learn.train import loop
 from leakmel.learn.train.loop import CheckpointSettings
 
@@ -350,7 +344,7 @@ def compare(one: np.ndarray, other: np.ndarray, n_groups: int = 12) -> Any:
     truth = np.arange(len(one)) % 2 == 0
     groups = Groups("sensor", np.arange(len(one)) // 2 % n_groups, tuple(f"{k:02}" for k in range(n_groups)))
     detector = fresh()
-    return compare_models("testing", truth, groups, detector, detector, (one[:, None], other[:, None]))
+    return compare_models(truth, groups, detector, detector, (one[:, None], other[:, None]))
 
 
 def test_only_a_paired_interval_above_0_replaces_the_champion():
@@ -380,10 +374,10 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
 
 
 def test_test_set_reuse_is_reported():
-    assert "1 challenger has been compared" in promotion.test_set_reuse_note(1)
-    assert "about 2.5%" in promotion.test_set_reuse_note(1)
-    assert "40 challengers have been compared" in promotion.test_set_reuse_note(40)
-    assert "about 63.7%" in promotion.test_set_reuse_note(40)
+    assert "1 challenger has been compared" in rounds.test_set_reuse_note(1)
+    assert "about 2.5%" in rounds.test_set_reuse_note(1)
+    assert "40 challengers have been compared" in rounds.test_set_reuse_note(40)
+    assert "about 63.7%" in rounds.test_set_reuse_note(40)
 
 
 # Rounds
@@ -666,14 +660,15 @@ def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
     given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
     by_rule(monkeypatch, True)
     won = retrain(**given_)
-    (won.folder / RECORD).write_bytes(b"{")
     by_rule(monkeypatch, False)
-    with pytest.warns(EarlierLabelsWarning, match="the file is not the record of a round; found [^.]*$"):
-        assert retrain(**given_ | {"resume": "never"}).number == 2
+    for damaged in (b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"human_labels": [1]}'):
+        (won.folder / RECORD).write_bytes(damaged)
+        with raises("not-a-round", path=won.folder / RECORD):
+            retrain(**given_)
     (won.folder / RECORD).unlink()
-    (round_folder(tmp_path, 2) / RECORD).unlink()
-    with pytest.warns(EarlierLabelsWarning, match="round 1 are not known: "):
+    for _ in range(2):
         assert retrain(**given_ | {"resume": "never"}).number == 2
+        (round_folder(tmp_path, 2) / RECORD).unlink()
     assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
 
 
@@ -721,7 +716,7 @@ def test_new_recordings_without_names_are_refused_before_training(tmp_path):
         retrain(
             fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False
         )
-    assert not (tmp_path / "rounds").exists()
+    assert os.listdir(tmp_path / "rounds") == []
 
 
 def test_missing_groups_are_reported_before_training(networks, tmp_path):
@@ -741,7 +736,7 @@ def test_challengers_are_compared_with_the_champion_by_group_bootstrap(networks,
         scores = score_rows(one.challenger, ds), score_rows(two.challenger, ds)
         groups = recording_groups(recordings_of(ds))
         truth = ds.labels == TASK.leak_in_model
-        right = compare_models("testing", truth, groups, one.challenger, two.challenger, scores, n_draws=200)
+        right = compare_models(truth, groups, one.challenger, two.challenger, scores, n_draws=200)
     assert len(groups) > 5
     assert two.record["metrics"] == {"testing": right.summary}
 
@@ -807,7 +802,8 @@ def whole_round(networks, tmp_path_factory) -> Path:
         pytest.param("compare_models", marks=pytest.mark.long),
         pytest.param("selection_csv", marks=pytest.mark.long),
         pytest.param("write_whole", marks=pytest.mark.long),
-        "write_lineage",
+        "test_set_reuse_note",
+        "sealed_json",
     ],
 )
 def test_interrupted_round_keeps_the_champion_and_is_resumed(
@@ -826,17 +822,18 @@ def test_interrupted_round_keeps_the_champion_and_is_resumed(
         if where == "class_scores":
             assert read_lineage(tmp_path / "torn") is None, "nothing had begun"
         else:
-            assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
+            first = weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
+            assert first == (where != "sealed_json")
     by_rule(monkeypatch, True)
     done = retrain(**given_)
     if (
-        where == "write_lineage"
-    ):  # the decision had been made: it was carried out, and this was the next round
+        where == "sealed_json"
+    ):  # the champion was named, and its record was not written: this is the next round
         assert past(tmp_path / "torn") == [0, 1, 2]
-        assert files_of(tmp_path / "torn" / "round-0001") == files_of(whole_round / "round-0001")
-    else:
-        assert weights_digest(done.champion) == weights_digest(load_champion(whole_round))
-        assert files_of(tmp_path / "torn") == files_of(whole_round)
+        assert done.record["challengers_judged"] == 2
+        return
+    assert weights_digest(done.champion) == weights_digest(load_champion(whole_round))
+    assert files_of(tmp_path / "torn") == files_of(whole_round)
 
 
 KILLED = """
@@ -930,46 +927,6 @@ def test_damaged_folder_is_reported(networks, tmp_path):
     write_whole(model, model.read_bytes()[:-1], sync=False)
     with pytest.raises(DataError, match="digest does not match"):
         load_champion(tmp_path)
-
-
-@each(
-    "wrong",
-    [
-        {},
-        {"challenger": None},
-        {"challenger": {"round": 1}},
-        {"challenger": [1, "a", "b"]},
-        {"round": "1"},
-        {"round": True},
-        {"round": -1},
-        {"round": 2},
-        {"digest": 5},
-        {"weights": None},
-        {"more": 1},
-    ],
-    ids=str,
-)
-def test_damaged_record_is_reported(tmp_path, wrong):
-    "A round decided, and was interrupted before the champion was named."
-    lineage = begin_lineage(tmp_path, fresh(), "the test set")
-    fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
-    own = asdict(champion_entry(tmp_path, 1, fresh(1)))
-    record = {"replaced": True, "champion": asdict(lineage.current)} | (
-        wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong}
-    )
-    path = round_folder(tmp_path, 1) / RECORD
-    write_whole(path, json.dumps(record).encode(), sync=False)
-    with raises("not-a-round", path=path):
-        finish_interrupted_round(tmp_path)
-    for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
-        write_whole(path, content, sync=False)
-        with raises("not-a-round", path=path):
-            finish_interrupted_round(tmp_path)
-    assert read_lineage(tmp_path) == lineage
-    write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
-    settled = finish_interrupted_round(tmp_path)
-    assert settled is not None
-    assert settled.current == Champion(**own)
 
 
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_path, monkeypatch):

@@ -20,9 +20,16 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import Recording
 from leakmel.core.errors import DataError, RecordingError, UsageError
-from leakmel.learn.data.loaders import BatchOrder, open_loader
-from leakmel.learn.data.segments import LEVELS, Segments, cut_into_rows, segments_per_row, conform_recording
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import (
+    LEVELS,
+    BatchOrder,
+    Segments,
+    conform_recording,
+    cut_into_rows,
+    open_loader,
+    segments_per_row,
+)
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module

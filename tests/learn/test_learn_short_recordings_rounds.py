@@ -12,16 +12,15 @@ import torch
 import leakmel as lm
 from errors import raises
 from leakmel.audio.synth import write_wav
-from leakmel.learn.retrain.promotion import weights_digest
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.retrain.rounds import weights_digest
+from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
-from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths
-from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
+from leakmel.learn.retrain.rounds import UNLABELLED, read_human_labels, recording_paths
+from leakmel.learn.retrain.rounds import draw_replay, select_segments, confident_segments
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.retrain.selection import SegmentSubset
+from leakmel.learn.retrain.rounds import SegmentSubset
 from leakmel.learn.train.inputs import TooShortWarning
 from leakmel.learn.retrain.rounds import RoundRules, retrain
-from leakmel.learn.data.task import make_task
 from leakmel.learn.model.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

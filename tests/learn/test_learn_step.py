@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import MachineError
-from leakmel.learn.data.segments import Batch
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import Batch, make_task
 from leakmel.learn.model.net import (
     LeakNet,
     NetSettings,
@@ -481,8 +480,7 @@ def test_steps_reuse_the_memory_of_the_steps_before():
     "A step of the usual size on a CPU makes arrays of 50 MB; a page that the kernel clears anew is a page fault."
     code = """if True:
         import resource, torch
-        from leakmel.learn.data.segments import Batch
-        from leakmel.learn.data.task import make_task
+        from leakmel.learn.data.segments import Batch, make_task
         from leakmel.learn.model.net import LeakNet, NetSettings
         from leakmel.learn.model.settings import TrainSettings
         from leakmel.learn.train.step import Stepper

@@ -459,7 +459,7 @@ def out_of_memory(*args: Any, **named: Any) -> None:
 def test_insufficient_memory_for_items_or_evaluation_is_reported(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leakmel.learn.data import loaders
+    from leakmel.learn.data import segments as loaders
     from leakmel.learn.train import state as training_state
 
     with monkeypatch.context() as m:

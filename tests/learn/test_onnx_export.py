@@ -23,7 +23,7 @@ import leakmel as lm
 from leakmel.audio.wav import digest_of
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.decisions import HeldOutScores, fit_calibration
 from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Classifier
@@ -254,8 +254,8 @@ def test_the_loss_of_int8_is_measured_outside_the_training(detectors, recordings
     assert (done.check.recordings, done.check.in_training) == (len(paths), len(paths[::2]))
     assert (done.check.rated, done.check.rated_in_training) == (n, 0)
     assert (done.int8.recordings, done.int8.in_training, done.int8.ranges) == (n, 0, len(paths[::2]))
-    assert "none is part of the training" in done.int8.text
-    assert f"on the {n} that are not part of the training" in done.check.text
+    assert "0 of them part of the training" in done.int8.text
+    assert f"on {n} that are not part of the training" in done.check.text
     assert metadata_check(done.path)["in_training"] == 0
     # AUC is that of the recordings outside the training
     table = lm.predict(recordings, detector, length="spec", device="cpu", progress="none").table
@@ -299,7 +299,7 @@ def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_p
     n_other = len(list(other.rglob("*.wav")))
     assert (done.check.recordings, done.int8.recordings, done.int8.ranges) == (4, min(4, n_other), 4)
     assert done.int8.in_training is None
-    assert "does not store whether" in done.int8.text
+    assert "an unknown number of them" in done.int8.text
     given: dict[str, Any] = {"int8": True, "recordings": one, "most": 4}
     refused(detector, "usage", UsageError, tmp_path, check=one, **given)
     refused(detector, "unused-option", UsageError, tmp_path, recordings=one, check=other)

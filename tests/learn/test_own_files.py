@@ -132,7 +132,7 @@ def search(tmp: Path) -> Case:
 
 
 def champion(tmp: Path) -> Case:
-    from leakmel.learn.retrain.promotion import begin_lineage
+    from leakmel.learn.retrain.rounds import begin_lineage
 
     begin_lineage(tmp, made_detector(), "testing")
     return Case(path=tmp / "champion.json", use=lambda: model_file(tmp))
@@ -357,9 +357,8 @@ def test_caches_that_another_user_can_write_are_not_used(tmp_path: Path) -> None
         assert case.path.stat().st_mode & 0o777 == 0o600
     case.path.rename(tmp_path / "elsewhere")
     case.path.symlink_to(tmp_path / "elsewhere")
-    assert case.use() == right
-    assert not case.path.is_symlink()
-    assert case.path.read_bytes() == raw
+    assert case.use() == right  # from the recordings: a link is not followed
+    assert (tmp_path / "elsewhere").read_bytes() == raw
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

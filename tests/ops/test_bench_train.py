@@ -22,7 +22,7 @@ from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings, with_length
 from leakmel.learn.train.step import Stepper
-from leakmel.learn.data.task import make_task
+from leakmel.learn.data.segments import make_task
 import bench_train as suite
 from leakmel.ops.bench import newest, store
 from bench_train import (
