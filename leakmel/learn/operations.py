@@ -764,7 +764,7 @@ class Retrain(Operation):
     def plan(self, run: Run) -> DetectorPlan:
         "Find champion and data sets."
         from leakmel.learn.model.devices import pick_device
-        from leakmel.learn.model.locate import CHAMPION_FILE
+        from leakmel.learn.model.files import CHAMPION_FILE
         from leakmel.learn.plans import find_data_set, find_model
 
         for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):

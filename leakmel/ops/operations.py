@@ -228,7 +228,7 @@ class Review(Operation):
     def _check(self) -> None:
         "Report errors of the arguments now, not in the notebook."
         from leakmel.learn.model.detector import load_detector
-        from leakmel.learn.model.locate import model_file
+        from leakmel.learn.model.files import model_file
         from leakmel.learn.review.recordings import read_score_table
 
         folder = user_path(self.folder)
@@ -496,7 +496,7 @@ class Export(Operation):
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
-        from leakmel.learn.model.locate import MODEL
+        from leakmel.learn.model.files import MODEL
         from leakmel.learn.nightly.history import export_history, is_state_folder
 
         given = Path(self.file)

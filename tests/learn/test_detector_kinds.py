@@ -297,9 +297,8 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folds_module, "fit_spectral", fitted)
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
-    assert (
-        again.summary | {"next_steps": alone.summary["next_steps"]} == alone.summary
-    )  # these name the folder
+    folders = {name: alone.summary[name] for name in ("model", "next_steps")}
+    assert again.summary | folders == alone.summary
     assert again.detector.record == alone.detector.record
 
 

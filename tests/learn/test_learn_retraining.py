@@ -30,15 +30,15 @@ from leakmel.learn.data.task import LEFT_OUT, make_task
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
-from leakmel.learn.model.locate import (
+from leakmel.learn.model.files import (
     CHAMPION_FILE,
     RECORD,
     Champion,
     champion_file,
-    load_champion,
     read_lineage,
     round_folder,
 )
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.retrain import promotion, rounds

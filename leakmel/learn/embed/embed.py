@@ -29,7 +29,7 @@ from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.learn.data.segments import DataSource, Segments, close_opened, open_sources, source_list
 from leakmel.learn.model.detector import Detector, load_detector, required_spec, spec_differences
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.model.spectral import SpectralClassifier
 from leakmel.learn.predict.readers import (
     ParsedNames,

@@ -69,11 +69,8 @@ class EvaluationRecord:
             False: "not shown to be better than the baselines",
             None: "not comparable with the baselines",
         }[self.beats]
-        where = (
-            "In cross-validation inside its training set"
-            if self.kind == CROSS_VALIDATION
-            else "On a test set"
-        )
+        in_folds = self.kind == CROSS_VALIDATION
+        where = "In cross-validation inside its training set" if in_folds else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
         return f"{where} ({of}, {self.method}): {auc}, {result}{leaky}"
 
@@ -119,7 +116,7 @@ def record_from_plain(
     "Make the record that a model file stores; its texts can be shown in a terminal."
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
     shown = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()}
-    found: dict[str, Any] = {"data_set": ""} | shown | texts
+    found: dict[str, Any] = shown | texts
     kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
     check_types({n: found.get(n) for n in kinds}, kinds)
     return EvaluationRecord(**found)
@@ -198,38 +195,42 @@ def next_steps(
         return [
             f"Evaluate the detector: `leakmel train {data} --cross-validate` for a small set, or {evaluate}."
         ]
-    steps = []
-    if found.stamps:
-        steps.append(
-            f"Split the recordings again by {found.by}, so that no {found.by} is in training and test set, and evaluate again."
-        )
-    if found.by == "recording":
-        steps.append(
-            "Name the sensor of each recording (build with --table): recordings of one sensor were trained on and scored, "
-            "so new sensors will give a lower figure."
-        )
+    by = found.by
     pairs = ((found.groups_with_leak, "with a leak"), (found.groups_without_leak, "without a leak"))
-    for n, which in sorted(pairs):
-        if n < ENOUGH_GROUPS:
-            known = f"{n} {found.by}{'s' * (n != 1)}"
-            steps.append(
-                f"Record and label at {ENOUGH_GROUPS - n} more {found.by}s {which}: there are such recordings from {known} only. "
-                f"More recordings of the same {found.by}s help less."
+    steps = [
+        (
+            bool(found.stamps),
+            f"Split the recordings again by {by}, so that no {by} is in training and test set, and evaluate again.",
+        ),
+        (
+            by == "recording",
+            "Name the sensor of each recording (build with --table): recordings of one sensor were trained on and scored, "
+            "so new sensors will give a lower figure.",
+        ),
+        *(
+            (
+                n < ENOUGH_GROUPS,
+                f"Record and label at {ENOUGH_GROUPS - n} more {by}s {which}: there are such recordings from "
+                f"{n} {by}{'s' * (n != 1)} only. More recordings of the same {by}s help less.",
             )
-    if found.beats is not True:
-        steps.append(
+            for n, which in sorted(pairs)
+        ),
+        (
+            found.beats is not True,
             "Do not send crews by its scores alone: a simple baseline may be as good. "
-            "Look at the worst errors: wrong labels are a frequent cause."
-        )
-    if found.kind == CROSS_VALIDATION:
-        others = "sensors" if found.by == "recording" else f"{found.by}s"
-        steps.append(f"Keep recordings of other {others} or of a later period as a test set: {evaluate}.")
-    if found.beats is True and has_scores:
-        steps.append(
+            "Look at the worst errors: wrong labels are a frequent cause.",
+        ),
+        (
+            found.kind == CROSS_VALIDATION,
+            f"Keep recordings of other {'sensor' if by == 'recording' else by}s or of a later period as a test set: {evaluate}.",
+        ),
+        (
+            found.beats is True and has_scores,
             "Choose the threshold by the number of false alarms that you accept: "
-            f"`leakmel predict FOLDER --model {model} --false-alarms 5`."
-        )
-    return steps
+            f"`leakmel predict FOLDER --model {model} --false-alarms 5`.",
+        ),
+    ]
+    return [text for is_due, text in steps if is_due]
 
 
 def steps_of(
@@ -239,9 +240,10 @@ def steps_of(
     model: str = "MODEL",
 ) -> list[str]:
     "List what to do next with a detector: only what is possible with its data."
-    is_divisible = detector.record.get("choice", "") is not None  # None: the training found no folds
     scores = detector.held_out
-    has_scores = scores is not None and not scores.truth.all()
     return next_steps(
-        detector.evaluations, data=data if is_divisible else None, model=model, has_scores=has_scores
+        detector.evaluations,
+        data=None if detector.record.get("choice", "") is None else data,  # the training found no folds
+        model=model,
+        has_scores=scores is not None and not scores.truth.all(),
     )

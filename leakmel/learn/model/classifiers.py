@@ -84,16 +84,11 @@ class BlendClassifier(nn.Module):
     ) -> Tensor:  # [B, L, K] float32
         "Return the probability of each class in each long segment."
         s = self.settings
-        leak = torch.zeros(rows.shape[:2], device=rows.device)
-        total: Tensor | None = None
-        for member, slope, offset in zip(self.members, s.slopes, s.offsets):
-            found = member.class_probabilities(rows, mask)  # type: ignore[operator]
-            leak = leak + platt(found[..., s.leak], slope, offset)
-            total = found if total is None else total + found
-        leak = leak[..., None] / len(s.slopes)
-        assert total is not None
-        is_leak = torch.arange(total.shape[-1], device=rows.device) == s.leak
-        others = torch.where(is_leak, 0, total)
+        found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
+        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
+        leak = sum(leaks[1:], leaks[0])[..., None] / len(leaks)
+        is_leak = torch.arange(found[0].shape[-1], device=rows.device) == s.leak
+        others = torch.where(is_leak, 0, sum(found[1:], found[0]))
         return torch.where(is_leak, leak, (1 - leak) * others / others.sum(-1, keepdim=True).clamp_min(1e-12))
 
 

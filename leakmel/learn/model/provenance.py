@@ -71,10 +71,8 @@ def provenance_of(
     found = Provenance(is_complete=True)
     for ds in parts:
         content_digests = _content_digests(ds)
-        marks = (
-            np.empty(0, np.int64) if content_digests is None else np.unique(_short_digests(content_digests))
-        )
-        found |= Provenance(marks[marks != 0], content_digests is not None)
+        marks = _short_digests([] if content_digests is None else content_digests)
+        found |= Provenance(np.setdiff1d(marks, [0]), content_digests is not None)
     return found
 
 
@@ -89,9 +87,7 @@ class Overlap:
 
     @property
     def text(self) -> str:
-        "Description of the overlap; empty if there is none."
-        if not self.n_in_training:
-            return ""
+        "Description of the overlap."
         return f"{self.n_in_training:,} of {self.n:,} test recordings are among those that the detector was trained on, or that chose its epoch and threshold"
 
     @property
@@ -120,10 +116,7 @@ def to_plain(provenance: Provenance) -> dict[str, Any]:
 
 
 def from_plain(
-    values: Mapping[str, Any] | None,  # as `to_plain` made them; None: a file without them
+    values: Mapping[str, Any],  # as `to_plain` made them
 ) -> Provenance:  # other values raise what Python raises
     "Read the values of a detector's file."
-    if values is None:
-        return Provenance()
-    marks = np.unique(values["recordings"].numpy())
-    return Provenance(marks[marks != 0], values["is_all"] is True)
+    return Provenance(np.setdiff1d(values["recordings"].numpy(), [0]), values["is_all"] is True)

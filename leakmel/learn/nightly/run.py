@@ -43,7 +43,7 @@ from leakmel.learn.model import classifiers
 from leakmel.learn.model.card import evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.nightly.drift import (
     Drift,
     drift_of,

@@ -26,7 +26,7 @@ from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.model.onnx_graph import INPUT, onnx_model, quantized_model
 from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.readers import find_recordings, label_in

@@ -23,12 +23,11 @@ from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, diffe
 from leakmel.learn.metrics.metrics import FIGURES
 from leakmel.learn.metrics.significance import ScoredModel, figure_title, plain, score_model
 from leakmel.learn.model.detector import Detector
-from leakmel.learn.model.locate import (
+from leakmel.learn.model.files import (
     MODEL,
     RECORD,
     Champion,
     Lineage,
-    champion_from,
     finished_rounds,
     read_lineage,
     require_digest,
@@ -120,7 +119,7 @@ def finish_interrupted_round(
     if not record.get("replaced") or record.get("champion") != asdict(lineage.current):
         return lineage
     try:
-        winner = champion_from(record["challenger"])
+        winner = Champion(**record["challenger"])
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     except (KeyError, ValueError, TypeError) as e:

@@ -30,20 +30,20 @@ from leakmel.learn.data.task import LEFT_OUT, Task
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.metrics.decisions import HeldOutScores
 from leakmel.learn.metrics.metrics import DecisionRule, choose_rule
-from leakmel.learn.model.cards import write_card
+from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows
 from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.locate import (
+from leakmel.learn.model.files import (
     MODEL,
     RECORD,
     Lineage,
     finished_rounds,
-    load_champion,
     model_file,
     round_folder,
     write_lineage,
 )
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet
 from leakmel.learn.model.provenance import provenance_of
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
@@ -272,7 +272,7 @@ def fine_tune(
     challenger = replace(champion, **fitted, held_out=None, evaluations=())  # those are of the champion
     challenger = _with_decision(challenger, validation, settings, device)
     folder.mkdir(parents=True, exist_ok=True)
-    write_card(challenger, challenger.save(folder / MODEL))
+    update_card(challenger, challenger.save(folder / MODEL))
     return challenger
 
 
@@ -480,7 +480,7 @@ class _RoundInProgress:
             "training": {"new": learned["kept"], "replayed_segments": learned["replay"]["segments"]},
             "round": {"number": self.number, "champion": before},
         }
-        write_card(challenger, challenger.save(here / MODEL))
+        update_card(challenger, challenger.save(here / MODEL))
         found = compare_models(
             "testing",
             testing.labels == task.leak_in_model,

@@ -19,7 +19,7 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, show_path
 from leakmel.learn.model.classifiers import BlendClassifier
 from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.predict.predict import Predictions, predict
 from leakmel.learn.predict.readers import find_recordings
 

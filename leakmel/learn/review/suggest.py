@@ -34,7 +34,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.learn.embed.embed import band_statistics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.core.files import write_whole
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.predict.predict import Predictions, predict
 from leakmel.learn.predict.scoring import ScoredRecording, each_once
 

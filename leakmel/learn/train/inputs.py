@@ -73,10 +73,8 @@ def too_short(
     "Return a note on recordings that are shorter than one long segment."
     if not ds.n_too_short:
         return ""
-    found = next((s.spec for s in ds.sources if not s.legacy), None)
-    length = "" if found is None else f" of {found.long_window / found.sample_rate:g} s"
     n = ds.n_too_short + len(ds.rows)
-    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
+    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment and are left out; a prediction rejects them, too"
 
 
 def trailing_silence(
@@ -215,7 +213,6 @@ def differences(
     then = before.get("settings", {})
     changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    words["pretraining"] = "a pre-training, which this version does not have"
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 
