@@ -514,10 +514,10 @@ HOSTILE = {
 def test_sizes_of_a_network_and_members_of_a_blend_are_checked():
     with raises("invalid-net", UsageError):
         NetSettings(channels=(30_000, 30_000), n_classes=-(10**6))
+    net = LeakNet(NetSettings(n_mels=8, channels=(2,)))
     for slopes, offsets in (((), ()), ((1.0,), ()), ((float("nan"),), (0.0,))):
         with raises("invalid-net", UsageError):
-            BlendSettings(1, slopes, offsets)
-    net = LeakNet(NetSettings(n_mels=8, channels=(2,)))
+            BlendClassifier(BlendSettings(1, slopes, offsets), [net][: len(slopes)])
     with raises("invalid-net", UsageError):
         BlendClassifier(BlendSettings(2, (1.0,), (0.0,)), [net])
 

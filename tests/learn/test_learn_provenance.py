@@ -25,7 +25,7 @@ from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.retrain.rounds import RoundRules
-from leakmel.learn.model.provenance import Overlap, Provenance, find_overlap, provenance_of
+from leakmel.learn.model.card import Overlap, Provenance, find_overlap, provenance_of
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]

@@ -318,7 +318,7 @@ def test_damage_is_refused_or_changes_nothing(
     assert case.use() == right
 
 
-@each("name", ["listing", "embeddings", "tuned", "search", "champion"])
+@each("name", ["listing", "model", "embeddings", "tuned", "search", "champion"])
 def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     right = case.use()

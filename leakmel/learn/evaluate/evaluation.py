@@ -78,7 +78,7 @@ from leakmel.learn.model.devices import pick_device
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.files import CHAMPION_FILE, model_file
-from leakmel.learn.model.provenance import find_overlap, Overlap
+from leakmel.learn.model.card import find_overlap, Overlap
 from leakmel.learn.train.inputs import row_digests, Sources, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 

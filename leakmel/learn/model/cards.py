@@ -52,9 +52,12 @@ class Card:
     @property
     def summary(self) -> dict[str, Any]:
         "The result as plain values, for machines."
-        paths = {"card": self.path, "metadata": self.metadata_path}
-        shown = {name: None if path is None else show_path(path) for name, path in paths.items()}
-        return shown | {"license": self.metadata["license"], "files": self.metadata["distribution"]}
+        return {
+            "card": self.path and show_path(self.path),
+            "metadata": self.metadata_path and show_path(self.metadata_path),
+            "license": self.metadata["license"],
+            "files": self.metadata["distribution"],
+        }
 
     def _repr_markdown_(self) -> str:
         return self.markdown
@@ -292,9 +295,8 @@ def _is_data_set(path: Path) -> bool:
     if path.is_dir():
         return any((path / data_set_name(s)).is_file() for s in ("TRAINING", "VALIDATION", "TESTING", ""))
     if not path.is_file():
-        text = "this is not a regular file" if os.path.lexists(path) else "the file does not exist"
         raise DataError(
-            text,
+            "this is not a regular file" if os.path.lexists(path) else "the file does not exist",
             code="no-such-file",
             path=path,
             expected="a data set, a detector, or a folder of one of them",

@@ -40,15 +40,6 @@ class BlendSettings:
     slopes: tuple[float, ...]  # of each member
     offsets: tuple[float, ...]
 
-    def __post_init__(self):
-        is_finite = all(map(math.isfinite, (*self.slopes, *self.offsets)))
-        if not len(self.slopes) == len(self.offsets) > 0 or not is_finite or self.leak < 0:
-            raise UsageError(
-                "a blend needs a slope and an offset for each member",
-                code="invalid-net",
-                found=f"{len(self.slopes)} slopes, {len(self.offsets)} offsets",
-            )
-
 
 class BlendClassifier(nn.Module):
     "Mean of calibrated classifiers."
@@ -62,12 +53,15 @@ class BlendClassifier(nn.Module):
     ):
         super().__init__()
         sizes = [member.settings.n_classes for member in members]
-        if len(members) != len(settings.slopes) or settings.leak >= min(sizes):
+        lines = (*settings.slopes, *settings.offsets)
+        is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0 and all(
+            map(math.isfinite, lines)
+        )
+        if not is_whole or not 0 <= settings.leak < min(sizes):
             raise UsageError(
                 "the members of a blend do not fit its calibrations or its leak class",
                 code="invalid-net",
-                found=f"{len(members)} members of {sizes} classes, leak class {settings.leak}",
-                expected=f"{len(settings.slopes)} members",
+                found=f"{len(sizes)} members of {sizes} classes, {settings}",
             )
         self.settings = settings
         self.members = nn.ModuleList(members)

@@ -28,8 +28,11 @@ from leakmel.learn.metrics.decisions import HeldOutScores
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, vote_scores
 from leakmel.learn.model.card import (
     EvaluationRecord,
+    Provenance,
     held_out_from_plain,
     held_out_to_plain,
+    provenance_from_plain,
+    provenance_to_plain,
     record_from_plain,
 )
 from leakmel.learn.model.devices import AdaptiveBatches, memory_guard
@@ -39,7 +42,6 @@ from leakmel.learn.model import classifiers
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import SpectralClassifier
-from leakmel.learn.model.provenance import Provenance, from_plain, to_plain
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
@@ -195,7 +197,7 @@ class Detector:
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": to_plain(self.provenance),
+            "seen": provenance_to_plain(self.provenance),
         }
         if self.held_out is not None:
             values["held_out"] = held_out_to_plain(self.held_out)
@@ -255,7 +257,7 @@ def load_detector(
                 classifier=classifiers.from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
-                provenance=from_plain(values["seen"]),
+                provenance=provenance_from_plain(values["seen"]),
                 held_out=held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(record_from_plain, head["evaluations"])),
                 **{name: head[name] for name in _PLAIN_FIELDS},

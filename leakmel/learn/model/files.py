@@ -90,7 +90,7 @@ def load_plain(
                         remedy="copy the file again, or train again",
                     )
                 content += f.read()
-            return dict(torch.load(io.BytesIO(unsealed(content, strict=True)), weights_only=True))
+            return dict(torch.load(io.BytesIO(unsealed(content)), weights_only=True))
     except LeakmelError:
         raise
     except pickle.UnpicklingError as e:
@@ -274,13 +274,9 @@ def read_lineage(
 # %% ../../../nbs/learn/model/files.ipynb #f084fac4
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
-    if not path.is_file():
+    if not path.is_file() or digest_of(path.read_bytes()) != digest:
         raise DataError(
-            "the model file is missing", code="file-missing", path=path, remedy="restore it from a copy"
-        )
-    if digest_of(path.read_bytes()) != digest:
-        raise DataError(
-            "the model file has changed: its digest does not match",
+            "the model file is missing or has changed: its digest does not match",
             code="digest-differs",
             path=path,
             remedy="restore the file from a copy",
@@ -289,21 +285,18 @@ def require_digest(path: Path, digest: str) -> None:
 
 def champion_file(
     folder: Path,  # of the rounds
-    champion: Champion | None = None,  # None: the current one
 ) -> Path:  # raises DataError if there is no champion, or its file has changed
-    "Return the file of a champion."
-    if champion is None:
-        lineage = read_lineage(folder)
-        if lineage is None:
-            raise DataError(
-                "the folder has no champion yet",
-                code="no-champion",
-                path=folder / CHAMPION_FILE,
-                remedy="start with lm.retrain(champion, ...)",
-            )
-        champion = lineage.current
-    path = folder / champion.model
-    require_digest(path, champion.digest)
+    "Return the file of the current champion."
+    lineage = read_lineage(folder)
+    if lineage is None:
+        raise DataError(
+            "the folder has no champion yet",
+            code="no-champion",
+            path=folder / CHAMPION_FILE,
+            remedy="start with lm.retrain(champion, ...)",
+        )
+    path = folder / lineage.current.model
+    require_digest(path, lineage.current.digest)
     return path
 
 
@@ -319,13 +312,10 @@ def model_file(
         return champion_file(where)
     if (where / MODEL).is_file():
         return where / MODEL
-    early = Path("checkpoints", "best.pt")
     raise DataError(
         "the folder holds no detector",
         code="no-detector",
         path=where,
         expected=f"{MODEL} of a training, or {CHAMPION_FILE} of rounds",
-        remedy=f"the training is not finished: resume it, or name {early}"
-        if (where / early).is_file()
-        else None,
+        remedy="resume the training if it is not finished, or name its checkpoints/best.pt",
     )

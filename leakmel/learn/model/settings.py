@@ -121,11 +121,6 @@ class LoaderSettings(_CheckedSettings):
     device_fraction: float = 0.5  # largest share of the device's free memory that the items may take, 0 to 1
     buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
 
-    def loader_options(self) -> dict[str, Any]:
-        "Return the options of `open_loader` besides batch size, device and seed."
-        mine = {f.name: getattr(self, f.name) for f in fields(LoaderSettings)}
-        return {"kind": mine.pop("loader")} | {n: v for n, v in mine.items() if n != "preload_to_ram"}
-
 
 # %% ../../../nbs/learn/model/settings.ipynb #33f63230
 @dataclass(frozen=True)

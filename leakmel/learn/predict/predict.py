@@ -36,7 +36,7 @@ from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.files import model_file
-from leakmel.learn.model.provenance import Provenance
+from leakmel.learn.model.card import Provenance
 from leakmel.dataset.export.columns import require_package, write_table
 from leakmel.learn.predict.readers import ParsedNames, RecordingList, find_recordings
 from leakmel.learn.predict.scoring import (

@@ -34,7 +34,7 @@ from leakmel.learn.model.files import (
     round_folder,
     write_lineage,
 )
-from leakmel.learn.model.provenance import Provenance, find_overlap
+from leakmel.learn.model.card import Provenance, find_overlap
 
 if TYPE_CHECKING:
     import pandas as pd

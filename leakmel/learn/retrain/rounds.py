@@ -45,7 +45,7 @@ from leakmel.learn.model.files import (
 )
 from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet
-from leakmel.learn.model.provenance import provenance_of
+from leakmel.learn.model.card import provenance_of
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.retrain.promotion import (

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from leakmel.learn.train.state import TrainingState
 
 LOSS_COLOR = "#1F82C6"
-VAL_COLOR = "#E69F00"
 F1_COLOR = "#009E73"
 
 
@@ -161,7 +160,7 @@ def learning_curves(
         )
         for name, colour, values, axis in (
             ("training loss", LOSS_COLOR, [e.loss for e in epochs], "y"),
-            ("log loss of validation", VAL_COLOR, [e.val_loss for e in epochs], "y"),
+            ("log loss of validation", "#E69F00", [e.val_loss for e in epochs], "y"),
             ("F1 of validation", F1_COLOR, [e.f1 for e in epochs], "y2"),
         )
         if any(map(math.isfinite, values))
@@ -211,20 +210,16 @@ _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_
 class TrainingDisplay(Progress):
     "Progress display of a training: a bar, and a table of the epochs in a notebook; a context manager."
 
-    every_s = 0.25
-
     def __init__(self, state: "TrainingState", show: str):  # as for Progress
         self.training = state
-        self.drawn = -math.inf
         self.loss = math.nan
         self.table: Any = None  # handle of one output of a notebook
         total = state.settings.epochs * len(state.loader)
         super().__init__(total, unit="batches", label="training", show=show, n_before=state.stepper.n_done)
 
     def step(self) -> None:
-        "Update the bar after a step, a few times a second."
-        if time.monotonic() - self.drawn >= self.every_s:
-            self.drawn = time.monotonic()
+        "Update the bar after a step, when it is drawn again."
+        if time.monotonic() >= self._next_s:
             self.loss = self.training.sums.mean_loss()
             self.show_epoch()
 

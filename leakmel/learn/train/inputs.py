@@ -23,7 +23,7 @@ from leakmel.dataset.file.reader import MelDataset, read_rows
 from leakmel.learn.data.segments import DataSource, Segments, close_opened, open_sources, source_list
 from leakmel.learn.data.splits import Split, existing_split
 from leakmel.learn.data.task import Task, make_task
-from leakmel.learn.model.provenance import Provenance, provenance_of
+from leakmel.learn.model.card import Provenance, provenance_of
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
@@ -112,13 +112,11 @@ def open_training(
         found = "data sets and a split"
         raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
-        people = None if labels is None else read_labels(labels)
         given = source_list(training)
-        n = len(given)
         every = [*given, *([] if validation is None else source_list(validation))]
-        both = open_sources(every, legacy=legacy, people=people)
+        both = open_sources(every, legacy=legacy, people=None if labels is None else read_labels(labels))
         stack.callback(close_opened, both, every)
-        opened, held = both[:n], both[n:]
+        opened, held = both[: len(given)], both[len(given) :]
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         rows = validation_rows = None  # all
@@ -210,8 +208,8 @@ def differences(
     now: Mapping[str, Any],
 ) -> list[str]:  # empty: a training can be resumed
     "List the differences of two trainings, a few words each."
-    then = before.get("settings", {})
-    changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
+    pairs = [(n, before["settings"].get(n), v) for n, v in now["settings"].items()]
+    changes = [f"{n}={then!r} then, {v!r} now" for n, then, v in pairs if then != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 

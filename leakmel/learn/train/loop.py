@@ -157,17 +157,8 @@ def same_training(
     found = latest_checkpoint(out / "checkpoints")
     if found is None:
         return None
-    checkpoint, values = found
-    try:
-        then = dict(json.loads(values["identity"]))
-    except (KeyError, TypeError, ValueError) as e:
-        raise DataError(
-            "the file is not a checkpoint of a training",
-            code="not-a-checkpoint",
-            path=checkpoint.path,
-            remedy="start over with resume='never'",
-        ) from e
-    if changes := differences(then, training_identity(data, settings)):
+    values = found[1]
+    if changes := differences(json.loads(values["identity"]), training_identity(data, settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
@@ -224,10 +215,10 @@ class DeferredSignals:
         self._usual = dict[int, Any]()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._usual[number] = signal.signal(number, self._remember)
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if is_main and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._usual[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -386,9 +377,8 @@ def finish_training(
     if choice is not None and trainer is not None and choice.kind == "blend":
         spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
-    device = str(state.stepper.device)
     chooser = None if choice is None else trainer
-    detector = with_decision(detector, state.data, state.settings, choice, chooser, device)
+    detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
     if choice is None and trainer is not None and not trainer.has_folds:
         # no cross-validation is advised
         detector = replace(detector, record=detector.record | {"choice": None})
@@ -631,9 +621,7 @@ def train(
         labels=labels,
         progress=show,
     )
-    with ExitStack() as stack:
-        data = stack.enter_context(opened)
-        stack.enter_context(folder_lock(folder))
+    with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))

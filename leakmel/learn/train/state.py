@@ -157,12 +157,14 @@ class TrainingState:
         "Open the loader."
         s = self.settings
         given: dict[str, Any] = {"device": self.device, "seed": s.seed, "epoch_share": s.epoch_share}
-        given |= s.loader_options() | {"kind": kind, "progress": self.show}
+        given |= {"device_fraction": s.device_fraction, "buffer_blocks": s.buffer_blocks}
         with memory_guard(
             "the items do not fit into memory",
             "free memory, or start over with loader='stream', which holds only a few items",
         ):
-            self.loader = open_loader(self.data.training, s.batch_size, **given)
+            self.loader = open_loader(
+                self.data.training, s.batch_size, kind=kind, progress=self.show, **given
+            )
 
     def close(self) -> None:
         "Free what the loader holds."
@@ -255,17 +257,14 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     "Rates and times of an epoch; the first step of a run, with what is compiled or allocated then, is counted apart."
-    found = dict(times)
-    first_ms = found.pop("first_wait_ms")
     n = int(times["n_batches"])
-    warm_s = 0.0
-    if n and state.stepper.n_done - n == state.first:
-        warm_s = first_ms / 1000 + (state.stepper.first_step_s or 0)
+    is_first = n > 0 and state.stepper.n_done - n == state.first
+    warm_s = times["first_wait_ms"] / 1000 + (state.stepper.first_step_s or 0) if is_first else 0.0
     steady_s = times["learn_s"] - warm_s
-    n_steady = n - bool(warm_s)
-    rate = n_steady / steady_s if n_steady > 0 and steady_s > 0 else math.nan
+    rate = (n - is_first) / steady_s if n > is_first and steady_s > 0 else math.nan
     items_per_s = rate * state.loader.order.n_items / len(state.loader)
-    return found | {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
+    speed = {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
+    return {name: value for name, value in times.items() if name != "first_wait_ms"} | speed
 
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0

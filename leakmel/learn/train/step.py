@@ -125,11 +125,10 @@ class Stepper:
         n_steps: int,  # of the whole training, for the learning rate
     ):
         self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        if not on_gpu:
+        if self.device.type != "cuda":
             keep_freed_memory()
+        elif self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.settings = settings
         self.n_steps = n_steps
         self.half = half_type(settings, self.device)
@@ -138,9 +137,9 @@ class Stepper:
             self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net, dynamic=False) if settings.use_compile else self.net
         self._weights = list(net.parameters())
-        decaying = [p for p in self._weights if p.ndim > 1]  # not norms and biases: those are vectors
+        # norms and biases are vectors and do not decay
         groups = [
-            {"params": decaying, "weight_decay": settings.weight_decay},
+            {"params": [p for p in self._weights if p.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in self._weights if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
