@@ -4566,8 +4566,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history._curves_title': ( 'learn/train/history.html#_curves_title',
                                                                                             'leakmel/learn/train/history.py'),
-                                             'leakmel.learn.train.history._rank': ( 'learn/train/history.html#_rank',
-                                                                                    'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history.f1_error': ( 'learn/train/history.html#f1_error',
                                                                                        'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history.history_table': ( 'learn/train/history.html#history_table',

@@ -206,7 +206,6 @@ Alarm budgets and probabilities are not available: there are no held-out scores.
 - SHA-256 of the file: {{ digest }}
 {% endif %}
 """
-_BUDGETS = (1, 5, 10)  # false alarms per 100 recordings without a leak
 
 
 def model_card(
@@ -232,7 +231,7 @@ def model_card(
         name=name,
         evaluation_text=evaluation_text,
         training=training if isinstance(training, dict) else {},
-        budgets=[] if scores is None else [alarm_threshold(scores, n) for n in _BUDGETS],
+        budgets=[] if scores is None else [alarm_threshold(scores, n) for n in (1, 5, 10)],
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],

@@ -52,17 +52,12 @@ def pick_device(
 
 
 # %% ../../../nbs/learn/model/devices.ipynb #freed002
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_KEPT_BYTES = 1 << 28  # of free memory, at most
-_BLOCK_BYTES = 1 << 25  # larger blocks are still returned
-
-
 def keep_freed_memory() -> None:
     "Let the C library keep up to 256 MB of freed memory in this process for later arrays; does nothing without glibc."
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: larger blocks are still returned
+        mallopt(-1, 1 << 28)  # M_TRIM_THRESHOLD: free memory that is kept, at most
 
 
 # %% ../../../nbs/learn/model/devices.ipynb #d5925e74

@@ -176,17 +176,13 @@ class LeakNet(nn.Module):
 
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
-_MOST_ROWS = 1000
-_MIN_DEVIATION_DB = 1e-3  # a band that never changes must not be blown up
-
-
 def band_statistics(
     ds: Segments,  # the training recordings, at any level; 1,000 of them are read
 ) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for NaN or infinite values
     "Return mean and standard deviation of the bands of a data set."
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
-    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(_MOST_ROWS, len(ds.rows))).astype(np.int64))
+    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
     rows = ds.rows[at]
     segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
     total = np.zeros(ds.row_shape[2])
@@ -207,13 +203,11 @@ def band_statistics(
             path=ds.sources[0].path,
             remedy="check the data set with leakmel verify",
         )
-    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _MIN_DEVIATION_DB)
+    # at least 0.001 dB: a band that never changes must not be blown up
+    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), 1e-3)
 
 
 # %% ../../../nbs/learn/model/net.ipynb #99000669
-_N_COSINES = 4  # the fastest has two periods over all bands: a sensor's resonances are wide
-
-
 def smooth_curves(
     n: int,  # items
     n_mels: int,  # M
@@ -222,7 +216,8 @@ def smooth_curves(
 ) -> Tensor:  # [n, M] float32, mean 0 over the bands of each
     "Draw random smooth curves over the bands."
     device = generator.device
-    k = torch.arange(1, min(_N_COSINES, n_mels - 1) + 1, device=device)
+    # the fastest of four cosines has two periods over all bands: a sensor's resonances are wide
+    k = torch.arange(1, min(4, n_mels - 1) + 1, device=device)
     cosines = torch.cos(math.pi * k[:, None] * (torch.arange(n_mels, device=device) + 0.5) / n_mels)  # [k, M]
     draw = torch.randn(n, len(k), generator=generator, device=device)
     return draw @ cosines * (deviation_db * math.sqrt(2 / max(1, len(k))))

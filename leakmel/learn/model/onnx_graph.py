@@ -210,7 +210,6 @@ def tree_attributes(
 
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c00000a
-OPSET = 18
 INPUT = "samples"
 
 
@@ -291,7 +290,7 @@ def onnx_model(
             program,
             (samples,),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=18,
             input_names=[INPUT],
             output_names=["probability"] * bool(program.method) + ["score", "segment_scores"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),

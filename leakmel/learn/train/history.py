@@ -81,14 +81,15 @@ def is_better(
     n_leaks: int,  # recordings of validation that F1 rests upon
 ) -> bool:
     "Return whether an epoch is better than the best one before it."
-    if b is None:
-        return True
     least = highest - f1_error(highest, n_leaks)
-    a_near = a.f1 >= least
-    b_near = b.f1 >= least
-    if a_near and b_near:
-        return _rank(a)[1] > _rank(b)[1]
-    return a_near or not b_near and _rank(a) > _rank(b)
+
+    def rank(e: EpochFigures) -> tuple[bool, float, float]:
+        "F1, then the loss; near the highest F1 only the loss; an undefined value is the worst."
+        is_near = e.f1 >= least
+        f1 = -math.inf if math.isnan(e.f1) else e.f1
+        return is_near, 0.0 if is_near else f1, -math.inf if math.isnan(e.val_loss) else -e.val_loss
+
+    return b is None or rank(a) > rank(b)
 
 
 def f1_error(
@@ -98,11 +99,6 @@ def f1_error(
     "Return the approximate standard error of an F1, as of a proportion of the leaks."
     share = (f1 * n_leaks + 2) / (n_leaks + 4)
     return math.sqrt(share * (1 - share) / (n_leaks + 4))
-
-
-def _rank(e: EpochFigures) -> tuple[float, float]:
-    "F1, then the loss; an undefined value is the worst."
-    return (-math.inf if math.isnan(e.f1) else e.f1), (-math.inf if math.isnan(e.val_loss) else -e.val_loss)
 
 
 def should_stop(

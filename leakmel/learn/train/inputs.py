@@ -178,8 +178,8 @@ def part_digest(
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
         attrs = source.file.attrs
-        parts.append(str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode())
-        parts.append(row_digests(source, progress))
+        config = str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode()
+        parts += [config, row_digests(source, progress)]
     return digest_of(b"\0".join(parts))
 
 

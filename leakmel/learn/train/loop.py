@@ -6,7 +6,7 @@
 __all__ = ["SAMPLE_S", "TrainResult", "train_network", "train"]
 
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time, warnings
+import json, logging, math, os, signal, threading, time, timeit, warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -464,11 +464,8 @@ def network_time(
     stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
     x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
     batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        float(stepper.step(batch).loss)  # waits for the device
-        took.append(time.perf_counter() - began)
+    # reading the loss waits for the device
+    took = timeit.repeat(lambda: float(stepper.step(batch).loss), number=1, repeat=3)
     n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
     return n_steps, n_steps * min(took)
 

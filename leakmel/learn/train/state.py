@@ -66,11 +66,11 @@ class EpochSums:
         "Mean loss of the items. Waits for the device."
         return float(self.loss) / self.n
 
-    def figures(self, clip_norm: float) -> dict[str, float]:
+    def figures(self, clip_norm: float) -> dict[str, Any]:
         "Return figures of the epoch, named as in `EpochFigures`. Waits for the device."
         norms = torch.cat(self.norms).cpu().numpy().astype(np.float64)
         norms = norms[np.isfinite(norms)]  # the others were left out: half precision had overflowed
-        found = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
+        found: dict[str, Any] = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
         if len(norms):
             found["grad_norm"] = float(norms.mean())
             found["clipped_share"] = float((norms > (clip_norm or math.inf)).mean())
@@ -280,11 +280,10 @@ def data_record(
             "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
             "unchecked": list(data.split.unchecked),
         }
-    values = asdict(settings)
     return {
         "leakmel_version": __version__,
         "torch_version": str(torch.__version__),
-        "settings": values | {"channels": list(values["channels"])},
+        "settings": asdict(settings) | {"channels": list(settings.channels)},
         "training": _part_record(data.training, data.task.model_names),
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
@@ -321,8 +320,11 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
 def detector_facts(data: TrainingData) -> dict[str, Any]:
     "Return what a detector takes over from its training data: task, spec and engine."
     source = data.training.sources[0]
-    spec = None if source.legacy else source.spec
-    return {"task": data.task, "spec": spec, "engine": str(source.file.attrs.get("engine", ""))}
+    return {
+        "task": data.task,
+        "spec": None if source.legacy else source.spec,
+        "engine": str(source.file.attrs.get("engine", "")),
+    }
 
 
 def detector_of(

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/learn/train/step.ipynb #df05bfe9
 import math, time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
-from leakmel.learn.data.loaders import Loader
 from leakmel.learn.data.segments import Batch
 from leakmel.learn.data.task import Task
 from leakmel.learn.model.devices import AdaptiveBatches, keep_freed_memory, memory_guard
@@ -290,7 +289,7 @@ class StepTimer:
 
     def batches(
         self,
-        loader: Loader,
+        loader: Iterable[Batch],  # with a method `transfer`, as a `Loader` has
     ) -> Iterator[Batch]:
         "Pass on the batches of a loader; an epoch begins."
         if self.on_gpu:
