@@ -978,7 +978,8 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_pa
 
     def begin(run: Any, resume: str) -> str:
         output = real(run, resume)
-        run.state.reopen("stream")
+        run.state.close()
+        run.state.open("stream")
         loader = run.state.loader
 
         def close() -> None:
