@@ -101,7 +101,7 @@ def _train_epoch(state: TrainingState) -> dict[str, float]:
     "Train on every batch once."
     for batch in state.timer.batches(state.loader):
         with state.timer.step():
-            state.take(state.stepper.step(batch))
+            state.sums.add(state.stepper.step(batch))
     return state.timer.times()
 
 

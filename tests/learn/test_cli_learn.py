@@ -19,7 +19,8 @@ from leakmel import cli
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
 from leakmel.learn.retrain import rounds
-from leakmel.learn.model.locate import load_champion, round_folder
+from leakmel.learn.model.files import round_folder
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.retrain.rounds import weights_digest
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector

@@ -321,17 +321,14 @@ def test_test_sets_of_one_name_keep_their_records(trained: Path, tmp_path: Path)
     assert record(sets[0], labels=labels) == both[::-1]  # also with labels by people
 
 
-def test_a_record_of_an_earlier_version_is_read_and_replaced(trained: Path, tmp_path: Path) -> None:
+def test_a_record_without_a_digest_of_the_test_set_is_replaced(trained: Path, tmp_path: Path) -> None:
     detector = load_detector(trained / "model" / "model.pt")
     path = detector.save(tmp_path / "model.pt")
     found = lm.evaluate(path, trained / "testing.h5", progress="none", n_draws=100)
     new = record_evaluation(path, found, "testing.h5")
     assert new is not None
     record = new.evaluations[-1]
-    plain = asdict(record)
-    del plain["data_set"]
-    old = record_from_plain(plain)
-    assert old == replace(record, data_set="")
+    old = replace(record, data_set="")
     other = replace(old, recordings=old.recordings + 1)  # another test set of this name
     replace(detector, evaluations=(old, other)).save(path)
     again = record_evaluation(path, found, "testing.h5")

@@ -297,9 +297,8 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folds_module, "fit_spectral", fitted)
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
-    assert (
-        again.summary | {"next_steps": alone.summary["next_steps"]} == alone.summary
-    )  # these name the folder
+    folders = {name: alone.summary[name] for name in ("model", "next_steps")}
+    assert again.summary | folders == alone.summary
     assert again.detector.record == alone.detector.record
 
 
@@ -515,10 +514,10 @@ HOSTILE = {
 def test_sizes_of_a_network_and_members_of_a_blend_are_checked():
     with raises("invalid-net", UsageError):
         NetSettings(channels=(30_000, 30_000), n_classes=-(10**6))
+    net = LeakNet(NetSettings(n_mels=8, channels=(2,)))
     for slopes, offsets in (((), ()), ((1.0,), ()), ((float("nan"),), (0.0,))):
         with raises("invalid-net", UsageError):
-            BlendSettings(1, slopes, offsets)
-    net = LeakNet(NetSettings(n_mels=8, channels=(2,)))
+            BlendClassifier(BlendSettings(1, slopes, offsets), [net][: len(slopes)])
     with raises("invalid-net", UsageError):
         BlendClassifier(BlendSettings(2, (1.0,), (0.0,)), [net])
 

@@ -17,6 +17,7 @@ from children import server
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError
+from leakmel.core.files import sealed
 from leakmel.learn.model import files
 from leakmel.learn.model.files import (
     CheckpointWarning,
@@ -172,8 +173,8 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
         torch.save({"step": 5, "weights": bombs[call]}, out, _use_new_zipfile_serialization=not legacy)
         content = out.getvalue()
     save_checkpoint(tmp_path, state(1), 1, sync=False)
-    path = tmp_path / f"step-000000005.{digest_of(content)}.pt"
-    path.write_bytes(content)
+    path = tmp_path / "step-000000005.pt"
+    path.write_bytes(sealed(content))
     with pytest.raises(DataError, match="not a torch archive" if legacy else "would run code") as refused:
         load_plain(path)
     assert str(path) in str(refused.value)
@@ -215,11 +216,9 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
 def test_files_of_other_programs_are_not_loaded_as_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")
-    torch.save([1, 2], tmp_path / "list")
     for name, message in (
         ("pipe", "not a regular file"),
         ("text", "not a torch archive"),
-        ("list", "dictionary"),
         ("none", "does not exist"),
         (".", "not a regular file"),
     ):
@@ -233,10 +232,10 @@ def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(tmp_path: Path) 
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 5]
     (tmp_path / "best.pt").write_bytes(b"kept apart")
     save_checkpoint(tmp_path, {"step": 4, "again": True}, 4, keep=3, sync=False)
-    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 4]
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4]
     found = latest_checkpoint(tmp_path)
     assert found is not None
-    assert found[1] == {"step": 4, "again": True}, "of two with the same step the one that was written later"
+    assert found[1] == {"step": 4, "again": True}, "the one that was written later"
     save_checkpoint(tmp_path, {"step": 1}, 1, keep=1, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
     assert (tmp_path / "best.pt").exists()

@@ -99,7 +99,7 @@ def test_integer_share_is_accepted_as_float(honest, tmp_path):
         assert type(share) is float
     bad: list[Any] = [0, True, 1.5, float("nan"), "1"]
     for wrong in bad:
-        with raises("usage", UsageError, found=repr(wrong)):
+        with raises("usage", UsageError, found=f"'mean', {wrong!r}"):
             Detector(detector.classifier, detector.task, SPEC, share=wrong)
 
 

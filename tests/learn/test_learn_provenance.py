@@ -18,13 +18,14 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.retrain import rounds
-from leakmel.learn.model.locate import load_champion, round_folder
+from leakmel.learn.model.files import round_folder
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.retrain.rounds import RoundRules
-from leakmel.learn.model.provenance import Overlap, Provenance, find_overlap, provenance_of
+from leakmel.learn.model.card import Overlap, Provenance, find_overlap, provenance_of
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
@@ -327,21 +328,6 @@ def test_foreign_training_set_is_reported(small_sets, trained, tmp_path):
     ]
     own = judged(trained, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
     assert not [c for c in own.cautions if "given as training were not used" in c]
-
-
-def test_models_without_provenance_are_read(small_sets, trained, tmp_path):
-    "Models of before this was kept are read as ever; that nobody knows is said."
-    values = load_plain(trained / "model.pt")
-    del values["seen"]
-    (tmp_path / "old.pt").write_bytes(plain_bytes(values))
-    old = load_detector(tmp_path / "old.pt")
-    assert repr(old.provenance) == "Provenance(0 recordings, and perhaps others)"
-    found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
-    assert not found.leaky
-    assert any("the model does not store" in c for c in found.cautions)
-    assert np.array_equal(
-        load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings
-    )
 
 
 WRONG: dict[str, Any] = {

@@ -23,7 +23,7 @@ from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
 from leakmel.learn.train.inputs import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
-from leakmel.learn.train.state import TrainingState
+from leakmel.learn.train import state as training_state
 from leakmel.learn.train.step import Stepper
 
 TINY = TrainSettings(
@@ -223,14 +223,14 @@ def test_items_that_no_longer_fit_into_memory_are_reported(
 ) -> None:
     interrupted(network, tmp_path / "run", monkeypatch, 1 << 40)
 
-    def full(state: TrainingState, kind: str, real: Any = TrainingState._opened) -> Any:
-        if kind == "device":
+    def full(*args: Any, real: Any = training_state.open_loader, **options: Any) -> Any:
+        if options["kind"] == "device":
             raise MemoryError("no more")
-        return real(state, kind)
+        return real(*args, **options)
 
     monkeypatch.setattr(loaders, "free_memory", lambda: 1)
-    monkeypatch.setattr(TrainingState, "_opened", full)
-    with pytest.raises(MachineError, match="do not fit now"):
+    monkeypatch.setattr(training_state, "open_loader", full)
+    with raises("out-of-memory", MachineError, says="do not fit into memory"):
         trained(network, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
 
 

@@ -27,14 +27,14 @@ from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
-from leakmel.learn.model.locate import (
+from leakmel.learn.model.files import (
     CHAMPION_FILE,
     RECORD,
     champion_file,
-    load_champion,
     read_lineage,
     round_folder,
 )
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.retrain import rounds
@@ -935,7 +935,8 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_pa
 
     def begin(run: Any, resume: str) -> str:
         output = real(run, resume)
-        run.state.reopen("stream")
+        run.state.close()
+        run.state.open("stream")
         loader = run.state.loader
 
         def close() -> None:

@@ -456,7 +456,7 @@ def test_evaluation_equals_prediction_for_recordings_of_different_lengths(uneven
         "Any segment",
         "50 % of segments",
     ]
-    assert any("4 of 20 recordings are shorter than one long segment of 0.25 s" in c for c in e.cautions)
+    assert any("4 of 20 recordings are shorter than one long segment" in c for c in e.cautions)
     assert e.details["too_short"] == 4
     assert all(
         np.isfinite(w.segment_scores).sum() == np.isfinite(w.mels).all((1, 2, 3)).sum() for w in e.worst
@@ -476,7 +476,7 @@ def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
     given = TrainSettings(detector="cnn", epochs=1, batch_size=16, channels=(4, 8))
     with pytest.warns(
         TooShortWarning,
-        match="training: 4 of 20 recordings are shorter than one long segment of 0.25 s",
+        match="training: 4 of 20 recordings are shorter than one long segment",
     ):
         done = lm.train(rows, out=tmp_path / "run", settings=given, device="cpu", progress=False)
     assert done.detector.record["training"]["recordings"] == 16

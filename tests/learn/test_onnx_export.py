@@ -30,7 +30,7 @@ from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Clas
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.onnx_graph import SamplesToProbability, onnx_model, tree_attributes
-from leakmel.learn.model.provenance import Provenance, _short_digests
+from leakmel.learn.model.card import Provenance, _short_digests
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralFeatures, SpectralSettings, fit_spectral
 from leakmel.learn.predict import onnx_export
 from leakmel.learn.predict.onnx_export import (

@@ -31,7 +31,7 @@ from leakmel.dataset.run.existing import read_state, state_path
 from leakmel.dataset.run.modes import list_cache
 from leakmel.insight.dashboard import read_run
 from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.run import nightly
 from leakmel.learn.search.search import SearchState, Trial, read_state as read_search
@@ -57,12 +57,6 @@ def model(tmp: Path) -> Case:
     path = made_detector().save(tmp / "model.pt")
     put(tmp / "r", "a.wav", noise(1, 9000))
     return Case(path=path, use=lambda: lm.predict(tmp / "r", path, **QUIET).table.to_csv())
-
-
-def model_without_digest(tmp: Path) -> Case:
-    case = model(tmp)
-    without_seal(case.path)
-    return case
 
 
 def nights(tmp: Path) -> Case:
@@ -234,7 +228,6 @@ CASES = {
     f.__name__: f
     for f in (
         model,
-        model_without_digest,
         nights,
         listing,
         listing_without_digest,

@@ -18,7 +18,7 @@ from leakmel.audio.tables import read_table
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
-from leakmel.learn.model.provenance import Provenance, _short_digests
+from leakmel.learn.model.card import Provenance, _short_digests
 from leakmel.learn.review.recordings import read_score_table, review_recordings
 from leakmel.learn.embed.embed import band_statistics
 from leakmel.learn.review.suggest import (
