@@ -43,11 +43,11 @@ from leakmel.core.errors import (
 from leakmel.core.parameters import Kinds
 from leakmel.core.run_plan import run_folder
 from leakmel.insight.explore_view import shows_controls
+from leakmel.insight.listening import playback, player_html, spectrogram_svg
 from leakmel.insight.page_figures import filled
 from leakmel.learn.embed.embed import band_statistics
 from leakmel.learn.embed.similar import nearest
 from leakmel.learn.model.detector import Detector
-from leakmel.learn.review.listening import playback, player_html, spectrogram_svg
 from leakmel.learn.review.recordings import ReviewRecordings, review_recordings
 from leakmel.learn.review.session import QUEUES, ReviewSession
 from leakmel.mel.spec import MelSpec
@@ -181,8 +181,6 @@ _STATUS = """<div role='status' style='padding:2px 8px;line-height:1.5;overflow-
 <span class='lm-token' data-at='{{ app.n_shown }}'></span>
 <div class='lm-late' style='display:none;color:#D55E00'><b>Not stored: the kernel does not answer.</b>
 Restart it and run the notebook again; all earlier decisions are in the table.</div></div>"""
-_OTHER = """<div style='display:flex;flex-wrap:wrap;align-items:center;gap:12px'>
-<audio controls autoplay src='{{ url }}' style='width:min(100%,460px);height:40px'></audio><span>{{ line }}</span></div>"""
 
 
 def _recording_html(session: ReviewSession, band_pass: bool) -> str:
@@ -194,7 +192,7 @@ def _recording_html(session: ReviewSession, band_pass: bool) -> str:
     except (RecordingError, OSError) as e:
         return filled("<p>The recording cannot be read any more: {{ why }}</p>", why=e)
     svg = spectrogram_svg(recording, r.segment_scores, found.threshold, found.segment_s)
-    player = player_html(playback(recording, band_pass), svg, recording.duration_s)
+    player = player_html(*playback(recording, band_pass), svg, recording.duration_s)
     return player if r.segment_scores else player + _NO_SCORES
 
 
@@ -360,11 +358,11 @@ class ReviewApp:
 
     def _play(self, index: int) -> None:
         try:
-            sound = playback(read_wav(self.session.found.full_path(index)), self.band.value)
+            wav, _ = playback(read_wav(self.session.found.full_path(index)), self.band.value)
         except (RecordingError, OSError) as e:
             self.html["other_sound"].value = filled("<p>{{ why }}</p>", why=e)
             return
-        self.html["other_sound"].value = filled(_OTHER, url=sound.url, line=_row_html(self.session, index))
+        self.html["other_sound"].value = player_html(wav, _row_html(self.session, index), autoplay=True)
 
     def _show_sound(self) -> None:
         self.html["sound"].value = _recording_html(self.session, self.band.value)
