@@ -18,7 +18,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.provenance import Provenance, _short_digests
-from leakmel.learn.review.recordings import read_score_table, review_recordings
+from leakmel.learn.review.session import read_score_table, review_recordings
 from leakmel.learn.embed.embed import band_statistics
 from leakmel.learn.review.suggest import (
     KINDS,
@@ -180,7 +180,7 @@ def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
     saved.write_bytes(saved_again(out.read_bytes(), d, ("probability", "score")))
     assert read_table(saved).paths == [s.path for s in found.items]
-    assert repr(read_score_table(saved).rows) == repr(read_score_table(out).rows)
+    assert repr(read_score_table(saved)) == repr(read_score_table(out))
     reviewed = review_recordings(folder, tables=[saved], device="cpu", progress="none")
     assert sum(r.suggestion != "" for r in reviewed.recordings) == len(found)
     again = lm.suggest(folder, made_detector(), n=99, earlier=[saved], **QUIET)
@@ -192,7 +192,7 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
     "They are read as they were, and a later prediction replaces them."
     out = tmp_path / "scores.csv"
     lm.predict(folder, made_detector(), out=out, **QUIET)
-    before, rows = out.read_bytes(), read_score_table(out).rows
+    before, rows = out.read_bytes(), read_score_table(out)
     numbers = (
         "score",
         "probability",
@@ -204,7 +204,7 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
         "rms_db",
     )
     out.write_bytes(saved_again(before, d, numbers))
-    assert repr(read_score_table(out).rows) == repr(rows)
+    assert repr(read_score_table(out)) == repr(rows)
     reviewed = review_recordings(folder, tables=[out], device="cpu", progress="none")
     assert sum(r.score == r.score for r in reviewed.recordings) == len(rows)
     lm.predict(folder, made_detector(), out=out, **QUIET)

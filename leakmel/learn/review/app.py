@@ -9,7 +9,6 @@ __all__ = [
     "N_SIMILAR",
     "neighbours_of",
     "SimilarRecordings",
-    "queue_html",
     "ReviewApp",
     "review_kinds",
     "review_of",
@@ -41,15 +40,14 @@ from leakmel.core.errors import (
     write_error,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import run_folder
+from leakmel.core.run_plan import run_folder, user_path
 from leakmel.insight.explore_view import shows_controls
 from leakmel.insight.listening import playback, player_html, spectrogram_svg
 from leakmel.insight.page_figures import filled
-from leakmel.learn.embed.embed import band_statistics
-from leakmel.learn.embed.similar import nearest
+from leakmel.learn.embed.embed import Embeddings, embed_recordings, listed, open_embedder
+from leakmel.learn.embed.similar import similar
 from leakmel.learn.model.detector import Detector
-from leakmel.learn.review.recordings import ReviewRecordings, review_recordings
-from leakmel.learn.review.session import QUEUES, ReviewSession
+from leakmel.learn.review.session import QUEUES, ReviewRecordings, ReviewSession, lacking, review_recordings
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/app.ipynb #b29d92d1
@@ -74,25 +72,21 @@ def neighbours_of(
 
 
 class SimilarRecordings:
-    "Band statistics of labelled recordings of a folder, to find similar ones."
+    "Labelled recordings of a folder, to find those that are similar to one, as `lm.similar` does."
 
     def __init__(self, found: ReviewRecordings, progress: str = "auto"):
         self.found = found
-        labelled = np.array([i for i, r in enumerate(found.recordings) if r.label and not r.silent], int)
+        labelled = [i for i, r in enumerate(found.recordings) if r.label and not r.silent]
         even = np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int)
-        self.indices = labelled[np.unique(even)]
-        common = Counter((r.sample_rate, r.duration_s) for r in found.recordings).most_common(1)
-        (rate, duration_s), _ = common[0]
-        self.spec: MelSpec | None = None
-        with suppress(LeakmelError):  # else too short for the windows of the preset
-            self.spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
-        self.features = self._statistics(self.indices, progress)
-
-    def _statistics(self, indices: Sequence[int], progress: str) -> np.ndarray:
-        if self.spec is None:
-            return np.full((len(indices), 1), np.nan)
-        paths = [os.fsencode(self.found.recordings[i].path) for i in indices]
-        return band_statistics(self.found.folder, paths, self.spec, progress=progress)
+        some = [labelled[k] for k in np.unique(even)]
+        self.by_path = {os.fsencode(found.recordings[i].path): i for i in some}
+        common = Counter((r.sample_rate, r.duration_s) for r in found.recordings)
+        (rate, duration_s), _ = common.most_common(1)[0]
+        self.among: Embeddings | None = None
+        with suppress(LeakmelError):  # no labels, or too short for the windows of the preset
+            spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
+            listing = listed(found.folder, list(self.by_path))
+            self.among = embed_recordings(listing, open_embedder(None, spec), progress=progress)
 
     def of(
         self,
@@ -100,15 +94,20 @@ class SimilarRecordings:
         n: int = N_SIMILAR,
     ) -> list[tuple[int, float]]:  # recordings and their similarity, the most similar first
         "Find labelled recordings of other sensors that are similar."
-        own, rest = self.found.recordings[index], [self.found.recordings[i] for i in self.indices]
-        is_other = [r.digest != own.digest and not (own.sensor and r.sensor == own.sensor) for r in rest]
-        others = np.flatnonzero(np.isfinite(self.features).all(1) & np.array(is_other, bool))
-        x = self._statistics([index], "none")[0]
-        if not len(others) or not np.isfinite(x).all():
+        if not self.among:
             return []
-        numbers, distances = nearest(self.features[others], x, n)
-        similarity = 1 / (1 + distances)
-        return list(zip(self.indices[others[numbers]].tolist(), similarity.tolist()))
+        own, path = self.found.recordings[index], self.found.full_path(index)
+        try:
+            near = similar(path, self.among, k=len(self.among), progress="none").neighbours
+        except LeakmelError:  # it cannot be read any more
+            return []
+        found = [(self.by_path[x.path], x.similarity) for x in near]
+        others = [(self.found.recordings[i], i, similarity) for i, similarity in found]
+        return [
+            (i, similarity)
+            for r, i, similarity in others
+            if r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
+        ][:n]
 
 
 # %% ../../../nbs/learn/review/app.ipynb #d62dc054
@@ -155,7 +154,7 @@ _FACTS = """{% set item, r = session.item, session.recording -%}
 In this queue because: {{ item.reason }}<br><span style='opacity:0.75'>
 {%- if label %}label <b>{{ show(label) }}</b> ({{ show(source) }}){% else %}no label{% endif %}
 {%- if r.sensor %}, sensor {{ show(r.sensor) }}{% endif %}
-{%- if r.score == r.score %}, score {{ "%.2f, threshold %.2f" | format(r.score, session.found.threshold) }}{% endif %}
+{%- if r.score == r.score %}, score {{ "%.2f, threshold %.2f" | format(r.score, r.threshold) }}{% endif %}
 {#- -#} , {{ "%.0f dB re full scale, %.3g s" | format(r.rms_db, r.duration_s) }} at {{ "{:,}".format(r.sample_rate) }} Hz</span></div>
 {%- elif session.queue.unavailable -%}
 <p><b>This queue is not available.</b> It {{ session.queue.unavailable }}.</p>
@@ -184,28 +183,16 @@ Restart it and run the notebook again; all earlier decisions are in the table.</
 
 
 def _recording_html(session: ReviewSession, band_pass: bool) -> str:
-    item, r, found = session.item, session.recording, session.found
+    item, r = session.item, session.recording
     if item is None or r is None:
         return ""
     try:
-        recording = read_wav(found.full_path(item.index))
+        recording = read_wav(session.found.full_path(item.index))
     except (RecordingError, OSError) as e:
         return filled("<p>The recording cannot be read any more: {{ why }}</p>", why=e)
-    svg = spectrogram_svg(recording, r.segment_scores, found.threshold, found.segment_s)
+    svg = spectrogram_svg(recording, r.segment_scores, r.threshold, r.segment_s)
     player = player_html(*playback(recording, band_pass), svg, recording.duration_s)
     return player if r.segment_scores else player + _NO_SCORES
-
-
-def _row_html(session: ReviewSession, i: int) -> Markup:
-    return Markup(filled(_ROW, session=session, r=session.found.recordings[i], show=show_path))
-
-
-def queue_html(
-    session: ReviewSession,
-    most: int = 20,  # rows
-) -> str:
-    "Return the queue as a table."
-    return filled(_QUEUE, queue=session.queue, most=most, show=show_path)
 
 
 class ReviewApp:
@@ -227,6 +214,7 @@ class ReviewApp:
         self.name = f"lm-review-{uuid.uuid4().hex[:12]}"
         if self.controls:
             self._make_widgets()
+            self.show()
 
     def __repr__(self) -> str:
         return f"ReviewApp({self.session!r})"
@@ -234,15 +222,23 @@ class ReviewApp:
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
 
-        if not self.controls:
-            facts = filled(_FACTS, session=self.session, show=show_path)
-            lines = "".join(f"<li>{_row_html(self.session, i)}, {why}</li>" for i, why in self._others())
+        if self.controls:
+            script = (
+                _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
+            )
+            display(self.box)
+            display(HTML(f"<script>{script}</script>"))
+        else:
+            lines = "".join(f"<li>{self._row_html(i)}, {why}</li>" for i, why in self._others())
+            queue = self._filled(_QUEUE, queue=self.session.queue, most=20)
             sound = _recording_html(self.session, False)
-            display(HTML(f"{queue_html(self.session)}{facts}{sound}<ul>{lines}</ul>"))
-            return
-        script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
-        display(self.box)
-        display(HTML(f"<script>{script}</script>"))
+            display(HTML(f"{queue}{self._filled(_FACTS)}{sound}<ul>{lines}</ul>"))
+
+    def _filled(self, template: str, **values: Any) -> str:
+        return filled(template, app=self, session=self.session, show=show_path, **values)
+
+    def _row_html(self, i: int) -> Markup:
+        return Markup(self._filled(_ROW, r=self.session.found.recordings[i]))
 
     def _others(self) -> list[tuple[int, str]]:
         item = self.session.item
@@ -257,7 +253,15 @@ class ReviewApp:
         import ipywidgets as w
 
         s = self.session
+        names = {
+            "l": (show_path(s.found.leak_label)[:20], "danger"),
+            "n": (show_path(s.other_label)[:20], "success"),
+            "u": ("unsure", "warning"),
+            "s": ("skip", ""),
+            "z": ("undo", ""),
+        }
         style = {"description_width": "initial"}
+        line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
         self.queue = w.Dropdown(
             options=[(title, name) for name, title in QUEUES.items()],
             value=s.queue.name,
@@ -272,8 +276,6 @@ class ReviewApp:
             style=style,
             layout={"width": "240px"},
         )
-        names = ("status", "facts", "sound", "other_sound", "disagreements")
-        self.html = {name: w.HTML(layout={"width": "100%"}) for name in names}
         self.band = w.Checkbox(
             description="band-pass to 2 kHz",
             indent=False,
@@ -284,48 +286,30 @@ class ReviewApp:
             continuous_update=False,  # sent whole when the field is left, before the click that stores it
             layout={"width": "360px"},
         )
-        self.buttons = self._make_buttons()
+        html = ("status", "facts", "sound", "other_sound", "disagreements")
+        self.html = {name: w.HTML(layout={"width": "100%"}) for name in html}
+        self.buttons = {}
+        for key, (title, colour) in names.items():
+            look = {"button_style": colour, "layout": {"width": "auto", "min_width": "100px"}}
+            self.buttons[key] = w.Button(description=f"{title} ({key})", **look)
+            self.buttons[key].add_class(f"lm-key-{key}")
+            self.buttons[key].on_click(partial(self._act, _KEYS[key]))
         self.others = [self._other_row(k) for k in range(N_NEIGHBOURS + N_SIMILAR)]
         self.queue.observe(lambda change: self._begin(change["new"]), "value")
         self.by.observe(self._renamed, "value")
         self.band.observe(lambda _: self._show_sound(), "value")
-        line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
-        self.box = w.VBox(
-            [
-                w.HBox([self.queue, self.by, self.band], layout=line),
-                self.html["status"],
-                self.html["facts"],
-                w.HBox([*self.buttons.values(), self.note], layout=line),
-                self.html["sound"],
-                w.HBox([row for row, _ in self.others], layout=line),
-                self.html["other_sound"],
-                self.html["disagreements"],
-            ],
-            layout=w.Layout(width="100%", overflow="hidden"),
-        )
+        rows = [
+            w.HBox([self.queue, self.by, self.band], layout=line),
+            self.html["status"],
+            self.html["facts"],
+            w.HBox([*self.buttons.values(), self.note], layout=line),
+            self.html["sound"],
+            w.HBox([row for row, _ in self.others], layout=line),
+            self.html["other_sound"],
+            self.html["disagreements"],
+        ]
+        self.box = w.VBox(rows, layout=w.Layout(width="100%", overflow="hidden"))
         self.box.add_class(self.name)
-        self.show()
-
-    def _make_buttons(self) -> dict[str, Any]:  # by key
-        import ipywidgets as w
-
-        s = self.session
-        named = {
-            "l": (f"{show_path(s.found.leak_label)[:20]} (l)", "danger"),
-            "n": (f"{show_path(s.other_label)[:20]} (n)", "success"),
-            "u": ("unsure (u)", "warning"),
-            "s": ("skip (s)", ""),
-            "z": ("undo (z)", ""),
-        }
-        buttons = {}
-        for key, (title, colour) in named.items():
-            button = w.Button(
-                description=title, button_style=colour, layout={"width": "auto", "min_width": "100px"}
-            )
-            button.add_class(f"lm-key-{key}")
-            button.on_click(partial(self._act, _KEYS[key]))
-            buttons[key] = button
-        return buttons
 
     def _other_row(self, k: int) -> tuple[Any, Any]:
         "Make the row of another recording, with a play button."
@@ -348,7 +332,6 @@ class ReviewApp:
 
     def _begin(self, name: str) -> None:
         self.message = ""
-        self.session.read()
         self.session.start(name)
         self.show()
 
@@ -359,39 +342,37 @@ class ReviewApp:
     def _play(self, index: int) -> None:
         try:
             wav, _ = playback(read_wav(self.session.found.full_path(index)), self.band.value)
+            player = player_html(wav, self._row_html(index), autoplay=True)
         except (RecordingError, OSError) as e:
-            self.html["other_sound"].value = filled("<p>{{ why }}</p>", why=e)
-            return
-        self.html["other_sound"].value = player_html(wav, _row_html(self.session, index), autoplay=True)
+            player = filled("<p>{{ why }}</p>", why=e)
+        self.html["other_sound"].value = player
 
     def _show_sound(self) -> None:
         self.html["sound"].value = _recording_html(self.session, self.band.value)
-
-    def _show_others(self) -> None:
-        self.shown = self._others()
-        for row, _ in self.others[len(self.shown) :]:
-            row.layout.display = "none"
-        for (row, text), (i, why) in zip(self.others, self.shown):
-            row.layout.display = ""
-            line = f"{_row_html(self.session, i)}, {why}"
-            text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
 
     def show(self) -> None:
         "Show the state of the session."
         s = self.session
         self.n_shown += 1
-        self.html["facts"].value = filled(_FACTS, session=s, show=show_path)
+        self.html["facts"].value = self._filled(_FACTS)
         self._show_sound()
-        self._show_others()
+        self.shown = self._others()
+        for k, (row, text) in enumerate(self.others):
+            row.layout.display = "" if k < len(self.shown) else "none"
+            line = f"{self._row_html(self.shown[k][0])}, {self.shown[k][1]}" if k < len(self.shown) else ""
+            text.value = f"<div style='line-height:1.3;overflow-wrap:anywhere'>{line}</div>"
         self.html["other_sound"].value = ""
         for key, button in self.buttons.items():
             button.disabled = not s.steps if key == "z" else s.item is None
         self.html["disagreements"].value = filled(_DIFFER, lines=s.disagreements)
         # last: its token tells the page that all is shown
-        self.html["status"].value = filled(_STATUS, app=self, show=show_path)
+        self.html["status"].value = self._filled(_STATUS)
 
 
 # %% ../../../nbs/learn/review/app.ipynb #2103ff42
+_FIRST = ("suggested", "errors", "threshold", "random")  # queues, the first that the scores allow
+
+
 def review_kinds() -> Kinds:
     "Return names and types of the parameters of review.ipynb."
     names = ("tables", "queue", "labels", "by", "leak_label", "other_label", "device")
@@ -407,11 +388,10 @@ def review_of(
     "Open the review that the parameters of review.ipynb describe."
     from leakmel.dataset.run.pipeline import find_data
 
-    p = dict(parameters)
-    root, _ = find_data(p.pop("data_root"), progress=progress)
-    tables = [word.strip() for word in p.pop("tables").split(",") if word.strip()]
-    labels = p.pop("labels") or "labels.csv"
-    return review(root, p.pop("model") or None, tables=tables, labels=labels, progress=progress, **p)
+    root, _ = find_data(parameters["data_root"], progress=progress)
+    given = {name: value for name, value in parameters.items() if name != "data_root" and value != ""}
+    given["tables"] = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
+    return review(root, progress=progress, **given)
 
 
 def review(
@@ -436,11 +416,9 @@ def review(
     "Listen to recordings of a folder and label them, in a notebook."
     given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}
     found = review_recordings(folder, model, tables=tables, leak_label=leak_label, **given)
-    first = "errors" if found.held_out_from else "threshold" if found.scores_from else "random"
-    if any(r.suggestion for r in found.recordings):
-        first = "suggested"
-    wanted: dict[str, Any] = {"queue": queue or first, "n": n, "other_label": other_label, "seed": seed}
-    return ReviewApp(ReviewSession(found, labels, by=by, **wanted), controls=controls, progress=progress)
+    queue = queue or next(q for q in _FIRST if not lacking(found, q))
+    session = ReviewSession(found, labels, by=by, queue=queue, n=n, other_label=other_label, seed=seed)
+    return ReviewApp(session, controls=controls, progress=progress)
 
 
 # %% ../../../nbs/learn/review/app.ipynb #5005fc49
@@ -506,11 +484,11 @@ def review_parameters(
             "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
         )
     return {
-        "data_root": os.path.abspath(os.path.expanduser(folder)),
-        "model": None if model is None else os.path.abspath(os.path.expanduser(model)),
-        "tables": ",".join(os.path.abspath(os.path.expanduser(table)) for table in tables),
+        "data_root": str(user_path(folder)),
+        "model": None if model is None else str(user_path(model)),
+        "tables": ",".join(str(user_path(table)) for table in tables),
         "queue": queue,
         "n": n,
-        "labels": os.path.abspath(os.path.expanduser(labels)),
+        "labels": str(user_path(labels)),
         "by": by,
     }
