@@ -189,7 +189,9 @@ def load_embeddings(
             raise ValueError("another number of rows, paths, labels or digests")
         if not about["sources"]:
             raise ValueError("no source")
-        texts = {name: tuple(map(os.fsdecode, about.pop(name))) for name in ("labels", "digests", "sources")}
+        texts: dict[str, Any] = {
+            name: tuple(map(os.fsdecode, about.pop(name))) for name in ("labels", "digests", "sources")
+        }
         paths = tuple(map(os.fsencode, about.pop("paths")))
         spec = MelSpec(**about.pop("spec"))
         return Embeddings(vectors=vectors, rows=rows, paths=paths, spec=spec, **texts, **about)

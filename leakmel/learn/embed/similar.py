@@ -157,7 +157,7 @@ class SimilarRecordings:
         spec = self.among.spec
         mels = [_features_of(self.query, spec), *_neighbour_features(self.among, [n.number for n in near])]
         about = [", ".join(filter(None, [f"{n.similarity:.3f}", n.label, n.duplicate])) for n in near]
-        paths = (self.query, *(n.path for n in near))
+        paths: list[Path | bytes] = [self.query, *(n.path for n in near)]
         titles = [f"{text}  {show_path(path)}" for text, path in zip(["query", *about], paths)]
         fig = mels_by_label(
             np.stack(mels),
