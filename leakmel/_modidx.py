@@ -2233,8 +2233,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/insight/explore_view.py'),
                                               'leakmel.insight.explore_view.Controls.__init__': ( 'insight/explore_view.html#controls.__init__',
                                                                                                   'leakmel/insight/explore_view.py'),
-                                              'leakmel.insight.explore_view.Controls._apply': ( 'insight/explore_view.html#controls._apply',
-                                                                                                'leakmel/insight/explore_view.py'),
                                               'leakmel.insight.explore_view.Controls._apply_settings': ( 'insight/explore_view.html#controls._apply_settings',
                                                                                                          'leakmel/insight/explore_view.py'),
                                               'leakmel.insight.explore_view.Controls._changed': ( 'insight/explore_view.html#controls._changed',

@@ -341,9 +341,9 @@ _COLOR_BAR = dict(
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
     "Return a line trace."
-    curve: Trace = dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines")
     shown = dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
-    return curve | dict(line=dict(color=colour, width=1)) | shown
+    line = dict(color=colour, width=1)
+    return dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines", line=line, **shown)
 
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
@@ -364,14 +364,16 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Tr
 def _set_axes(fig: "go.Figure", spec: MelSpec, segments: range) -> None:
     "Set ranges and units of the axes."
     start, stop = (n / spec.sample_rate for n in sample_range(spec, segments))
-    room = 0.004 * (stop - start)
+    ends = [start - 0.004 * (stop - start), stop + 0.004 * (stop - start)]
     band = [spec.f_min_hz, spec.top_hz]
-    fig.update_xaxes(range=[start - room, stop + room], col=1)
-    fig.update_xaxes(title=dict(text="time (s)"), row=2, col=1)
-    fig.update_yaxes(title=dict(text="amplitude"), nticks=4, row=1, col=1)
-    fig.update_yaxes(title=dict(text="frequency (Hz)"), range=band, row=2, col=1)
-    fig.update_yaxes(matches="y2", range=band, showticklabels=False, row=2, col=2)
-    fig.update_xaxes(title=dict(text="mean level (dB)"), nticks=4, row=2, col=2)
+    fig.update_layout(
+        xaxis=dict(range=ends),
+        yaxis=dict(title=dict(text="amplitude"), nticks=4),
+        xaxis2=dict(range=ends, title=dict(text="time (s)")),
+        yaxis2=dict(range=band, title=dict(text="frequency (Hz)")),
+        xaxis3=dict(title=dict(text="mean level (dB)"), nticks=4),
+        yaxis3=dict(range=band, matches="y2", showticklabels=False),
+    )
 
 
 def recording_figure(

@@ -59,13 +59,13 @@ def _spec_line(state: Explorer, error: str) -> StatusLine:
     n_long, n_short, n_mels, n_frames = spec.row_shape
     texts = {k: f"{v:g}" if isinstance(v, float) else str(v).lower() for k, v in state.changes.items()}
     own = ", ".join(f"{k} {text}" for k, text in texts.items() if k != "preset")
-    text = (
+    return StatusLine(
         f"Recording {state.position + 1:,} of {len(state.matching):,} ({filter_text(state.filter)}); "
         f"preset {spec.preset_name} {f'with {own}' if own else 'unchanged'}: "
         f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
-        f"Windows: {spec.windows_text}."
+        f"Windows: {spec.windows_text}.",
+        error,
     )
-    return StatusLine(text, error)
 
 
 # %% ../../nbs/insight/explore_view.ipynb #90782102
@@ -83,8 +83,8 @@ def open_explorer(
     names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
     state = Explorer(recordings, spec_changes(p)[0])
-    wanted = {name: p[name] for name in FILTERS}
-    state.filter_recordings(**wanted | {"split": split_name(p["split"]) or p["split"]})
+    wanted = {name: p[name] for name in FILTERS} | {"split": split_name(p["split"]) or p["split"]}
+    state.filter_recordings(**wanted)
     return state
 
 
@@ -96,9 +96,13 @@ def shows_controls(
 
 
 # %% ../../nbs/insight/explore_view.ipynb #d5ec1465
-_SEGMENTS = tuple(2**k for k in range(6, 31))  # samples; of these, those that fit into the recording
-_FFT = tuple(2**k for k in range(6, 15))  # samples; of these, those that fit into a short segment
-_HOPS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# samples, and the setting of the spec that they have to fit into
+_LENGTHS = {
+    "long_window": (tuple(2**k for k in range(6, 31)), "n_samples"),
+    "short_window": (tuple(2**k for k in range(6, 31)), "n_samples"),
+    "n_fft": (tuple(2**k for k in range(6, 15)), "short_window"),
+    "hop_length": ((16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096), "short_window"),
+}
 _RATES = (4096, 8000, 16_000)  # Hz; of these, those that some recording reaches
 
 
@@ -108,22 +112,15 @@ def window_options(
     "Return the common lengths of each window and of the hop, labelled with ms, samples and Hz per bin of a window of that length."
     rate = spec.sample_rate
 
-    def short(x: float) -> str:
-        return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
-
     def label(name: str, n: int) -> str:
-        bins = "" if name == "hop_length" else f", {short(rate / n)} Hz"
-        return f"{short(1000 * n / rate)} ms, {n:,} samples{bins}"
+        ms, hz = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (1000 * n / rate, rate / n))
+        return f"{ms} ms, {n:,} samples" + ("" if name == "hop_length" else f", {hz} Hz")
 
-    inner = {"n_fft": _FFT, "hop_length": _HOPS}
-    lengths = {"long_window": _SEGMENTS, "short_window": _SEGMENTS} | inner
     return {
         name: [
-            (label(name, n), n)
-            for n in sorted({*values, getattr(spec, name)})
-            if n <= (spec.short_window if name in inner else spec.n_samples)
+            (label(name, n), n) for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)
         ]
-        for name, values in lengths.items()
+        for name, (values, limit) in _LENGTHS.items()
     }
 
 
@@ -145,12 +142,12 @@ def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> An
     return button
 
 
-_SETTINGS = ("long_window", "short_window", "n_fft", "hop_length", "n_mels", "power", "range")
+_SETTINGS = (*_LENGTHS, "n_mels", "power", "range")
 _ROWS = (
     FILTERS,
     ("position", "previous", "next", "louder"),
     ("preset", "sample_rate", "power"),
-    _SETTINGS[:4],
+    tuple(_LENGTHS),
     ("n_mels", "range"),
     ("long",),
 )
@@ -176,26 +173,36 @@ class Controls:
             "louder": w.Checkbox(description="amplified sound", indent=False, layout=w.Layout(width="170px")),
         }
 
-        def add(name: str, kind: Any, width: str = "32%", label: str = "", **traits: Any) -> None:
+        def dropdown(
+            options: list[Any], width: str = "32%", label: str = ""
+        ) -> tuple[Any, str, str, dict[str, Any]]:
+            return w.Dropdown, width, label, {"options": options}
+
+        def slider(kind: Any, label: str = "", **traits: Any) -> tuple[Any, str, str, dict[str, Any]]:
+            # an event when a slider is released, not while it moves
+            return kind, "32%", label, {"continuous_update": False, **traits}
+
+        rates = rate_options(state.recordings, state.spec.sample_rate)
+        made = {
+            **{
+                name: dropdown(
+                    [(f"any {name}", ""), *((f"{show_path(k)} ({n:,})", k) for k, n in counts.items())], "24%"
+                )
+                for name, counts in state.recordings.value_counts.items()
+            },
+            "position": slider(w.IntSlider, "recording", min=1, max=2),
+            "preset": dropdown(sorted({*MelSpec.preset_names(), state.spec.preset_name})),
+            "sample_rate": dropdown(rates, label="sample rate"),
+            **{name: dropdown(options, "48%") for name, options in window_options(state.spec).items()},
+            "n_mels": slider(w.IntSlider, min=1, max=max(256, state.spec.n_mels)),
+            "power": dropdown([("1: magnitude", 1.0), ("2: power", 2.0)]),
+            "range": slider(w.FloatRangeSlider, "range (Hz)", min=0.0, readout_format=".0f"),
+            "long": slider(w.IntRangeSlider, "long segments", min=0, max=1),
+        }
+        for name, (kind, width, label, traits) in made.items():
             layout = w.Layout(width=width, min_width="250px")
-            if kind is not w.Dropdown:
-                traits["continuous_update"] = False  # an event when a slider is released, not while it moves
             style = {"description_width": "106px"}
             self.widgets[name] = kind(description=label or name, style=style, layout=layout, **traits)
-
-        for name, counts in state.recordings.value_counts.items():
-            options = [(f"{show_path(word)} ({n:,})", word) for word, n in counts.items()]
-            add(name, w.Dropdown, "24%", options=[(f"any {name}", ""), *options])
-        add("position", w.IntSlider, label="recording", min=1, max=2)
-        add("preset", w.Dropdown, options=sorted({*MelSpec.preset_names(), state.spec.preset_name}))
-        rates = rate_options(state.recordings, state.spec.sample_rate)
-        add("sample_rate", w.Dropdown, label="sample rate", options=rates)
-        for name in _SETTINGS[:4]:
-            add(name, w.Dropdown, "48%")
-        add("n_mels", w.IntSlider, min=1, max=max(256, state.spec.n_mels))
-        add("power", w.Dropdown, options=[("1: magnitude", 1.0), ("2: power", 2.0)])
-        add("range", w.FloatRangeSlider, label="range (Hz)", min=0.0, readout_format=".0f")
-        add("long", w.IntRangeSlider, label="long segments", min=0, max=1)
         self.update_widgets()
         for name, widget in self.widgets.items():
             widget.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
@@ -248,30 +255,22 @@ class Controls:
         "Apply the change of a widget, and let the others follow the state."
         if self.is_updating:
             return
+        acts: dict[str, Callable[[], object]] = {
+            **dict.fromkeys(FILTERS, lambda: self.state.filter_recordings(**{name: value})),
+            **dict.fromkeys(_SETTINGS, self._apply_settings),
+            "position": lambda: self.state.go_to(value - 1),
+            "long": lambda: self.state.select(value[0], value[1] + 1),
+            "louder": lambda: setattr(self.view, "louder", value),
+        }
         self.view.error = ""
         try:
-            self._apply(name, value)
+            acts.get(name, lambda: self.state.change_spec(**{name: value}))()
         except LeakmelError as e:
             self.view.error = str(e)
         # a rejected setting may be valid together with the next change
         if not self.view.error or name not in _SETTINGS:
             self.update_widgets()
         self.view.draw()
-
-    def _apply(self, name: str, value: Any) -> None:
-        state = self.state
-        if name in FILTERS:
-            state.filter_recordings(**{name: value})
-        elif name == "position":
-            state.go_to(value - 1)
-        elif name == "long":
-            state.select(value[0], value[1] + 1)
-        elif name == "louder":
-            self.view.louder = value
-        elif name in _SETTINGS:
-            self._apply_settings()
-        else:
-            state.change_spec(**{name: value})
 
     def _apply_settings(self) -> None:
         "Change all settings together; segments of other lengths overlap as much as now."
@@ -280,8 +279,9 @@ class Controls:
             window, hop = (getattr(self.state.spec, f"{kind}_{what}") for what in ("window", "hop"))
             asked[f"{kind}_hop"] = max(1, asked[f"{kind}_window"] * hop // window)
         low, high = asked.pop("range")
-        top = None if high >= self.widgets["range"].max else high
-        self.state.change_spec(**asked, f_min_hz=low, f_max_hz=top)
+        self.state.change_spec(
+            **asked, f_min_hz=low, f_max_hz=None if high >= self.widgets["range"].max else high
+        )
 
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
@@ -391,8 +391,8 @@ class ExploreView:
                     error = str(e)
         self._show("line", _spec_line(state, error))
         if self.split_shown and self.split_shown[:2] != (spec, state.facts["split"]):
-            text = f"{self.split_shown[2]}. The spec or the split has changed since."
-            self._show("split_line", StatusLine(text))
+            changed = StatusLine(f"{self.split_shown[2]}. The spec or the split has changed since.")
+            self._show("split_line", changed)
 
     def recompute(self) -> None:
         "Compute the mean spectra of the split; on an error the last figure stays."
