@@ -62,12 +62,8 @@ def neighbours_of(
     n: int = N_NEIGHBOURS,
 ) -> list[int]:  # [] where the sensor is not known
     "Return other recordings of the same sensor, the nearest in the listing first."
-    own = found.recordings[index]
-    others = [
-        i
-        for i, r in enumerate(found.recordings)
-        if own.sensor and r.sensor == own.sensor and i != index and r.digest != own.digest
-    ]
+    own, all_of_them = found.recordings[index], enumerate(found.recordings)
+    others = [i for i, r in all_of_them if own.sensor and r.sensor == own.sensor and r.digest != own.digest]
     return sorted(others, key=lambda i: (abs(i - index), i))[:n]
 
 
@@ -78,15 +74,14 @@ class SimilarRecordings:
         self.found = found
         labelled = [i for i, r in enumerate(found.recordings) if r.label and not r.silent]
         even = np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int)
-        some = [labelled[k] for k in np.unique(even)]
-        self.by_path = {os.fsencode(found.recordings[i].path): i for i in some}
+        paths = [os.fsencode(found.recordings[labelled[k]].path) for k in np.unique(even)]
         common = Counter((r.sample_rate, r.duration_s) for r in found.recordings)
         (rate, duration_s), _ = common.most_common(1)[0]
         self.among: Embeddings | None = None
         with suppress(LeakmelError):  # no labels, or too short for the windows of the preset
             spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
-            listing = listed(found.folder, list(self.by_path))
-            self.among = embed_recordings(listing, open_embedder(None, spec), progress=progress)
+            embedder = open_embedder(None, spec)
+            self.among = embed_recordings(listed(found.folder, paths), embedder, progress=progress)
 
     def of(
         self,
@@ -97,17 +92,16 @@ class SimilarRecordings:
         if not self.among:
             return []
         own, path = self.found.recordings[index], self.found.full_path(index)
+        others = {
+            os.fsencode(r.path): i
+            for i, r in enumerate(self.found.recordings)
+            if r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
+        }
         try:
             near = similar(path, self.among, k=len(self.among), progress="none").neighbours
         except LeakmelError:  # it cannot be read any more
             return []
-        found = [(self.by_path[x.path], x.similarity) for x in near]
-        others = [(self.found.recordings[i], i, similarity) for i, similarity in found]
-        return [
-            (i, similarity)
-            for r, i, similarity in others
-            if r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
-        ][:n]
+        return [(others[x.path], x.similarity) for x in near if x.path in others][:n]
 
 
 # %% ../../../nbs/learn/review/app.ipynb #d62dc054

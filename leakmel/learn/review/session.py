@@ -251,8 +251,7 @@ def _by_score(found: ReviewRecordings, name: str) -> Iterable[_Ranked]:
             label = "a leak" if r.is_leak else "no leak"
             yield (-abs(r.held_out - r.is_leak), i, f"held-out score {r.held_out:.2f}, but labelled {label}")
         if name == "threshold" and not math.isnan(r.score):
-            why = f"score {r.score:.2f}, threshold {r.threshold:.2f}"
-            yield (abs(r.score - r.threshold), i, why)
+            yield (abs(r.score - r.threshold), i, f"score {r.score:.2f}, threshold {r.threshold:.2f}")
         # the largest difference comes first
         if name == "kinds" and r.by_kind:
             scores = ", ".join(f"{kind} {score:.2f}" for kind, score in sorted(r.by_kind.items()))
@@ -285,8 +284,11 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
             yield (-1000 - r.clipped_share, i, f"{100 * r.clipped_share:.0f} % of the samples are clipped")
         elif abs(away) > limit_db:
             side = "below" if away < 0 else "above"
-            why = f"level {r.rms_db:.0f} dB, {abs(away):.0f} dB {side} the median of the folder"
-            yield (-abs(away), i, why)
+            yield (
+                -abs(away),
+                i,
+                f"level {r.rms_db:.0f} dB, {abs(away):.0f} dB {side} the median of the folder",
+            )
 
 
 def _disagreements(found: ReviewRecordings, current: CurrentLabels) -> Iterable[_Ranked]:
@@ -447,9 +449,8 @@ class ReviewSession:
 
     def _last(self, recording: ReviewRecording) -> Decision | None:
         "The last decision of this person."
-        last = self.current.last
-        mine = [d for key in (recording.digest, recording.path) for d in last.get(key, ()) if d.by == self.by]
-        return mine[0] if mine else None
+        keys = (recording.digest, recording.path)
+        return next((d for key in keys for d in self.current.last.get(key, ()) if d.by == self.by), None)
 
     def start(self, name: str) -> None:
         "Begin a queue with the recordings on which no one has decided."
@@ -515,26 +516,23 @@ class ReviewSession:
             self.steps.pop()
 
     @property
-    def n_changed(self) -> int:
-        "Decisions on this queue that change a label."
-        items, recordings = self.queue.items, self.found.recordings
-        pairs = [(recordings[items[at].index].label, decision.label) for at, decision, _ in self.steps]
-        given = [pair for pair in pairs if pair[0] and pair[1] not in (SKIPPED, UNSURE)]
-        return sum(_label_key(old) != _label_key(new) for old, new in given)
-
-    @property
     def progress(self) -> str:
-        "How far the queue is, a sentence."
+        "How far the queue is, and how many decisions on it change a label; a sentence."
+        old = [self.found.recordings[self.queue.items[at].index].label for at, _, _ in self.steps]
+        pairs = [
+            (a, d.label) for a, (_, d, _) in zip(old, self.steps) if a and d.label not in (SKIPPED, UNSURE)
+        ]
+        n_changed = sum(_label_key(a) != _label_key(b) for a, b in pairs)
         before = (
             f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier" if self.n_before else ""
         )
-        return f"{self.position:,} of {len(self.queue):,}; {self.n_changed:,} labels changed{before}"
+        return f"{self.position:,} of {len(self.queue):,}; {n_changed:,} labels changed{before}"
 
     @property
     def disagreements(self) -> list[str]:
         "Recordings of the folder on which people disagree, a line each."
-        queue = make_queue(self.found, "disagreements", len(self.found), current=self.current)
-        return [f"{show_path(i.path)}: {i.reason}" for i in queue.items]
+        items = make_queue(self.found, "disagreements", len(self.found), current=self.current).items
+        return [f"{show_path(i.path)}: {i.reason}" for i in items]
 
     def __repr__(self) -> str:
         return f"ReviewSession({self.queue}; {self.progress}; {show_path(self.labels)})"

@@ -70,11 +70,9 @@ class SampleMix:
     ) -> dict[str, int]:  # of each kind, with the sum n
         "Compute the number of recordings of each kind."
         exact = {kind: getattr(self, kind) * n for kind in KINDS}
-        found = {kind: int(x) for kind, x in exact.items()}
-        by_remainder = sorted(KINDS, key=lambda kind: found[kind] - exact[kind])
-        for kind in by_remainder[: n - sum(found.values())]:
-            found[kind] += 1
-        return found
+        by_remainder = sorted(KINDS, key=lambda kind: int(exact[kind]) - exact[kind])
+        more = by_remainder[: n - sum(map(int, exact.values()))]
+        return {kind: int(x) + (kind in more) for kind, x in exact.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
@@ -103,35 +101,26 @@ def sample_mix(
 MAX_GROUPS = 256  # of k-means
 
 
-@dataclass(frozen=True, eq=False)
-class SamplePool:
-    "Recordings of a folder: those that may be chosen, and those that have a label."
-
-    distance: np.ndarray  # [n] of the probability of a leak from the decision threshold, 0 to 1
-    features: np.ndarray  # [n, F] dB; NaN: not known, such a recording is never diverse
-    sensor: np.ndarray  # [n] of texts; "": not known, and without a limit
-    is_open: np.ndarray  # [n] bool, may be chosen
-    is_labelled: np.ndarray  # [n] bool, has a label or was trained on; never chosen
-
-
 @dataclass(frozen=True)
 class Choice:
     "A recording that was chosen."
 
-    index: int  # in the pool
+    index: int
     kind: str  # of KINDS
     n_group: int = 0  # diverse: recordings of the group that it represents
 
 
-def _groups(pool: SamplePool, is_free: np.ndarray, n: int, seed: int) -> list[list[int]]:
+def _groups(
+    features: np.ndarray, counts: np.ndarray, is_free: np.ndarray, n: int, seed: int
+) -> list[list[int]]:
     "Group recordings by their features: those with the fewest labels first, the largest first; of each, the most central first."
     from sklearn.cluster import KMeans
     from sklearn.preprocessing import StandardScaler
 
-    known = np.flatnonzero(np.isfinite(pool.features).all(1) & (pool.is_open | pool.is_labelled))
+    known = np.flatnonzero(np.isfinite(features).all(1) & counts)
     if not n or not len(known):
         return []
-    x = StandardScaler().fit_transform(pool.features[known])
+    x = StandardScaler().fit_transform(features[known])
     has_label = ~is_free[known]  # random recordings, chosen before, have a label soon
     n_groups = min(n + int(has_label.sum()), MAX_GROUPS, len(np.unique(x, axis=0)))
     means: Any = KMeans(n_groups, n_init=1, random_state=seed % (1 << 32)).fit(x)
@@ -139,28 +128,31 @@ def _groups(pool: SamplePool, is_free: np.ndarray, n: int, seed: int) -> list[li
     size = np.bincount(means.labels_, minlength=n_groups)
     n_labels = np.bincount(means.labels_, weights=has_label, minlength=n_groups)
     order = np.argsort(to_centre, kind="stable")
-    groups = [order[means.labels_[order] == g] for g in np.lexsort((-size, n_labels))]
-    return [known[mine].tolist() for mine in groups]
+    return [known[order[means.labels_[order] == g]].tolist() for g in np.lexsort((-size, n_labels))]
 
 
 def choose_recordings(
-    pool: SamplePool,
     n: int,  # recordings, at least 1; fewer where there are no more
     mix: SampleMix = SampleMix(),
     *,
+    distance: np.ndarray,  # [n] of the probability of a leak from the decision threshold, 0 to 1
+    features: np.ndarray,  # [n, F] dB; NaN: not known, such a recording is never diverse
+    sensor: np.ndarray,  # [n] of texts; "": not known, and without a limit
+    is_open: np.ndarray,  # [n] bool, may be chosen
+    is_labelled: np.ndarray,  # [n] bool, has a label or was trained on; never chosen
     per_sensor: int = 3,  # uncertain and diverse recordings of a sensor at the most
     seed: int = 0,
 ) -> list[Choice]:  # uncertain first, then diverse, then random
     "Choose recordings to label."
     counts = mix.counts(n)
-    is_free = pool.is_open & ~pool.is_labelled
+    is_free = is_open & ~is_labelled
     taken = Counter[str]()
 
     def take(order: Iterable[int], most: int) -> list[int]:
         "Take the first recordings of an order that may be chosen."
         found: list[int] = []
         for i in order:
-            name = pool.sensor[i]
+            name = sensor[i]
             if len(found) < most and is_free[i] and (name == "" or taken[name] < per_sensor):
                 is_free[i] = False
                 taken[name] += 1
@@ -170,12 +162,12 @@ def choose_recordings(
     drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_free))[: counts["random"]].tolist()
     is_free[drawn] = False
     diverse: list[Choice] = []
-    for group in _groups(pool, is_free, counts["diverse"], seed):
+    for group in _groups(features, is_open | is_labelled, is_free, counts["diverse"], seed):
         one = take(group, min(1, counts["diverse"] - len(diverse)))
         diverse += [Choice(i, "diverse", len(group)) for i in one]
     # they also replace diverse ones that are missing
     n_uncertain = n - len(drawn) - len(diverse) if counts["uncertain"] else 0
-    near = np.argsort(pool.distance, kind="stable").tolist()
+    near = np.argsort(distance, kind="stable").tolist()
     uncertain = [Choice(i, "uncertain") for i in take(near, n_uncertain)]
     return [*uncertain, *diverse, *(Choice(i, "random") for i in sorted(drawn))]
 
@@ -284,8 +276,7 @@ class Suggestions:
     ) -> Path:  # raises OutputError
         "Write the table."
         target = check_suggestions_file(out, self.folder)
-        text = self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-        write_whole(target, text.encode())
+        write_whole(target, self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
         return target
 
     @property
@@ -360,10 +351,10 @@ def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set
             "in the training of the model": s.in_training,
             "suggested earlier": digest in earlier,
             "silent": bool(s.facts["silent"]),
-            "copies": digest in seen,
+            "copies": digest != "" and digest in seen,
         }
         reasons.append(next((why for why, does in holds.items() if does), ""))
-        seen.update({digest} - {""})
+        seen.add(digest)
     return np.array(reasons, object)
 
 
@@ -438,10 +429,10 @@ def suggest(
     paths = [done.scored[i].path for i in drawn]
     features = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
     features[drawn] = band_statistics(done.folder, paths, done.spec, progress=progress)
-    sensor = each_once(done.scored.sensor, text_key)
-    pool = SamplePool(np.abs(place - threshold), features, sensor, is_open, is_labelled)
+    given: dict[str, Any] = {"is_open": is_open, "is_labelled": is_labelled, "features": features}
+    given |= {"distance": np.abs(place - threshold), "sensor": each_once(done.scored.sensor, text_key)}
     items = []
-    for c in choose_recordings(pool, n, mix, per_sensor=per_sensor, seed=seed):
+    for c in choose_recordings(n, mix, **given, per_sensor=per_sensor, seed=seed):
         s = done.scored[c.index]
         alike = f"represents {c.n_group:,} similar recordings"
         why = {
