@@ -12,6 +12,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import fft, ndimage, signal
+
 from leakmel.audio.naming import iso_time, parse_name
 from leakmel.audio.wav import Recording, read_wav
 from leakmel.core.errors import DataError, UsageError
@@ -191,8 +193,8 @@ class Correlation:
 
     def to_dict(self) -> dict[str, Any]:
         "Return the result as plain values, without the curves."
-        found = {name: value for name, value in vars(self).items() if name != "curves"}
-        return found | {name: list(found[name]) for name in ("candidates_m", "band_hz", "notes")}
+        shown = {name: value for name, value in vars(self).items() if name != "curves"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
     def figure(self) -> "go.Figure":
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
@@ -207,8 +209,6 @@ _FALSE_ALARMS = 0.01  # of unrelated recordings
 
 def _significance(x: CrossSpectra, method: str, most_s: float) -> tuple[float, float]:
     "Highest correlation at delays up to `most_s`, and what unrelated recordings reach once in 100; in standard deviations of the noise."
-    from scipy import signal
-
     lags, values = correlogram(x, method)
     # noise at a lag has the variance of the product of two windows that are shifted by it
     power = np.abs(np.fft.rfft(signal.get_window("hann", x.n_samples) ** 2)) ** 2
@@ -224,8 +224,6 @@ def _peaks(
     x: CrossSpectra, method: str, most_s: float, shift_s: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:  # [P] delays in s and heights with sign, the highest first
     "Find the peaks at delays up to `most_s` that are nearly as high as the highest; the spectra are shifted by `shift_s`."
-    from scipy import signal
-
     lags, curve = correlogram(x, method, 8)
     lags = lags + shift_s
     kept = np.abs(lags) <= most_s
@@ -351,15 +349,14 @@ def _verdict(
     pipe: _Pipe, lags_s: np.ndarray, delay_s: float, errors_m: dict[str, float]
 ) -> tuple[str, tuple[float, ...]]:
     "Return the verdict on a significant peak, and the positions that explain the recordings."
-    half_m = Z95 * errors_m["total"]
     place = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
-    others = [pipe.position_m(float(t)) for t in lags_s[1:]]
-    far = [p for p in others if 0 <= p <= pipe.distance_m and abs(p - place) > half_m]
-    if far:
+    others = [
+        pipe.position_m(float(t)) for t in lags_s[1:] if 0 <= pipe.position_m(float(t)) <= pipe.distance_m
+    ]
+    if far := [p for p in others if abs(p - place) > Z95 * errors_m["total"]]:
         return "ambiguous", (place, *far)[:MAX_CANDIDATES]
-    half_m = Z95 * math.hypot(
-        errors_m["delay"], errors_m["distance"]
-    )  # an error of speed or clocks does not say outside
+    # an error of speed or clocks does not say outside
+    half_m = Z95 * math.hypot(errors_m["delay"], errors_m["distance"])
     speeds = (pipe.speed_m_s, *(pipe.range_m_s or ()))
     if not any(half_m < pipe.position_m(delay_s, c) < pipe.distance_m - half_m for c in speeds):
         return "outside", ()
@@ -384,8 +381,6 @@ _REMEDIES = {
 
 def _level(x: np.ndarray, n_samples: int) -> np.ndarray:
     "Scale a recording of mean 0 down where its level over n_samples is above the median level: spectra are averaged by energy."
-    from scipy import ndimage
-
     level = np.sqrt(np.maximum(ndimage.uniform_filter1d(x**2, n_samples, mode="nearest"), 0.0))
     return x / np.maximum(level / np.median(level[level > 0]), 1.0)
 
@@ -395,16 +390,13 @@ def _spectra(
 ) -> tuple[CrossSpectra, tuple[float, float]]:
     "Return the averaged spectra, and the band."
     low, high = band_hz or (2 * rate / n_samples, 0.45 * rate)
-    if not 0 <= low < high <= rate / 2:
-        found, expected = f"{low} to {high} Hz", f"0 <= low < high <= {rate / 2:g} Hz"
-        raise UsageError("the band is not valid", code="wrong-value", found=found, expected=expected)
     spectra = cross_spectra(x, y, rate, n_samples, (low, high))
-    if not spectra.in_band.any():
+    if not 0 <= low < high <= rate / 2 or not spectra.in_band.any():
         raise UsageError(
-            "the band holds no frequency of the spectrum",
+            "the band is not valid, or holds no frequency of the spectrum",
             code="wrong-value",
             found=f"{low} to {high} Hz",
-            expected=f"a band of at least {rate / n_samples:.2f} Hz",
+            expected=f"0 <= low < high <= {rate / 2:g} Hz, and a band of at least {rate / n_samples:.2f} Hz",
         )
     return spectra, (low, high)
 
@@ -460,8 +452,6 @@ def correlate(
     method: str = "ml",  # "plain", "phat", "scot", "ml" or "phase": gives the delay
 ) -> Correlation:  # raises DataError, RecordingError, UsageError
     "Find the position of a leak between two loggers from the delay of its noise."
-    from scipy import fft
-
     if method not in (*METHODS, "phase"):
         raise UsageError(
             "the method does not exist",
@@ -558,9 +548,10 @@ def correlation_figure(
         (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", mode="markers", marker=dots)),
     ]
     if found.delay_s is not None:
-        ends = f[[0, -1]]
-        fit = f32(-2 * np.pi * ends * found.delay_s)
-        traces.append((3, dict(x=f32(ends), y=fit, name="phase of the delay", line=line)))
+        ends = f32(f[[0, -1]])
+        traces.append(
+            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
+        )
     fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
     for row, trace in traces:
         fig.add_trace(dict(type="scatter", showlegend=row == 1) | trace, row=row, col=1)
@@ -571,10 +562,9 @@ def correlation_figure(
     if found.low_m is not None:
         shade = dict(fillcolor=label_colour(2), opacity=0.2, line_width=0)
         fig.add_vrect(x0=found.low_m, x1=found.high_m, row=1, col=1, **shade)
-    fig.update_xaxes(title=dict(text="position from logger a (m)"), row=1, col=1)
-    fig.update_xaxes(title=dict(text="frequency (Hz)"), row=3, col=1)
-    for row, text in enumerate(("correlation", "coherence", "phase (rad)"), 1):
-        fig.update_yaxes(title=dict(text=text), row=row, col=1)
-    head, *_ = found.text().splitlines()
+    names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
+    names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
+    fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
+    head = found.text().splitlines()[0]
     note = "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings"
     return apply_style(fig, head[:1].upper() + head[1:], note, 640).update_layout(showlegend=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from scipy import signal, special
 
 from leakmel.audio.wav import Recording, digest_of
 from leakmel.core.errors import DataError, UsageError
@@ -45,28 +46,22 @@ def synthetic_pair(
     f = np.fft.rfftfreq(2 * n, 1 / sample_rate)
     inside = (f >= band_hz[0]) & (f <= band_hz[1])
 
-    def unit(spectrum: np.ndarray) -> np.ndarray:
-        "Scale a spectrum to a signal of mean square 1."
-        return spectrum / max(float(np.std(np.fft.irfft(spectrum, 2 * n))), 1e-300)
+    def unit(spectrum: np.ndarray, part: np.ndarray | float = 1.0) -> np.ndarray:
+        "Scale a spectrum to a signal of mean square 1, or to one that has it in a part of the spectrum."
+        return spectrum / max(float(np.std(np.fft.irfft(spectrum * part, 2 * n))), 1e-300)
 
-    def noise() -> np.ndarray:
-        "Return white noise: its spectrum has mean square 1 within the band of the leak."
-        spectrum = np.fft.rfft(rng.standard_normal(2 * n))
-        return spectrum / max(float(np.std(np.fft.irfft(spectrum * inside, 2 * n))), 1e-300)
-
-    if tone_hz is None:
-        source = unit(np.fft.rfft(rng.standard_normal(2 * n)) * inside)
-    else:
+    source = np.fft.rfft(rng.standard_normal(2 * n)) * inside
+    if tone_hz is not None:
         t = np.arange(2 * n) / sample_rate
-        source = unit(np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random()))))
+        source = np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random())))
     speed = speed_m_s * (1 - dispersion * f / (sample_rate / 2))
     channels = []
     for place, clock in ((0.0, clock_offset_s), (distance_m, 0.0)):
-        signal = noise() * 10 ** (-snr_db / 20)
+        spectrum = unit(np.fft.rfft(rng.standard_normal(2 * n)), inside) * 10 ** (-snr_db / 20)
         if position_m is not None:
             delay = abs(position_m - place) / speed + clock
-            signal = signal + source * np.exp(-2j * np.pi * f * delay)
-        channels.append(np.fft.irfft(signal, 2 * n)[n // 2 : n // 2 + n])
+            spectrum = spectrum + unit(source) * np.exp(-2j * np.pi * f * delay)
+        channels.append(np.fft.irfft(spectrum, 2 * n)[n // 2 : n // 2 + n])
     samples = np.stack(channels, axis=1)
     samples = (0.5 / np.abs(samples).max() * samples).astype(np.float32)  # [n, 2]
     return Recording(samples, sample_rate, "float32", digest_of(samples))
@@ -143,8 +138,6 @@ def cross_spectra(
     band_hz: tuple[float, float],  # frequencies that are used
 ) -> CrossSpectra:  # raises DataError if the recordings are too short
     "Average the cross-spectrum of two recordings."
-    from scipy import signal
-
     hop = n_samples // 2
     n_segments = max(0, 1 + (len(a) - n_samples) // hop)
     if n_segments < MIN_AVERAGES:
@@ -253,8 +246,6 @@ def estimate_delay(
     method: str = "ml",  # one of METHODS, or "phase"
 ) -> Delay:
     "Refine a delay to a fraction of a sample, with its standard error."
-    from scipy import special
-
     first = _peak(x, "ml", near_s)
 
     def delay_of(name: str, without: int | None = None) -> float:

@@ -122,9 +122,8 @@ class Embeddings:
         return target
 
     def __repr__(self) -> str:
-        n, d = self.vectors.shape
         left = f", {len(self.rejections):,} files rejected" if self.rejections else ""
-        return f"Embeddings({n:,} recordings x {d} values of {self.kind}{left})"
+        return f"Embeddings({len(self):,} recordings x {self.vectors.shape[1]} values of {self.kind}{left})"
 
 
 def _checked_target(path: str | os.PathLike) -> Path:
@@ -172,23 +171,23 @@ def load_embeddings(
     try:
         whole = read_own(where)
         with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-            n_bytes = sum(i.file_size for i in archive.infolist())
-        if n_bytes > len(whole):
-            raise ValueError("parts that are larger than the file")
+            if sum(i.file_size for i in archive.infolist()) > len(whole):
+                raise ValueError("parts that are larger than the file")
         with np.load(io.BytesIO(whole), allow_pickle=False) as parts:
             vectors, rows, about = (parts[name] for name in ("vectors", "rows", "about"))
         about = json.loads(about.tobytes())
-        if about.pop("format") != FORMAT:
-            raise ValueError("another format")
-        n = len(about["paths"])
-        if vectors.dtype != np.float32 or vectors.shape != (n, vectors.size // max(n, 1)) or not vectors.size:
-            raise ValueError(f"vectors {vectors.dtype} {vectors.shape}")
-        if not (np.abs(vectors) <= _MOST).all():
-            raise ValueError(f"values that are not finite, or above {_MOST:g}")
-        if rows.dtype != np.int64 or not len(rows) == len(about["labels"]) == len(about["digests"]) == n:
-            raise ValueError("another number of rows, paths, labels or digests")
-        if not about["sources"]:
-            raise ValueError("no source")
+        lengths = {len(x) for x in (vectors, rows, about["paths"], about["labels"], about["digests"])}
+        wrong = {
+            "another format": about.pop("format") != FORMAT,
+            "vectors of another kind": vectors.dtype != np.float32
+            or vectors.ndim != 2
+            or rows.dtype != np.int64,
+            "another number of rows, paths, labels or digests": len(lengths) > 1,
+            "no vectors, or no source": not vectors.size or not about["sources"],
+            f"values that are not finite, or above {_MOST:g}": not (np.abs(vectors) <= _MOST).all(),
+        }
+        if any(wrong.values()):
+            raise ValueError(", ".join(text for text, holds in wrong.items() if holds))
         texts: dict[str, Any] = {
             name: tuple(map(os.fsdecode, about.pop(name))) for name in ("labels", "digests", "sources")
         }
@@ -261,8 +260,8 @@ def open_embedder(
     spec = required_spec(model)
     weights = digest_of(b"".join(v.cpu().numpy().tobytes() for v in own.state_dict().values()))
     identity = digest_of(f"{own.kind} {weights} {spec.fingerprint()}".encode())
-    centre, scale = (own.get_buffer(name).cpu().numpy() for name in ("centre", "scale"))
-    return Embedder(own.kind, spec, identity, own.settings.keep_level, centre, scale)
+    scales = (own.get_buffer(name).cpu().numpy() for name in ("centre", "scale"))
+    return Embedder(own.kind, spec, identity, own.settings.keep_level, *scales)
 
 
 # %% ../../../nbs/learn/embed/embed.ipynb #9f8c5344
@@ -428,8 +427,14 @@ def embed(
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         require_used(spec, embedder.spec)
-        how: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
-        done = embed_recordings(found, embedder, **how, progress=progress)
+        done = embed_recordings(
+            found,
+            embedder,
+            length=length,
+            engine=engine,
+            files_per_batch=files_per_batch,
+            progress=progress,
+        )
     else:
         sources = source_list(source)
         opened = open_sources(sources, same_labels=False)
@@ -441,12 +446,11 @@ def embed(
         finally:
             close_opened(opened, sources)
     if not len(done):
-        first = [f"; first {show_path(r.path)}: {r.message}" for r in done.rejections[:1]]
         raise DataError(
             "no recording has an embedding",
             code="all-rejected",
             path=Path(done.sources[0]),
-            found=f"{len(done.rejections):,} rejected files{''.join(first)}",
+            found="; ".join(f"{show_path(r.path)}: {r.message}" for r in done.rejections[:3]),
         )
     if target is not None:
         done.save(target)

@@ -65,6 +65,9 @@ SAME_CONTENT, SAME_FEATURES = "same content", "same features"
 _SAME = 1e-3  # largest distance of recordings with the same features: a copy in another encoding has other last digits
 
 
+_COLUMNS = ["path", "label", "similarity", "distance", "duplicate"]
+
+
 @dataclass(frozen=True)
 class Neighbour:
     "A recording that is similar to the query."
@@ -97,13 +100,8 @@ class SimilarRecordings:
         return {
             "query": show_path(self.query),
             "neighbours": [
-                {
-                    "path": show_path(n.path),
-                    "label": show_path(n.label),
-                    "similarity": n.similarity,
-                    "distance": n.distance,
-                    "duplicate": n.duplicate,
-                }
+                {name: getattr(n, name) for name in _COLUMNS}
+                | {"path": show_path(n.path), "label": show_path(n.label)}
                 for n in self.neighbours
             ],
             "labels": {show_path(name): n for name, n in self.labels.items()},
@@ -118,28 +116,22 @@ class SimilarRecordings:
         "One row per neighbour: path, label, similarity, distance and duplicate."
         import pandas as pd
 
-        columns = ["path", "label", "similarity", "distance", "duplicate"]
-        return pd.DataFrame(self.summary["neighbours"], columns=columns)
+        return pd.DataFrame(self.summary["neighbours"], columns=_COLUMNS)
 
     def text(self) -> str:
         "Return the neighbours as text."
         s = self.summary
-        width = max((len(n["label"]) for n in s["neighbours"]), default=0)
+        width = max(len(n["label"]) for n in s["neighbours"])
         near = [
             f"  {n['similarity']:.3f}  {n['label']:<{max(width, 1)}}  {n['path']}"
             + (f"  duplicate: {n['duplicate']}" if n["duplicate"] else "")
             for n in s["neighbours"]
         ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lost = f"  {s['rejected']:,} files could not be read and were not searched"
-        return "\n".join(
-            [
-                f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
-                *near,
-                f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
-                *([lost] if s["rejected"] else []),
-            ]
-        )
+        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
+        head = f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}"
+        labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
+        return "\n".join([head, *near, labels, *lost])
 
     def figure(
         self,
@@ -248,8 +240,8 @@ def similar(
             expected=embedder.name,
             remedy="name the model that computed them, or compute them again",
         )
-    one = listed(path.parent, [os.fsencode(path.name)])
-    own = embed_recordings(one, embedder, **given | {"progress": "none"})
+    given |= {"progress": "none"}
+    own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
     if not len(own):
         why = own.rejections[0]
         raise DataError(
@@ -271,7 +263,8 @@ def similar(
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []
     for i, apart in zip(numbers.tolist(), distances.tolist()):
-        same = bool(own.digests[0]) and found.digests[i] == own.digests[0]
-        mark = SAME_CONTENT if same else SAME_FEATURES if apart < _SAME else ""
+        mark = SAME_FEATURES if apart < _SAME else ""
+        if own.digests[0] and found.digests[i] == own.digests[0]:
+            mark = SAME_CONTENT
         neighbours.append(Neighbour(found.paths[i], found.labels[i], 1 / (1 + apart), apart, mark, i))
     return SimilarRecordings(path, tuple(neighbours), found, length)
