@@ -2644,8 +2644,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'leakmel/learn/embed/similar.py'),
                                              'leakmel.learn.embed.similar.SimilarRecordings': ( 'learn/embed/similar.html#similarrecordings',
                                                                                                 'leakmel/learn/embed/similar.py'),
-                                             'leakmel.learn.embed.similar.SimilarRecordings.__repr__': ( 'learn/embed/similar.html#similarrecordings.__repr__',
-                                                                                                         'leakmel/learn/embed/similar.py'),
                                              'leakmel.learn.embed.similar.SimilarRecordings._repr_html_': ( 'learn/embed/similar.html#similarrecordings._repr_html_',
                                                                                                             'leakmel/learn/embed/similar.py'),
                                              'leakmel.learn.embed.similar.SimilarRecordings.figure': ( 'learn/embed/similar.html#similarrecordings.figure',

@@ -291,7 +291,7 @@ class _Picture:
 
     figure: Any  # of plotly
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": str(self.figure.layout.title.text)} | self.figure._repr_mimebundle_()
 
 

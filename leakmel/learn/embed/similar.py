@@ -161,8 +161,7 @@ class SimilarRecordings:
         )
         return fig.update_layout(title_text="The query and the most similar recordings")
 
-    def __repr__(self) -> str:
-        return self.text()
+    __repr__ = text
 
     def _repr_html_(self) -> str:
         return self.table.to_html(float_format="{:.3f}".format)

@@ -177,11 +177,11 @@ Restart it and run the notebook again; all earlier decisions are in the table.</
 
 
 def _recording_html(session: ReviewSession, band_pass: bool) -> str:
-    item, r = session.item, session.recording
-    if item is None or r is None:
+    r = session.recording
+    if r is None:
         return ""
     try:
-        recording = read_wav(session.found.full_path(item.index))
+        recording = read_wav(session.found.folder / r.path)
     except (RecordingError, OSError) as e:
         return filled("<p>The recording cannot be read any more: {{ why }}</p>", why=e)
     svg = spectrogram_svg(recording, r.segment_scores, r.threshold, r.segment_s)

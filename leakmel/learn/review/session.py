@@ -482,7 +482,8 @@ class ReviewSession:
                 return self.current.labels[key], ", ".join(d.by for d in self.current.last[key] if d.label)
         return recording.label, "folder" if recording.label else ""
 
-    def _store(self, recording: ReviewRecording, label: str, note: str, by: str) -> Decision:
+    def _store(self, index: int, label: str, note: str, by: str) -> Decision:
+        recording = self.found.recordings[index]
         decision = Decision(recording.path, recording.digest, label, by, now_utc(), note)
         append_decision(self.labels, decision)
         self.read()  # with those of other people
@@ -494,15 +495,18 @@ class ReviewSession:
         note: str = "",
     ) -> None:  # raises DataError, OutputError: then the recording stays
         "Do what a button of the page says: store a decision and go to the next recording, or undo."
-        recording = self.recording
+        labels = {
+            "leak": self.found.leak_label,
+            "no_leak": self.other_label,
+            "unsure": UNSURE,
+            "skip": SKIPPED,
+        }
         if name == "undo":
             self.undo()
-        elif recording is not None:
-            choices = {"leak": self.found.leak_label, "no_leak": self.other_label, "unsure": UNSURE}
-            label = (choices | {"skip": SKIPPED})[name]
+        elif self.item is not None:
             words = [SKIP_NOTE] * (name == "skip") + [" ".join(note.split())]
-            before = self._last(recording)
-            decision = self._store(recording, label, ": ".join(filter(None, words)), self.by)
+            before = self._last(self.found.recordings[self.item.index])
+            decision = self._store(self.item.index, labels[name], ": ".join(filter(None, words)), self.by)
             self.steps.append((self.position, decision, before.label if before else SKIPPED))
             self.position += 1
 
@@ -510,8 +514,7 @@ class ReviewSession:
         "Withdraw the last decision by a further record, and show its recording again."
         if self.steps:
             position, decision, label_before = self.steps[-1]
-            recording = self.found.recordings[self.queue.items[position].index]
-            self._store(recording, label_before, UNDO_NOTE, decision.by)
+            self._store(self.queue.items[position].index, label_before, UNDO_NOTE, decision.by)
             self.position = position
             self.steps.pop()
 

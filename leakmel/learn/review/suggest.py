@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000003
-import base64, math, os
+import base64, os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -85,16 +85,14 @@ def sample_mix(
     words = dict(word.partition("=")[::2] for word in text.split(","))
     try:
         shares = {name.strip(): float(share) for name, share in words.items()}
-    except ValueError:
-        shares = {"": math.nan}
-    if not set(shares) <= set(KINDS):
+        return SampleMix(**dict.fromkeys(KINDS, 0.0) | shares)
+    except (TypeError, ValueError) as e:
         raise UsageError(
             "the mix of recordings is not understood",
             code="unknown-value",
             found=repr(text),
             expected="uncertain=0.4,diverse=0.4,random=0.2",
-        )
-    return SampleMix(**dict.fromkeys(KINDS, 0.0) | shares)
+        ) from e
 
 
 # %% ../../../nbs/learn/review/suggest.ipynb #sa000008
@@ -219,27 +217,27 @@ def check_suggestions_file(
 ) -> Path:  # absolute; raises OutputError
     "Refuse a target that is no CSV file, lies among the recordings or is another file."
     target = Path(os.path.abspath(out))
-    if target.suffix.lower() != ".csv":
-        raise OutputError(
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder))
+    refused = {
+        "not-csv": (
+            target.suffix.lower() != ".csv",
             "suggestions are written to a CSV file",
-            code="not-csv",
-            path=target,
-            expected="a name that ends in .csv",
-        )
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        raise OutputError(
+            "choose a name that ends in .csv",
+        ),
+        "output-in-source": (
+            inside,
             "the output lies inside the folder of the recordings",
-            code="output-in-source",
-            path=target,
-            remedy="choose a path outside that folder",
-        )
-    if os.path.lexists(target):
-        raise OutputError(
+            "choose a path outside that folder",
+        ),
+        "other-file-in-the-way": (
+            os.path.lexists(target),
             "the file exists, and a table of suggestions may hold labels by people",
-            code="other-file-in-the-way",
-            path=target,
-            remedy="choose a new name, and give the file as an earlier table of suggestions",
-        )
+            "choose a new name, and give the file as an earlier table of suggestions",
+        ),
+    }
+    for code, (is_refused, message, remedy) in refused.items():
+        if is_refused:
+            raise OutputError(message, code=code, path=target, remedy=remedy)
     return target
 
 
@@ -395,16 +393,19 @@ def suggest(
     progress: str = "auto",
 ) -> Suggestions:  # raises LeakmelError
     "Choose recordings of a folder to label next."
-    for name, value, least in (("n", n, 1), ("per_sensor", per_sensor, 1), ("seed", seed, 0)):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
+    if n < 1 or per_sensor < 1 or seed < 0:
+        raise UsageError(
+            "n and per_sensor must be at least 1, and seed at least 0",
+            code="out-of-range",
+            found=f"n {n}, per_sensor {per_sensor}, seed {seed}",
+        )
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
     people = None if labels is None else read_labels(labels)
     # digests, or paths where the table has no digests
     labelled = set() if people is None else {*people.labels, *people.disagreements, *people.unsure}
-    read = [csv_table(Path(file), read_text(file)) for file in earlier]
-    known = {row["digest"] for table in read for _, row in table.records("path", "digest", "kind", "reason")}
+    columns = ("path", "digest", "kind", "reason")
+    read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     required_spec(detector)
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
@@ -417,7 +418,7 @@ def suggest(
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
         )
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
-    reasons = _reasons(done.scored, labelled, known - {""})
+    reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
     score, threshold, name = done.score, done.rule.threshold, "score"
     probability, place = np.full(len(done), np.nan), score
