@@ -377,6 +377,20 @@ def band_statistics(
     return found
 
 
+def _decided(labels: str | os.PathLike) -> set[str]:  # digests, or paths where the table has no digests
+    people = read_labels(labels)
+    return {*people.labels, *people.disagreements, *people.unsure}
+
+
+def _reason(choice: Choice, uncertain: str) -> str:
+    if choice.kind == "uncertain":
+        return uncertain
+    if choice.kind == "random":
+        return "drawn at random for the test set"
+    n = choice.n_group
+    return f"represents {n:,} similar recordings" if n > 1 else "unlike the other recordings"
+
+
 def suggest(
     folder: str | os.PathLike,  # recordings in any subfolders
     model: str | os.PathLike | Detector,  # as for `predict`
@@ -393,17 +407,12 @@ def suggest(
     progress: str = "auto",
 ) -> Suggestions:  # raises LeakmelError
     "Choose recordings of a folder to label next."
-    if n < 1 or per_sensor < 1 or seed < 0:
-        raise UsageError(
-            "n and per_sensor must be at least 1, and seed at least 0",
-            code="out-of-range",
-            found=f"n {n}, per_sensor {per_sensor}, seed {seed}",
-        )
+    for name, value, least in (("n", n, 1), ("per_sensor", per_sensor, 1), ("seed", seed, 0)):
+        if value < least:
+            raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
-    people = None if labels is None else read_labels(labels)
-    # digests, or paths where the table has no digests
-    labelled = set() if people is None else {*people.labels, *people.disagreements, *people.unsure}
+    labelled = set() if labels is None else _decided(labels)
     columns = ("path", "digest", "kind", "reason")
     read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
@@ -432,15 +441,10 @@ def suggest(
     features[drawn] = band_statistics(done.folder, paths, done.spec, progress=progress)
     given: dict[str, Any] = {"is_open": is_open, "is_labelled": is_labelled, "features": features}
     given |= {"distance": np.abs(place - threshold), "sensor": each_once(done.scored.sensor, text_key)}
+    reason = f"{name} {{:.2f}}, threshold {threshold:.2f}"
     items = []
     for c in choose_recordings(n, mix, **given, per_sensor=per_sensor, seed=seed):
-        s = done.scored[c.index]
-        alike = f"represents {c.n_group:,} similar recordings"
-        why = {
-            "random": "drawn at random for the test set",
-            "diverse": alike if c.n_group > 1 else "unlike the other recordings",
-            "uncertain": f"{name} {place[c.index]:.2f}, threshold {threshold:.2f}",
-        }[c.kind]
+        s, why = done.scored[c.index], _reason(c, reason.format(place[c.index]))
         numbers = (float(probability[c.index]), float(score[c.index]))
         items.append(Suggestion(s.path, s.sensor, c.kind, why, *numbers, s.facts["digest"].decode()))
     found = Suggestions(
