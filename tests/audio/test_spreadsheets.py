@@ -21,7 +21,7 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
 from leakmel.learn.nightly.visits_page import place_of
-from leakmel.learn.review.recordings import read_score_table
+from leakmel.learn.review.session import read_score_table
 
 
 def fuzz(n: int) -> settings:
@@ -150,13 +150,13 @@ def test_scores(tmp_path_factory, kind, data, d, rows):
                 "suggest": [path, one, "random", text, f"{k:032x}", ""],
             }[kind]
         )
-    found = read_score_table(file_of(tmp_path_factory, as_saved(cells, d)))
-    names, given = zip(*found.rows, strict=True)
+    _, found = read_score_table(file_of(tmp_path_factory, as_saved(cells, d)))
+    names, given = zip(*found, strict=True)
     assert list(names) == [row[0] for row in cells[1:]]
     if kind == "predict":
         assert [r["score"] for r in given] == [score for score, *_ in rows]
         assert [r["segment_scores"] for r in given] == [(other, score) for score, other, *_ in rows]
-        assert (found.threshold, found.segment_s) == (0.25, 0.75)
+        assert {(r["threshold"], r["segment_s"]) for r in given} == {(0.25, 0.75)}
     elif kind == "cross_validation":
         assert [r["held_out"] for r in given] == [score for score, *_ in rows]
         assert [r["is_leak"] for r in given] == [is_leak for *_, is_leak, _ in rows]

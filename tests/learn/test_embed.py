@@ -246,9 +246,8 @@ def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
     assert (tmp_path / name).read_bytes() == content
 
 
-@each("block", [1, 7, 100, 8192])
 @each("k", [1, 5, 300])
-def test_the_search_is_exact(block, k):
+def test_the_search_is_exact(k):
     rng = np.random.default_rng(0)
     vectors = rng.normal(0, rng.uniform(0.1, 50, 6), (200, 6)).astype(np.float32)
     vectors[50] = vectors[3]  # of equal ones the first
@@ -257,7 +256,7 @@ def test_the_search_is_exact(block, k):
     scales = np.where(np.arange(6) == 2, 1, vectors.astype(np.float64).std(0))
     apart = [float(np.sqrt(np.mean(((v - query) / scales) ** 2))) for v in vectors.astype(np.float64)]
     order = sorted(range(200), key=lambda i: (apart[i], i))[:k]
-    numbers, distances = nearest(vectors, query, k, block=block)
+    numbers, distances = nearest(vectors, query, k)
     assert numbers.tolist()[:2] == order[:2]
     assert sorted(numbers.tolist()) == sorted(order)
     assert np.allclose(distances, [apart[i] for i in order], rtol=1e-6)
@@ -293,11 +292,11 @@ def test_figures_show_query_and_neighbours(folder, built, tmp_path):
         found = lm.similar(folder / "LEAK/long.wav", among, k=3, spec=SPEC, **QUIET)
         figure = found.figure(2)
         assert len(figure.data) == 3
-        assert all(np.isfinite(np.asarray(t.z, float)).any() for t in figure.data)
+        assert all(np.ptp(np.asarray(t.z)) > 0 for t in figure.data)
         with raises("out-of-range"):
             found.figure(0)
     gone = replace(found, among=replace(found.among, sources=(str(tmp_path / "gone.h5"),)))
-    assert np.isnan(np.asarray(gone.figure(1).data[1].z, float)).all()
+    assert np.ptp(np.asarray(gone.figure(1).data[1].z)) == 0  # empty
 
 
 def test_wrong_input_is_named(folder, built, spectral, tmp_path):

@@ -10,7 +10,7 @@ from test_learn_predict import SPEC, made_detector, noise, put
 
 import leakmel as lm
 from leakmel.insight.dashboard import build_card, data_table, rejected_card
-from leakmel.insight.explore import RecordingFilter, recordings_of_scan
+from leakmel.insight.explore import recordings_of_scan
 from leakmel.insight.dashboard import read_run, runs_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ def test_every_table_holds_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert "NO\\xffLEAK" in set(data_table(run)[0]["label"])
     assert all(made is not None for made in (build_card([built]), rejected_card([built]), runs_table([run])))
     usable = recordings_of_scan(scan)
-    assert len(usable.matching(RecordingFilter(label="NO\udcffLEAK", sensor="S1\udcff"))) == 2
+    assert len(usable.matching({"label": "NO\udcffLEAK", "sensor": "S1\udcff"})) == 2
     detector = made_detector()
     scored = lm.predict(root, detector, **QUIET)
     assert f"LEAK/{SHOWN}" in scored.table["path"].tolist()

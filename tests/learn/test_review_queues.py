@@ -17,7 +17,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.review.session import QUEUES, make_queue
-from leakmel.learn.review.recordings import ReviewRecordings, read_score_table, review_recordings
+from leakmel.learn.review.session import ReviewRecordings, read_score_table, review_recordings
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 WHEN = "2026-01-31T08:15:00Z"
@@ -109,12 +109,12 @@ def test_scores_of_a_model_and_of_its_table_give_the_same_queue(folder, tmp_path
     near = paths(found, "threshold")
     assert len(near) == 15
     assert near == paths(again, "threshold")
-    distance = {r.path: abs(r.score - found.threshold) for r in found.recordings}
+    distance = {r.path: abs(r.score - r.threshold) for r in found.recordings}
     assert [distance[p] for p in near] == sorted(distance[p] for p in near)
-    assert again.segment_s == pytest.approx(found.segment_s)
     for a, b in zip(found.recordings, again.recordings, strict=True):
         assert np.allclose(a.segment_scores, b.segment_scores, atol=6e-4)
         assert a.digest == b.digest
+        assert b.segment_s == pytest.approx(a.segment_s)
 
 
 def test_a_cross_validation_gives_the_worst_errors(folder, plain, tmp_path):
@@ -127,19 +127,19 @@ def test_a_cross_validation_gives_the_worst_errors(folder, plain, tmp_path):
     table = write_rows(tmp_path / "cross_validation.csv", rows)
     found = review_recordings(folder, tables=[table], **QUIET)
     assert paths(found, "errors") == [names[2], names[1]]
-    assert found.held_out_from == str(table)
     assert make_queue(found, "threshold").unavailable
 
 
 def test_suggestions_are_a_queue(folder, plain, tmp_path):
     out = tmp_path / "to_label.csv"
     chosen = lm.suggest(folder, made_detector(), n=4, out=out, **QUIET)
-    assert read_score_table(out).is_suggestions
+    assert read_score_table(out)[0] == "suggestions"
     found = review_recordings(folder, tables=[out], progress="none")
     queue = make_queue(found, "suggested")
     assert sorted(i.path for i in queue.items) == sorted(s.path.decode() for s in chosen.items)
     assert queue.items[0].reason.split(":")[0] in ("uncertain", "diverse", "random")
-    assert found.scores_from == found.held_out_from == ""
+    assert make_queue(found, "threshold").unavailable
+    assert make_queue(found, "errors").unavailable
     assert make_queue(plain, "suggested").unavailable
 
 

@@ -4,6 +4,7 @@ import csv
 import shutil
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +20,12 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.card import Provenance, _short_digests
-from leakmel.learn.review.recordings import read_score_table, review_recordings
-from leakmel.learn.embed.embed import band_statistics
+from leakmel.learn.review.session import read_score_table, review_recordings
 from leakmel.learn.review.suggest import (
     KINDS,
     SUGGESTION_COLUMNS,
     SampleMix,
-    SamplePool,
+    band_statistics,
     choose_recordings,
     sample_mix,
 )
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def pool_of(n: int = 50, **more) -> SamplePool:
+def pool_of(n: int = 50, **more) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     given: dict[str, Any] = {
         "distance": rng.uniform(0, 0.5, n),
@@ -54,38 +54,38 @@ def pool_of(n: int = 50, **more) -> SamplePool:
         "is_open": np.ones(n, bool),
         "is_labelled": np.zeros(n, bool),
     }
-    return SamplePool(**given | more)
+    return given | more
 
 
 @each("n", [1, 2, 7, 30, 49])
 @each("mix", [SampleMix(), SampleMix(1, 0, 0), SampleMix(0, 1, 0), SampleMix(0, 0, 1)])
 def test_the_mix_is_as_stated(n, mix):
-    chosen = choose_recordings(pool_of(), n, mix, per_sensor=50)
+    chosen = choose_recordings(n, mix, **pool_of(), per_sensor=50)
     assert {kind: sum(c.kind == kind for c in chosen) for kind in KINDS} == mix.counts(n)
     assert len({c.index for c in chosen}) == n
 
 
 def test_uncertain_recordings_are_the_nearest_ones():
     pool = pool_of()
-    chosen = choose_recordings(pool, 5, SampleMix(1, 0, 0), per_sensor=50)
-    assert [c.index for c in chosen] == np.argsort(pool.distance)[:5].tolist()
+    chosen = choose_recordings(5, SampleMix(1, 0, 0), **pool, per_sensor=50)
+    assert [c.index for c in chosen] == np.argsort(pool["distance"])[:5].tolist()
 
 
 def test_random_recordings_do_not_depend_on_scores_or_features():
     "Else they would be no fair sample of the folder."
-    one = choose_recordings(pool_of(), 10, seed=3)
-    other = choose_recordings(pool_of(distance=np.zeros(50), features=np.full((50, 6), np.nan)), 10, seed=3)
+    one = choose_recordings(10, **pool_of(), seed=3)
+    other = choose_recordings(10, **pool_of(distance=np.zeros(50), features=np.full((50, 6), np.nan)), seed=3)
     assert [c.index for c in one if c.kind == "random"] == [c.index for c in other if c.kind == "random"]
 
 
 def test_labelled_and_closed_recordings_are_never_chosen():
     closed, labelled = np.arange(50) < 30, np.arange(50) % 2 == 0
-    chosen = choose_recordings(pool_of(is_open=~closed, is_labelled=labelled), 50, per_sensor=50)
+    chosen = choose_recordings(50, **pool_of(is_open=~closed, is_labelled=labelled), per_sensor=50)
     assert {c.index for c in chosen} == set(np.flatnonzero(~closed & ~labelled).tolist())
 
 
 def test_suggestions_per_sensor_are_limited():
-    chosen = [c for c in choose_recordings(pool_of(), 30, per_sensor=2) if c.kind != "random"]
+    chosen = [c for c in choose_recordings(30, **pool_of(), per_sensor=2) if c.kind != "random"]
     assert max(sum(c.index % 7 == s for c in chosen) for s in range(7)) == 2
 
 
@@ -181,7 +181,7 @@ def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
     saved.write_bytes(saved_again(out.read_bytes(), d, ("probability", "score")))
     assert read_table(saved).paths == [s.path for s in found.items]
-    assert repr(read_score_table(saved).rows) == repr(read_score_table(out).rows)
+    assert repr(read_score_table(saved)) == repr(read_score_table(out))
     reviewed = review_recordings(folder, tables=[saved], device="cpu", progress="none")
     assert sum(r.suggestion != "" for r in reviewed.recordings) == len(found)
     again = lm.suggest(folder, made_detector(), n=99, earlier=[saved], **QUIET)
@@ -193,7 +193,7 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
     "They are read as they were, and a later prediction replaces them."
     out = tmp_path / "scores.csv"
     lm.predict(folder, made_detector(), out=out, **QUIET)
-    before, rows = out.read_bytes(), read_score_table(out).rows
+    before, rows = out.read_bytes(), read_score_table(out)
     numbers = (
         "score",
         "probability",
@@ -205,9 +205,9 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
         "rms_db",
     )
     out.write_bytes(saved_again(before, d, numbers))
-    assert repr(read_score_table(out).rows) == repr(rows)
+    assert repr(read_score_table(out)) == repr(rows)
     reviewed = review_recordings(folder, tables=[out], device="cpu", progress="none")
-    assert sum(r.score == r.score for r in reviewed.recordings) == len(rows)
+    assert sum(r.score == r.score for r in reviewed.recordings) == len(rows[1])
     lm.predict(folder, made_detector(), out=out, **QUIET)
     assert out.read_bytes() == before
 
