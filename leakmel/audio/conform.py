@@ -187,11 +187,8 @@ def to_mono(
         is_opposite = of_mean < OPPOSITE_SHARE * of_channels / n_channels
         status = "downmixed+opposite_phase" if is_opposite else "downmixed"
         return (first if rule == "first" else row), status
-    if n_channels <= 8:  # one by one: along a short axis, NumPy takes several times as long
-        is_same = all(np.array_equal(first, samples[:, c]) for c in range(1, n_channels))
-    else:
-        is_same = (samples == samples[:, :1]).all()
-    if is_same:
+    # one by one: along a short axis, NumPy takes several times as long
+    if all(np.array_equal(first, samples[:, k]) for k in range(1, n_channels)):
         return first, "identical_channels"
     mean = channel_mean(samples)
     status = "downmixed+opposite_phase" if opposite_phase(samples, mean) else "downmixed"
@@ -252,11 +249,8 @@ def integer_scale(
 ) -> str:
     "Return a sentence on float samples far above 1: what to divide them by."
     bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
-    advice = "divide them by their full scale"
-    if peak > _MAX_GAIN:
-        advice = (
-            f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
-        )
+    kind = f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
+    advice = kind if peak > _MAX_GAIN else "divide them by their full scale"
     return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
@@ -286,29 +280,29 @@ def conform(
 ) -> tuple[np.ndarray, str]:  # [n_samples] int16 or float32, status
     "Fit a recording to the rules, or raise RecordingError (wrong_rate, too_short, too_long, unsupported, nonfinite)."
     row, mono = to_mono(samples, rules.channels, use_compiled=use_compiled)
-    done = [mono] if mono else []
-    if sample_rate != rules.sample_rate and rules.rate == "reject":
-        raise RecordingError(
-            "wrong_rate", f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz are asked for"
-        )
     n = resampled_length(len(row), sample_rate, rules.sample_rate)
-    if n < rules.n_samples and rules.short == "reject":
-        raise RecordingError("too_short", f"{n} samples, {rules.n_samples} are asked for")
-    if n > rules.n_samples and rules.long == "reject":
-        raise RecordingError("too_long", f"{n} samples, {rules.n_samples} are asked for")
-    if sample_rate != rules.sample_rate:
+    wanted = rules.n_samples
+    is_other = sample_rate != rules.sample_rate
+    for is_wrong, code, message in (
+        (
+            is_other and rules.rate == "reject",
+            "wrong_rate",
+            f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz are asked for",
+        ),
+        (n < wanted and rules.short == "reject", "too_short", f"{n} samples, {wanted} are asked for"),
+        (n > wanted and rules.long == "reject", "too_long", f"{n} samples, {wanted} are asked for"),
+    ):
+        if is_wrong:
+            raise RecordingError(code, message)
+    if is_other:
         slower = max(1, -(-sample_rate // rules.sample_rate))
-        n_read = -(-rules.n_samples * sample_rate // rules.sample_rate) + _FILTER_REACH * slower
+        n_read = -(-wanted * sample_rate // rules.sample_rate) + _FILTER_REACH * slower
         row = to_rate(row[:n_read], sample_rate, rules.sample_rate)
-        done.append("resampled")
-    if n < rules.n_samples:
-        done.append("padded")
-    if n > rules.n_samples:
-        done.append("cut")
-    row = fit_length(row, rules.n_samples)
+    done = ["resampled"] * is_other + ["padded"] * (n < wanted) + ["cut"] * (n > wanted)
+    row = fit_length(row, wanted)
     if row.dtype != np.int16:
         check_range(row)
-    return row, "+".join(done) or "ok"
+    return row, "+".join([mono] * bool(mono) + done) or "ok"
 
 # %% ../../nbs/audio/conform.ipynb #a4c960d8
 @cache
@@ -321,17 +315,12 @@ def native() -> ModuleType | None:
     except (
         Exception
     ) as e:  # not installed, not Linux, no cache folder, damaged cache, wrong results: use the fallback
-        remedy = ""
-        if not isinstance(e, ImportError):
-            remedy = (
-                "; if this happens again, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), "
-                "or set NUMBA_CACHE_DIR to a folder that can be written"
-            )
         logging.getLogger("leakmel").warning(
-            "recordings are read without compiled code (slower, same results), because it could not be loaded: %s: %s%s",
+            "recordings are read without compiled code (slower, same results), because it could not be loaded: %s: %s; "
+            "if this happens again, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), "
+            "or set NUMBA_CACHE_DIR to a folder that can be written",
             type(e).__name__,
             e,
-            remedy,
         )
         return None
 
@@ -344,9 +333,6 @@ def digests_of(
     if module is not None and len(rows) and module.can_digest(rows[0].nbytes):
         return module.digest_rows(rows)
     return np.array([digest_of(row) for row in rows], "S32")
-
-
-_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def digests_in_file(
@@ -369,7 +355,7 @@ def digests_in_file(
             code="file-ends-early",
             remedy="copy the file again, or build the data set again",
         ) from e
-    return digests, largest < _INFINITY
+    return digests, largest < 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def int16_moments(

@@ -84,39 +84,48 @@ _FAULTS = {  # word of the status -> what it means
     "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, a program padded it, "
     "or a gate is on; remove the recording, or cut that part off",
 }
-SAME_LENGTH = 0.5  # samples
 
 
 def _most_common(values: np.ndarray) -> tuple[float, int]:
     "Return the most frequent value (the smallest of equals) and its count."
-    if values.min() == values.max():  # as in nearly all sets
-        return values[0], len(values)
     found, counts = np.unique(values, return_counts=True)
     return found[counts.argmax()], int(counts.max())
 
 
-def _formats(c: Columns) -> Iterator[Problem]:
+def _odd_recordings(c: Columns) -> Iterator[Problem]:
     rate, n_rate = _most_common(c.sample_rate)
     length, n_length = _most_common(c.duration_s)
-    for i in np.flatnonzero(c.sample_rate != rate).tolist():
-        most = f"{n_rate:,} of {len(c):,} recordings have {rate} Hz"
-        yield Problem("other_rate", c.show(i), f"the sample rate is {c.sample_rate[i]} Hz; {most}")
-    for i in np.flatnonzero(np.abs(c.duration_s - length) * rate >= SAME_LENGTH).tolist():
-        most = f"{n_length:,} of {len(c):,} recordings have {length:.6g} s"
-        yield Problem("other_length", c.show(i), f"the length is {c.duration_s[i]:.6g} s; {most}")
-    for i in np.flatnonzero(c.channels > 1).tolist():
-        message = "different channels; the row is their mean, or the first one with channels='first'"
-        if b"identical_channels" in c.status[i]:
-            message = "identical channels; the row is one of them"
-        yield Problem("stereo", c.show(i), f"the recording has {c.channels[i]} {message}")
-
-
-def _odd_recordings(c: Columns) -> Iterator[Problem]:
     is_clipped = c.clipped_share >= CLIPPED_SHARE
     peak = np.zeros(len(c)) if c.peak is None else c.peak
     is_integer = is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > FLOAT_PEAK)
-    is_off = (np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer
+    is_same = np.strings.find(c.status, b"identical_channels") >= 0
     found: tuple[tuple[str, np.ndarray, Callable[[int], str]], ...] = (
+        (
+            "other_rate",
+            c.sample_rate != rate,
+            lambda i: (
+                f"the sample rate is {c.sample_rate[i]} Hz; {n_rate:,} of {len(c):,} recordings have {rate} Hz"
+            ),
+        ),
+        (
+            "other_length",
+            np.abs(c.duration_s - length) * rate >= 0.5,  # samples
+            lambda i: (
+                f"the length is {c.duration_s[i]:.6g} s; {n_length:,} of {len(c):,} recordings have {length:.6g} s"
+            ),
+        ),
+        (
+            "stereo",
+            (c.channels > 1) & is_same,
+            lambda i: f"the recording has {c.channels[i]} identical channels; the row is one of them",
+        ),
+        (
+            "stereo",
+            (c.channels > 1) & ~is_same,
+            lambda i: (
+                f"the recording has {c.channels[i]} different channels; the row is their mean, or the first one with channels='first'"
+            ),
+        ),
         *(
             (
                 kind,
@@ -134,7 +143,7 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
         ("silent", c.silent, lambda i: "all samples are equal within one 16-bit step"),
         (
             "dc_offset",
-            is_off,
+            (np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer,
             lambda i: f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale",
         ),
     )
@@ -151,8 +160,6 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
     "Find sensors that never recorded a signal."
     variance = np.square(10 ** (c.rms_db.astype(np.float64) / 20)) - np.square(c.dc_offset.astype(np.float64))
     dead = c.silent | (c.encoding == b"pcm16") & (variance <= DEAD_RMS**2 * 1.001)  # levels have seven digits
-    if not dead.any():
-        return  # as in nearly all sets
     names, sensor, counts = np.unique(c.sensor, return_inverse=True, return_counts=True)
     n_dead = np.bincount(sensor, dead, minlength=len(names))
     for k in np.flatnonzero((n_dead == counts) & (counts >= DEAD_FILES) & (names != b"")).tolist():
@@ -163,14 +170,9 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
         )
 
 # %% ../../nbs/audio/content.ipynb #a6b3f8ce
-_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 1], np.uint64)
-
-
 def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
-    loud = np.concatenate([part.digest[~part.silent] for part in (*before, c)]).astype("S32", copy=False)
-    # equal digests have equal sums, which sort faster than texts
-    sums = np.sort(loud.view("<u8").reshape(-1, 4) @ _ODD)
-    if (sums[1:] != sums[:-1]).all():
+    digests = np.concatenate([part.digest[~part.silent] for part in (*before, c)])
+    if len(np.unique(digests)) == len(digests):
         return  # as in nearly all sets
     # the first recording of a digest: its columns, row and split; and its first row in each split
     first: dict[bytes, tuple[Columns, int, int]] = {}
@@ -178,11 +180,11 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
     n_splits = 0
     show = cache(lambda part, i: part.show(i))  # of originals: one may have many copies
     for k, part in enumerate((*before, c)):
-        digests = part.digest.tolist()
+        own = part.digest.tolist()
         for i in np.flatnonzero(~part.silent).tolist():
             split = n_splits + int(part.split_id[i])
-            origin, row, its_split = first.setdefault(digests[i], (part, i, split))
-            twin = first_in.setdefault((digests[i], split), i)
+            origin, row, its_split = first.setdefault(own[i], (part, i, split))
+            twin = first_in.setdefault((own[i], split), i)
             if k < len(before) or (its_split, row) == (split, i):
                 continue
             path = c.show(i)
@@ -245,7 +247,6 @@ def label_auc(
 
 # %% ../../nbs/audio/content.ipynb #a57c1336
 _RECORDER = "a detector would learn the recorder, not the leak"
-_LEVEL = "a detector may learn the level alone: check that gain and recorder are the same for all labels"
 
 
 def _tied_labels(c: Columns) -> Iterator[Problem]:
@@ -258,8 +259,6 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
     )
     tied = set()
     for name, unit, values in properties:
-        if (values == values[0]).all():  # as in nearly all sets
-            continue
         for value, label, n_both, n, share in tied_values(values, c.label_id):
             tied.add(name)
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
@@ -269,7 +268,15 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
                 f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
                 f"which {100 * share:.0f} % of all recordings have; {_RECORDER}",
             )
-    numbers = [("level", "louder", "quieter", c.rms_db, _LEVEL)]
+    numbers = [
+        (
+            "level",
+            "louder",
+            "quieter",
+            c.rms_db,
+            "a detector may learn the level alone: check that gain and recorder are the same for all labels",
+        )
+    ]
     if "length" not in tied and (c.duration_s != c.duration_s[0]).any():
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
     counts = np.bincount(c.label_id)
@@ -296,7 +303,6 @@ def content_problems(
     "Run all content checks."
     if len(columns) == 0:
         return
-    yield from _formats(columns)
     yield from _odd_recordings(columns)
     yield from _dead_sensors(columns)
     yield from _duplicates(columns, before)
@@ -348,7 +354,8 @@ def read_content(
 
     files = [(x, k) for x in listings for k in range(len(x))]
     facts = np.zeros(len(files), FACTS)
-    refused: dict[int, RecordingError] = {}
+    code = np.full(len(files), "", object)
+    message = code.copy()
     guard = ReadFailureGuard()
 
     def read_block(x: Listing, copies: LocalCopies, start: int, first: int) -> int:
@@ -362,7 +369,8 @@ def read_content(
                     guard.given()
                 except RecordingError as e:
                     guard.refused(e, x.full_path(k))
-                    refused[start + k] = e
+                    code[start + k] = e.reject_code
+                    message[start + k] = e.message
         return len(numbers)
 
     with Progress(len(files), label="reading", show=progress) as bar:
@@ -372,11 +380,6 @@ def read_content(
                 # an error cancels the blocks that have not begun
                 for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
                     bar.add(n)
-    numbers = sorted(refused)
-    code = np.full(len(files), "", object)
-    code[numbers] = [refused[i].reject_code for i in numbers]
-    message = code.copy()
-    message[numbers] = [refused[i].message for i in numbers]
     table = pd.DataFrame(
         {
             "split": [x.split for x, _ in files],
@@ -392,6 +395,7 @@ def read_content(
             table[name] = column.str.decode("ascii").astype(object)
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
+    numbers = np.flatnonzero(code != "").tolist()
     return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
 
 # %% ../../nbs/audio/content.ipynb #33a28c36

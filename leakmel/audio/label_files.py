@@ -8,10 +8,11 @@ __all__ = []
 # %% ../../nbs/audio/label_files.ipynb #0d30ba9a
 import math, os, re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,30 +35,27 @@ from leakmel.audio.labels import (
     read_labels,
     relabel,
 )
-from leakmel.audio.listing import Listing, found_below, is_system_folder
+from leakmel.audio.listing import Listing, existing_folder, found_below, is_system_folder
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.problems import Problem
 from leakmel.audio.tables import read_text
 from leakmel.audio.wav import Recording, read_wav
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import (
-    DataError,
-    OutputError,
-    RecordingError,
-    UsageError,
-    missing_remedy,
-    show_path,
-)
+from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from leakmel.core.files import write_errors
 
 # %% ../../nbs/audio/label_files.ipynb #0564b40f
+def _folded(label: str) -> str:
+    "Return a label without differences that readers do not see."
+    return text_key(label).casefold()
+
+
 def _digests(manifest: Manifest, progress: str) -> list[list[str]]:  # by listing
     content = manifest.content
     if content is None:
         content = read_content(manifest.listings, progress=progress)[0]
-    known = [d if isinstance(d, str) else "" for d in content["digest"]]
-    ends = np.cumsum([0, *map(len, manifest.listings)]).tolist()
-    return [known[a:b] for a, b in zip(ends, ends[1:])]
+    known = iter([d if isinstance(d, str) else "" for d in content["digest"]])
+    return [list(islice(known, len(x))) for x in manifest.listings]
 
 
 def relabel_manifest(
@@ -74,140 +72,110 @@ def relabel_manifest(
     check_paths(current, chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels)
     before = np.array(["", *manifest.label_names], object)
     found = [
-        relabel(current, names, own, before[x.label_ids.clip(min=-1) + 1].tolist())
-        for x, names, own in zip(manifest.listings, paths, digests)
+        relabel(current, own_paths, own, before[x.label_ids.clip(min=-1) + 1].tolist())
+        for x, own_paths, own in zip(manifest.listings, paths, digests)
     ]
-    names = list(manifest.label_names)
-    known = {text_key(name).casefold() for name in names}
-    added = {
-        label for r in found for k in r.changed if text_key(label := r.labels[k]).casefold() not in known
-    }
-    names += sorted({text_key(label).casefold(): label for label in sorted(added)}.values())
-    listings = tuple(_relabelled(x, r, names) for x, r in zip(manifest.listings, found))
-    notes = [note for x, r in zip(manifest.listings, found) for note in _notes(x, r)]
+    names = {_folded(name): name for name in manifest.label_names}
+    for label in sorted({r.labels[k] for r in found for k in r.changed}):
+        names.setdefault(_folded(label), label)
+    both = list(zip(manifest.listings, found))
+    unsure = [
+        Problem("label_unsure", x.show(k), "a person is unsure; the label is unchanged")
+        for x, r in both
+        for k in r.unsure
+    ]
     return replace(
         manifest,
-        label_names=tuple(names),
-        listings=listings,
-        notes=(*manifest.notes, *notes),
+        label_names=tuple(names.values()),
+        listings=tuple(_relabelled(x, r, names) for x, r in both),
+        notes=(*manifest.notes, *chain.from_iterable(_disagreements(x, r) for x, r in both), *unsure),
         people=joint_counts(found),
     )
 
 
-def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listing:
+def _relabelled(listing: Listing, found: Relabelled, names: dict[str, str]) -> Listing:
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
     if not found.persons:
         return listing
-    numbers = {text_key(name).casefold(): k for k, name in enumerate(names)}
+    numbers = {key: k for k, key in enumerate(names)}
     ids = listing.label_ids.copy()
-    for k in found.changed:
-        ids[k] = numbers[text_key(found.labels[k]).casefold()]
-    before = [show_path(names[k]) if k >= 0 else "" for k in listing.label_ids.tolist()]
-    extra = {BY_COLUMN: [found.persons.get(k, "") for k in range(len(ids))], BEFORE_COLUMN: before}
+    ids[found.changed] = [numbers[_folded(found.labels[k])] for k in found.changed]
+    before = [*map(show_path, names.values()), ""]  # -1: no label
+    extra = {
+        BY_COLUMN: [found.persons.get(k, "") for k in range(len(ids))],
+        BEFORE_COLUMN: [before[max(k, -1)] for k in listing.label_ids.tolist()],
+    }
     return replace(listing, label_ids=ids, extra={**listing.extra, **extra})
 
 
-def _notes(listing: Listing, found: Relabelled) -> Iterator[Problem]:
+def _disagreements(listing: Listing, found: Relabelled) -> Iterator[Problem]:
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
         message = f"people disagree ({opinions}); the label is unchanged"
         yield Problem("label_disagreement", listing.show(k), message)
-    for k in found.unsure:
-        yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 
 # %% ../../nbs/audio/label_files.ipynb #e106d5d3
-@dataclass(frozen=True, slots=True)
-class TimeRange:
+_BEGIN, _END = "Begin Time (s)", "End Time (s)"
+
+
+class TimeRange(NamedTuple):
     "A marked part of a recording."
 
     start_s: float
     end_s: float
     text: str
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start_s <= self.end_s < math.inf or not (self.text + " ").isprintable():
-            raise DataError(
-                "the time range is invalid",
-                code="invalid-decision",
-                found=f"{self.start_s} to {self.end_s} {self.text[:80]!r}",
-            )
 
-
-def read_label_track(
-    file: str | os.PathLike,  # as Audacity exports labels
+def read_track(
+    file: str | os.PathLike,  # as Audacity exports labels, or Raven saves a selection table
+    column: str = "Annotation",  # of a selection table, that holds the text
 ) -> list[TimeRange]:  # in the order of the file; raises DataError
-    "Read a label track of Audacity."
-    lines = [(k, t) for k, t in enumerate(read_text(file).splitlines(), 1) if t.strip() and t[0] != "\\"]
-    return [_range(line.split("\t", 2), k, file) for k, line in lines]
-
-
-def _range(cells: Sequence[str], line: int, file: str | os.PathLike) -> TimeRange:
-    try:
-        start, end, text = *cells[:2], cells[2] if len(cells) > 2 else ""
-        return TimeRange(float(start.replace(",", ".")), float(end.replace(",", ".")), text.strip())
-    except (ValueError, DataError) as e:
+    "Read a label track of Audacity, or a selection table of Raven."
+    rows = [line.split("\t") for line in read_text(file).splitlines()]
+    head = [cell.strip() for cell in rows[0]] if rows else []
+    is_raven = {_BEGIN, _END} <= set(head)
+    if is_raven and column not in head:
         raise DataError(
-            f"line {line}: the row is no time range",
-            code="table-row",
-            path=Path(file),
-            found=show_path("\t".join(cells))[:200],
-            expected="start and end in seconds, and a text, separated by tabs",
-        ) from e
-
-
-def write_label_track(
-    ranges: Iterable[TimeRange],
-) -> str:  # content of a text file that Audacity imports
-    "Write a label track of Audacity."
-    return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
-
-# %% ../../nbs/audio/label_files.ipynb #2f0a842b
-_SELECTION, _BEGIN, _END = "Selection", "Begin Time (s)", "End Time (s)"
-
-
-def is_selection_table(
-    file: str | os.PathLike,
-) -> bool:
-    "Return whether a text file is a selection table of Raven, by its header."
-    head = [cell.strip() for cell in read_text(file).partition("\n")[0].split("\t")]
-    return _BEGIN in head and _END in head
-
-
-def read_selections(
-    file: str | os.PathLike,  # as Raven saves a selection table
-    column: str = "Annotation",  # that holds the text
-) -> list[TimeRange]:  # in the order of the file; raises DataError
-    "Read a selection table of Raven."
-    lines = read_text(file).splitlines()
-    head = [cell.strip() for cell in lines[0].split("\t")] if lines else []
-    if lacking := [name for name in (_BEGIN, _END, column) if name not in head]:
-        raise DataError(
-            f"the selection table has no column {show_path(lacking[0])}",
+            f"the selection table has no column {show_path(column)}",
             code="table-columns",
             path=Path(file),
             found=show_path(", ".join(head))[:300],
         )
     found: dict[str, TimeRange] = {}
-    for k, line in enumerate(lines[1:], 2):
-        if line.strip():
-            row = dict(zip(head, line.split("\t")))
-            number = row.get(_SELECTION, "").strip() or f"line {k}"
-            cells = [row.get(name, "") for name in (_BEGIN, _END, column)]
-            found.setdefault(number, _range(cells, k, file))
+    for k, cells in enumerate(rows[is_raven:], 1 + is_raven):
+        if cells[0].startswith("\\") or not "".join(cells).strip():
+            continue
+        row = dict(zip(head if is_raven else (_BEGIN, _END, column), cells))
+        try:
+            start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
+        except ValueError:
+            start = end = math.nan
+        text = row.get(column, "").strip()
+        if not 0 <= start <= end < math.inf or not text.isprintable():
+            raise DataError(
+                f"line {k}: the row is no time range",
+                code="table-row",
+                path=Path(file),
+                found=show_path("\t".join(cells))[:200],
+                expected="start and end in seconds, and a text, separated by tabs",
+            )
+        found.setdefault(row.get("Selection", "").strip() or f"line {k}", TimeRange(start, end, text))
     return list(found.values())
 
 
-def write_selections(
+def write_track(
     ranges: Iterable[TimeRange],
-    high_hz: float,  # upper edge of each selection: half the sample rate
-) -> str:  # content of a selection table that Raven opens
-    "Write a selection table of Raven."
-    names = ("View", "Channel", _BEGIN, _END, "Low Freq (Hz)", "High Freq (Hz)", "Annotation")
-    rows = [(_SELECTION, *names)]
-    for k, r in enumerate(ranges, 1):
-        times = (f"{r.start_s:.6f}", f"{r.end_s:.6f}", "0.0", f"{high_hz:g}")
-        rows.append((str(k), "Spectrogram 1", "1", *times, r.text))
-    return "".join("\t".join(row) + "\n" for row in rows)
+    format: str = "audacity",  # or raven
+    high_hz: float = 0,  # upper edge of each selection of Raven: half the sample rate
+) -> str:  # content of a text file that the program opens
+    "Write a label track of Audacity, or a selection table of Raven."
+    if format == "audacity":
+        return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
+    head = f"Selection\tView\tChannel\t{_BEGIN}\t{_END}\tLow Freq (Hz)\tHigh Freq (Hz)\tAnnotation\n"
+    return head + "".join(
+        f"{k}\tSpectrogram 1\t1\t{r.start_s:.6f}\t{r.end_s:.6f}\t0.0\t{high_hz:g}\t{r.text}\n"
+        for k, r in enumerate(ranges, 1)
+    )
 
 # %% ../../nbs/audio/label_files.ipynb #886f1d62
 def label_of(
@@ -216,49 +184,59 @@ def label_of(
     leak_label: str = "LEAK",
 ) -> str:  # one of the labels, UNSURE or SKIPPED
     "Derive the label of a recording from its time ranges."
-    names = {text_key(name).casefold(): name for name in labels}
+    names = {_folded(name): name for name in labels}
     seconds: dict[str, float] = {}
     for r in ranges:
-        if (name := names.get(text_key(r.text).casefold())) is not None:
-            seconds[name] = seconds.get(name, 0.0) + r.end_s - r.start_s
-    if (leak := names.get(text_key(leak_label).casefold())) in seconds:
-        return leak or SKIPPED
-    longest = [name for name, s in seconds.items() if s == max(seconds.values())]
+        if (key := _folded(r.text)) in names:
+            seconds[key] = seconds.get(key, 0.0) + r.end_s - r.start_s
+    if (leak := _folded(leak_label)) in seconds:
+        return names[leak]
+    longest = [names[key] for key, s in seconds.items() if s == max(seconds.values())]
     return SKIPPED if not longest else longest[0] if len(longest) == 1 else UNSURE
 
 # %% ../../nbs/audio/label_files.ipynb #5ac5e655
 _ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re.ASCII)
 
 
-class _Recordings:
-    "Recordings below a folder, by the name without its extension."
+def _paths_below(folder: Path) -> list[str]:
+    return [os.fsdecode(path) for path, _, _ in found_below(existing_folder(folder), folder)[0]]
 
-    def __init__(self, root: Path):
-        if not root.is_dir():
-            remedy = missing_remedy(root)
-            raise DataError(
-                "the folder of the recordings does not exist", code="no-such-folder", path=root, remedy=remedy
-            )
-        self.root = root
-        self.paths = [os.fsdecode(path) for path, _, _ in found_below(root, root)[0]]
-        self.by_stem: dict[str, list[str]] = {}
-        for path in self.paths:
-            self.by_stem.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
 
-    def of_track(self, track: Path) -> str | None:  # relative path; raises DataError
-        "Return the recording of a track: the one next to it, or the only one of its name."
-        found = self.by_stem.get(text_key(_ENDING.sub("", track.name)), [])
-        here = os.path.relpath(track.parent, self.root)
-        near = [path for path in found if (os.path.dirname(path) or ".") == here]
-        if len(found := near or found) > 1:
-            raise DataError(
-                "several recordings have the name of the track",
-                code="ambiguous-recording",
-                path=track,
-                found=", ".join(map(show_path, found[:5])),
-                remedy="move the track next to its recording",
-            )
-        return found[0] if found else None
+def _by_stem(folder: Path) -> dict[str, list[str]]:
+    "Return the paths of the recordings below a folder by the name without its extension."
+    found: dict[str, list[str]] = {}
+    for path in _paths_below(folder):
+        found.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
+    return found
+
+
+def _recording_of(
+    track: Path,
+    root: Path,
+    by_stem: dict[str, list[str]],  # of `_by_stem`
+    *,
+    is_needed: bool,
+) -> str | None:  # path below the root; raises DataError
+    "Return the recording of a track: the one next to it, or the only one of its name."
+    found = by_stem.get(text_key(_ENDING.sub("", track.name)), [])
+    near = [path for path in found if (root / path).parent == track.parent]
+    if len(found := near or found) > 1:
+        raise DataError(
+            "several recordings have the name of the track",
+            code="ambiguous-recording",
+            path=track,
+            found=", ".join(map(show_path, found[:5])),
+            remedy="move the track next to its recording",
+        )
+    if is_needed and not found:
+        raise DataError(
+            "the track has no recording",
+            code="no-recordings",
+            path=track,
+            expected=f"a WAV file of the same name below {show_path(root)}",
+            remedy="name the folder of the recordings: recordings, --recordings DIR",
+        )
+    return found[0] if found else None
 
 # %% ../../nbs/audio/label_files.ipynb #62454aa1
 @dataclass(frozen=True)
@@ -274,14 +252,10 @@ class TrackImport:
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values, for machines."
-        return {
-            "into": show_path(self.into),
-            "written": len(self.written),
-            "unchanged": self.unchanged,
-            "decisions": [{"path": show_path(d.path), "label": d.label} for d in self.written],
-            "without_label": list(self.without_label),
-            "without_recording": list(self.without_recording),
-        }
+        decisions = [{"path": show_path(d.path), "label": d.label} for d in self.written]
+        counts = {"into": show_path(self.into), "written": len(self.written), "unchanged": self.unchanged}
+        lists = {"without_label": list(self.without_label), "without_recording": list(self.without_recording)}
+        return {**counts, "decisions": decisions, **lists}
 
     def __repr__(self) -> str:
         lines = [
@@ -292,31 +266,15 @@ class TrackImport:
         return "\n".join(lines)
 
 
-def _track_files(
-    tracks: Sequence[str | os.PathLike],
-) -> list[tuple[Path, Path | None]]:  # file; folder if one was given
-    "List the tracks: files as given, and the text files of folders."
-    found: list[tuple[Path, Path | None]] = []
+def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Path | None]]:
+    "Yield the tracks: files as given, and the text files of folders with the folder."
     for path in (Path(os.path.abspath(track)) for track in tracks):
-        if path.is_dir():
-            files = (file for file in sorted(path.rglob("*.[tT][xX][tT]")) if file.is_file())
-            found += [
-                (f, path) for f in files if not any(map(is_system_folder, f.relative_to(path).parts[:-1]))
-            ]
-        else:
-            found.append((path, None))
-    return found
-
-
-def _decision(
-    track: Path, found: _Recordings, path: str, classes: Sequence[str], leak_label: str, column: str, by: str
-) -> tuple[Decision, str]:  # and the texts of the track
-    "Return what a track says about its recording."
-    ranges = read_selections(track, column) if is_selection_table(track) else read_label_track(track)
-    label = label_of(ranges, classes, leak_label)
-    digest = read_wav(found.root / path).digest
-    texts = ", ".join(sorted({r.text for r in ranges if r.text}))[:200]
-    return Decision(path, digest, label, by, now_utc(), f"track {show_path(track.name)}"[:200]), texts
+        if not path.is_dir():
+            yield path, None
+            continue
+        for file in sorted(path.rglob("*.[tT][xX][tT]")):
+            if file.is_file() and not any(map(is_system_folder, file.relative_to(path).parts[:-1])):
+                yield file, path
 
 
 def import_tracks(
@@ -332,9 +290,6 @@ def import_tracks(
     "Append a decision to labels.csv for each track."
     into = Path(os.path.abspath(into))
     current = current_labels(read_decisions(into) if os.path.lexists(into) else [])
-    roots: dict[Path, _Recordings] = {}
-    new: dict[str, Decision] = {}
-    lost, unlabelled, n_same = list[str](), list[str](), 0
     if not match_texts([leak_label], classes):
         raise UsageError(
             "the leak label is not one of the classes",
@@ -343,7 +298,7 @@ def import_tracks(
             expected=f"one of {', '.join(classes)}",
             remedy="name it (leak_label=, --leak-label)",
         )
-    files = _track_files(tracks)
+    files = list(_track_files(tracks))
     if not files:
         raise DataError(
             "no label track was found",
@@ -351,32 +306,30 @@ def import_tracks(
             path=tracks[0] if tracks else into,
             expected="label tracks of Audacity or selection tables of Raven: NAME.txt for the recording NAME.wav",
         )
+    below = cache(_by_stem)
+    new: dict[str, Decision] = {}
+    lost, unlabelled, n_same = list[str](), list[str](), 0
     for track, folder in files:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
-        found = roots.setdefault(root, roots.get(root) or _Recordings(root))
-        path = found.of_track(track)
-        if path is None and folder is not None:
+        path = _recording_of(track, root, below(root), is_needed=folder is None)
+        if path is None:
             lost.append(show_path(track))
             continue
-        if path is None:
-            raise DataError(
-                "the track has no recording",
-                code="no-recordings",
-                path=track,
-                expected=f"a WAV file of the same name below {show_path(root)}",
-                remedy="name the folder of the recordings: recordings, --recordings DIR",
-            )
-        decision, texts = _decision(track, found, path, classes, leak_label, column, by)
-        if decision.label == SKIPPED:
+        ranges = read_track(track, column)
+        label = label_of(ranges, classes, leak_label)
+        note = f"track {show_path(track.name)}"[:200]
+        decision = Decision(path, read_wav(root / path).digest, label, by, now_utc(), note)
+        if label == SKIPPED:
+            texts = ", ".join(sorted({r.text for r in ranges if r.text}))[:200]
             unlabelled.append(f"{show_path(track)}{f' ({texts})' if texts else ''}")
-        elif any(d.by == by and d.label == decision.label for d in current.last.get(decision.key, ())):
+        elif any(d.by == by and d.label == label for d in current.last.get(decision.key, ())):
             n_same += 1
-        elif new.setdefault(decision.key, decision).label != decision.label:
+        elif new.setdefault(decision.key, decision).label != label:
             raise DataError(
                 "two tracks give the same recording different labels",
                 code="ambiguous-recording",
                 path=track,
-                found=f"{decision.label} and {new[decision.key].label}",
+                found=f"{label} and {new[decision.key].label}",
                 remedy="import the tracks of each person separately (by=, --by)",
             )
     for decision in new.values():
@@ -400,53 +353,43 @@ class TrackExport:
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values, for machines."
-        counts = {name: getattr(self, name) for name in ("not_found", "disagreements", "unsure")}
-        return {"folder": show_path(self.folder), "written": list(map(show_path, self.written)), **counts}
+        shown = {"folder": show_path(self.folder), "written": list(map(show_path, self.written))}
+        return {**asdict(self), **shown}
 
     def __repr__(self) -> str:
         rest = f"{self.not_found:,} recordings not found, {self.disagreements:,} disagreements, {self.unsure:,} unsure"
         return f"{len(self.written):,} tracks in {show_path(self.folder)}; without a track: {rest}"
 
 
-def _matching(found: _Recordings, path: str, digest: str) -> tuple[str, Recording] | None:
-    "Return the recording at a path, which may lack the folder of a split; raises DataError if several fit."
-    fits: dict[str, Recording] = {}
-    for p in found.by_stem.get(text_key(os.path.splitext(os.path.basename(path))[0]), []):
-        if p == path or p.endswith("/" + path):
-            try:
-                recording = read_wav(found.root / p)
-            except RecordingError:
-                continue  # damaged since it was labelled
-            if digest in ("", recording.digest):
-                fits[p] = recording
-    if len(fits) > 1 and not digest:
-        raise DataError(
-            "several recordings have the path of a decision",
-            code="ambiguous-recording",
-            path=found.root,
-            found=", ".join(map(show_path, fits)),
-            remedy="export the labels of each split separately",
-        )
-    return next(iter(fits.items()), None)
-
-
-def _labelled(found: _Recordings, current: CurrentLabels) -> Iterable[tuple[str, Recording, str]]:
-    "Yield path, recording and label of all recordings that are found."
-    moved: dict[str, str] = {}  # digest -> label
-    for key, label in current.labels.items():
-        decision = current.last[key][-1]
-        hit = _matching(found, decision.path, decision.digest)
-        if hit is not None:
-            yield *hit, label
-        elif decision.digest:
-            moved[decision.digest] = label
-    for path in found.paths if moved else ():
+def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
+    "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
+    labels = dict(current.labels)
+    paths = _paths_below(root)
+    decided = {key: current.last[key][-1] for key in labels}
+    fitting: dict[str, list[str]] = {d.path: [] for d in decided.values()}
+    for path in paths:
+        for n in range(path.count("/") + 1):  # a decision's path may lack the folder of a split
+            fitting.get(path.split("/", n)[-1], []).append(path)
+    for d in decided.values():
+        if not d.digest and len(fitting[d.path]) > 1:
+            raise DataError(
+                "several recordings have the path of a decision",
+                code="ambiguous-recording",
+                path=root,
+                found=", ".join(map(show_path, fitting[d.path])),
+                remedy="export the labels of each split separately",
+            )
+    near = {path: d_path for d_path, found in fitting.items() for path in found}
+    for path in sorted(paths, key=lambda path: path not in near):
+        if path not in near and not any(decided[key].digest for key in labels):
+            return
         try:
-            recording = read_wav(found.root / path)
+            recording = read_wav(root / path)
         except RecordingError:
-            continue  # it is not a labelled one
-        if recording.digest in moved:
-            yield path, recording, moved.pop(recording.digest)
+            continue  # damaged since it was labelled, or not a labelled one
+        key = recording.digest if recording.digest in labels else near.get(path)
+        if key in labels:
+            yield path, recording, labels.pop(key)
 
 
 def export_tracks(
@@ -465,12 +408,10 @@ def export_tracks(
             expected=", ".join(TRACK_FORMATS),
         )
     current, target = read_labels(labels), Path(os.path.abspath(to))
-    found = _Recordings(Path(os.path.abspath(recordings or Path(labels).parent)))
+    root = Path(os.path.abspath(recordings or Path(labels).parent))
     files: dict[str, str] = {}
-    for path, recording, label in _labelled(found, current):
-        whole = [TimeRange(0.0, recording.duration_s, label)]
-        raven = format == "raven"
-        text = write_selections(whole, recording.sample_rate / 2) if raven else write_label_track(whole)
+    for path, recording, label in _labelled(root, current):
+        whole = TimeRange(0.0, recording.duration_s, label)
         name = os.path.splitext(path)[0] + TRACK_FORMATS[format]
         if name in files or os.path.lexists(target / name):
             raise OutputError(
@@ -479,7 +420,7 @@ def export_tracks(
                 path=target / name,
                 remedy="choose a new folder",
             )
-        files[name] = text
+        files[name] = write_track([whole], format, recording.sample_rate / 2)
     for name, text in files.items():
         with write_errors(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/audio/labels.ipynb #f03d5638
 import csv, getpass, io, logging, os, re, stat
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
@@ -43,14 +44,17 @@ class Decision:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in LABELS_COLUMNS:
-            if not isinstance(text := getattr(self, name), str):
-                raise _invalid(f"{name} must be text", type(text).__name__)
-        one_line = f"must be printable text of at most {MAX_CELL} bytes on one line"
-        checks = (
-            *(
-                (_is_cell(text := getattr(self, x)), f"{x} {one_line}", text[:80])
-                for x in ("label", "by", "note")
+        cells = [getattr(self, name) for name in LABELS_COLUMNS]
+        if not all(isinstance(cell, str) for cell in cells):
+            raise _invalid("all cells must be text", cells)
+        lines = {"label": self.label, "by": self.by, "note": self.note}
+        for is_right, message, found in (
+            (
+                all(
+                    x.isprintable() and len(x.encode("utf-8", "replace")) <= MAX_CELL for x in lines.values()
+                ),
+                f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line",
+                {name: text[:80] for name, text in lines.items()},
             ),
             (
                 "\0" not in self.path and not {"", ".", ".."} & set(self.path.split("/")),
@@ -68,8 +72,7 @@ class Decision:
                 "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
                 self.when[:80],
             ),
-        )
-        for is_right, message, found in checks:
+        ):
             if not is_right:
                 raise _invalid(message, found)
 
@@ -79,12 +82,8 @@ class Decision:
         return self.digest or self.path
 
 
-def _invalid(message: str, found: str) -> DataError:
+def _invalid(message: str, found: object) -> DataError:
     return DataError(message, code="invalid-decision", found=repr(found))
-
-
-def _is_cell(text: str) -> bool:
-    return (not text or text.isprintable()) and len(text.encode("utf-8", "replace")) <= MAX_CELL
 
 
 def _is_moment(when: str) -> bool:
@@ -122,6 +121,7 @@ def _line(cells: Iterable[str], delimiter: str = ",") -> bytes:
 _HEADER = _line(LABELS_COLUMNS)
 
 
+_MAX_ROW = 1 << 16  # bytes
 _LOCK_WAIT_S = 30  # a decision is written in milliseconds
 
 
@@ -175,12 +175,17 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
             remedy="save the table as CSV UTF-8 with these columns in this order, or choose another file for the decisions",
         )
     else:
-        end, is_whole = _last_line(fd, size, file, delimiter)
-        if not is_whole:
-            log.warning("%s: an incomplete last line was removed", show_path(file))
-            os.ftruncate(fd, size := end)
-        elif end != size:
+        tail = pread_all(fd, _MAX_ROW, max(0, size - _MAX_ROW))
+        last = tail[tail.rfind(b"\n") + 1 :]
+        try:
+            is_whole = bool(_decisions(file, _line(LABELS_COLUMNS, delimiter) + last))
+        except DataError:
+            is_whole = False
+        if is_whole:
             row = b"\n" + row
+        elif last:
+            log.warning("%s: an incomplete last line was removed", show_path(file))
+            os.ftruncate(fd, size := size - len(last))
     try:
         write_all(fd, row)
         os.fsync(fd)
@@ -188,19 +193,6 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
         os.ftruncate(fd, size)  # or half a line would stay
         raise
     return size == 0
-
-
-def _last_line(fd: int, size: int, file: Path, delimiter: str) -> tuple[int, bool]:
-    "Return where the last unfinished line begins, and whether its row is complete; the size and True without one."
-    most = 1 << 16  # bytes; no row is longer
-    start = max(0, size - most)
-    tail = pread_all(fd, most, start)
-    at = tail.rfind(b"\n") + 1
-    with suppress(DataError):
-        return start + at, bool(_decisions(file, _line(LABELS_COLUMNS, delimiter) + tail[at:])) or not tail[
-            at:
-        ]
-    return start + at, False
 
 # %% ../../nbs/audio/labels.ipynb #cac430fb
 def read_decisions(
@@ -253,9 +245,9 @@ class CurrentLabels:
         return len(self.last)
 
     def __repr__(self) -> str:
-        rest = f"{len(self.unsure):,} unsure, {len(self.undone):,} undone"
         return (
-            f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {rest})"
+            f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, "
+            f"{len(self.unsure):,} unsure, {len(self.undone):,} undone)"
         )
 
 
@@ -308,14 +300,6 @@ class Relabelled:
     missing: frozenset[str]  # keys of recordings of the table that are not in the list
     persons: dict[int, str]  # by place; the people who agreed on the label of a recording
 
-    def __repr__(self) -> str:
-        return f"Relabelled({self.text})"
-
-    @property
-    def text(self) -> str:
-        "The counts as a sentence."
-        return counts_text(joint_counts([self]))
-
 
 def joint_counts(
     found: Sequence[Relabelled],  # of several lists of recordings, with one table
@@ -356,18 +340,16 @@ def check_paths(
             {d.path for last in current.last.values() for d in last if d.label and not d.digest}, paths
         ).values()
     )
-    met = set[str]()
-    for path in paths:
-        if path in named and path in met:
-            raise DataError(
-                "several recordings have the same path",
-                code="ambiguous-recording",
-                path=file,
-                found=show_path(path),
-                remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
-            )
-        met.add(path)
-    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, met))):
+    counts = Counter(paths)
+    if several := sorted(path for path in named if counts[path] > 1):
+        raise DataError(
+            "several recordings have the same path",
+            code="ambiguous-recording",
+            path=file,
+            found=show_path(several[0]),
+            remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
+        )
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, counts))):
         log.warning(
             "%s of %s paths in the table of labels were not found, first %s",
             f"{len(unknown):,}",

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from leakmel.audio import conform
-from leakmel.audio.naming import SPLITS, NameParts, Naming, columns_of_names, parse_name, split_name
+from leakmel.audio.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.audio.problems import Problem, how_many, show_place
 from leakmel.audio.wav import MACHINE_FAULTS, close_read
 from leakmel.core.errors import (
@@ -44,20 +44,11 @@ def is_recording_name(
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
     "Return the error for a folder that cannot be listed."
     cause, remedy = explain(error, folder)
+    is_fault = error.errno in MACHINE_FAULTS
     name, _, words = cause.partition(": ")
-    if error.errno in MACHINE_FAULTS:
-        return MachineError(
-            f"the machine failed while listing a folder ({name}): {words}",
-            code="io-fault",
-            path=folder,
-            remedy=remedy,
-        )
-    return DataError(
-        f"the folder cannot be listed ({name}): {words}",
-        code="folder-unreadable",
-        path=folder,
-        remedy=remedy,
-    )
+    what = "the machine failed while listing a folder" if is_fault else "the folder cannot be listed"
+    kind, code = (MachineError, "io-fault") if is_fault else (DataError, "folder-unreadable")
+    return kind(f"{what} ({name}): {words}", code=code, path=folder, remedy=remedy)
 
 
 def is_inside(path: str | bytes, root: str | bytes) -> bool:
@@ -187,26 +178,24 @@ def label_map(
 def holds_recording(
     folder: Path,  # links are not followed
 ) -> bool:
-    "Whether a recording lies in a folder or below it; stops at the first one. Raises DataError, MachineError."
+    "Whether a recording lies in a folder or below it. Raises DataError, MachineError."
     if isinstance(folder, StorePath):
         return any(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
             for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
         )
-    waiting = [os.fsencode(folder)]
-    while waiting:
-        path = waiting.pop()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if is_recording_name(entry.name) and entry.is_file(follow_symlinks=False):
-                        return True
-                    if entry.is_dir(follow_symlinks=False) and not is_system_folder(os.fsdecode(entry.name)):
-                        waiting.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # a label that this split does not have
-        except OSError as e:
-            raise list_error(e, path) from e
+
+    def fail(error: OSError) -> None:
+        if not isinstance(
+            error, FileNotFoundError | NotADirectoryError
+        ):  # a label that this split does not have
+            raise list_error(error, folder) from error
+
+    for place, folders, names in os.walk(os.fsencode(folder), onerror=fail):
+        paths = (os.path.join(place, name) for name in names if is_recording_name(name))
+        if any(os.path.isfile(path) and not os.path.islink(path) for path in paths):
+            return True
+        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
     return False
 
 # %% ../../nbs/audio/listing.ipynb #8d63e517
@@ -281,10 +270,8 @@ _MAX_BATCH = 16_384  # an entry takes several times the memory of its result
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
-_NO_PATH = "the key is too long for the path of a file, and the object was left out"
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
-_LISTED_LINK = "the link was not followed: its folder is already listed under another path"
-_LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
+_LISTED = "the folder was not listed again: it is a link, or lies below one, and is listed under another path"
 
 
 def _require_same(here: os.stat_result, there: os.stat_result) -> None:
@@ -308,11 +295,11 @@ _OTHER_AUDIO = (
 
 
 class _LeftOut:
-    "Entries that are not read, each once, under the first of its paths."
+    "Entries that are not read."
 
     def __init__(self, root: bytes):
         self.root = root
-        self.notes: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
+        self.notes: list[tuple[bytes, str, str]] = []  # path below the root, kind, message
         self.other_formats: dict[bytes, tuple[int, bytes]] = {}  # ending -> files, first path
 
     def add_other(self, path: bytes) -> None:
@@ -323,16 +310,12 @@ class _LeftOut:
             self.other_formats[ending] = n + 1, min(first, path)
 
     def add(self, kind: str, path: bytes, message: str) -> None:
-        "Note an entry, unless it was removed meanwhile."
-        with suppress(FileNotFoundError):
-            own = os.lstat(path)
-            note = (os.path.relpath(path, self.root), kind, message)
-            key = (own.st_dev, own.st_ino)
-            self.notes[key] = min(note, self.notes.get(key, note))
+        "Note an entry."
+        self.notes.append((os.path.relpath(path, self.root), kind, message))
 
     def problems(self) -> list[Problem]:
         "Return the entries in the order of their paths."
-        left = list(self.notes.values())
+        left = list(self.notes)
         for ending, (n, first) in self.other_formats.items():
             name = ending.decode()
             how = f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
@@ -386,7 +369,13 @@ def _found_objects(
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
             continue
         if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            notes.append(Problem("special", show_place("", path), _NO_PATH))
+            notes.append(
+                Problem(
+                    "special",
+                    show_place("", path),
+                    "the key is too long for the path of a file, and the object was left out",
+                )
+            )
             continue
         found.add(path, size, stamp)
         on_found(1)
@@ -402,12 +391,10 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one li
     if not counts:
         return []
     folders = sorted(counts)
-    n, more = counts.total(), "at least " if any(x.left_to_count <= 0 for x in found) else ""
+    more = "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
-    where = how_many(len(folders), "system or hidden folder")
-    message = (
-        f"{more}{how_many(n, 'recording')} in {where} {'was' if n == 1 else 'were'} passed over: {shown}"
-    )
+    were = "was" if counts.total() == 1 else "were"
+    message = f"{more}{how_many(counts.total(), 'recording')} in {how_many(len(folders), 'system or hidden folder')} {were} passed over: {shown}"
     return [Problem("passed_over", show_path(folders[0]), message)]
 
 
@@ -461,7 +448,7 @@ def found_below(
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
-                left_out.add("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
+                left_out.add("link", path, _LISTED)
                 continue
             listed.add((here.st_dev, here.st_ino))
             found.folders.append(path[cut:])
@@ -584,8 +571,6 @@ class Listing:
         "Parts of the names, one for each recording."
         if self.parts is not None:
             return list(self.parts)
-        if self.naming.source == "folders":
-            return [parse_name(path) for path in self.paths]
         return [self.naming.read(path).parts for path in self.paths]
 
 # %% ../../nbs/audio/listing.ipynb #90297a75

@@ -7,10 +7,9 @@ __all__ = ['GROUP_FIELDS', 'NO_LABEL_IN_TABLE', 'Manifest', 'scan']
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import io, json, os, stat, time, zlib
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -41,6 +40,7 @@ from leakmel.audio.naming import (
     SPLITS,
     NameParts,
     Naming,
+    ParsedPath,
     PatternPreview,
     pattern_naming,
     preview_names,
@@ -53,7 +53,6 @@ from leakmel.audio.problems import (
     how_many,
     label_problems,
     name_problems,
-    show_place,
     twin_problems,
 )
 from leakmel.audio.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
@@ -69,11 +68,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # %% ../../nbs/audio/manifest.ipynb #mf000004
-_FORMAT = "leakmel manifest 2"
+_FORMAT = "leakmel manifest 3"
+_COLUMNS = {"sizes": np.int64, "mtimes_ns": np.int64, "label_ids": np.int16}
 
 
-def _bytes_array(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8)
+def _joined(paths: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(b"\0".join(paths), np.uint8)
+
+
+def _plain(value: Any) -> Any:
+    "Return a folder, a naming or a problem for JSON."
+    return os.fspath(value) if isinstance(value, os.PathLike) else asdict(value)
 
 
 def stored_folder(
@@ -81,30 +86,6 @@ def stored_folder(
 ) -> Path:  # raises UsageError
     "Return a stored folder or URL."
     return store_path(text) if is_url(text) else Path(text)
-
-
-def _stored_arrays(
-    facts: Mapping[str, Any],  # of the manifest, for JSON
-    listings: Sequence[Listing],
-    unmatched: Sequence[bytes],  # paths that do not match a pattern
-) -> dict[str, np.ndarray]:
-    own = [
-        {
-            "split": x.split,
-            "folder": os.fspath(x.folder),
-            "naming": asdict(x.naming),
-            "parts": x.parts,
-            "extra": dict(x.extra),
-        }
-        for x in listings
-    ]
-    head = {"format": _FORMAT, "facts": facts, "listings": own}
-    arrays = {"head": _bytes_array(json.dumps(head).encode())}
-    arrays["unmatched"] = _bytes_array(b"\0".join(unmatched))
-    for k, x in enumerate(listings):
-        arrays[f"{k}/paths"] = _bytes_array(b"\0".join(x.paths))
-        arrays |= {f"{k}/{name}": getattr(x, name) for name in ("sizes", "mtimes_ns", "label_ids")}
-    return arrays
 
 # %% ../../nbs/audio/manifest.ipynb #mf000005
 def _paths_of(array: np.ndarray) -> list[bytes]:
@@ -115,26 +96,28 @@ def _paths_of(array: np.ndarray) -> list[bytes]:
     return joined.split(b"\0") if joined else []
 
 
-def _listing_of(head: Mapping[str, Any], n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
+def _listing_of(
+    head: Mapping[str, Any], root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]
+) -> Listing:
     "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
     paths = _paths_of(arrays["paths"])
-    n = len(paths)
-    columns = {
-        name: arrays[name].astype(kind)
-        for name, kind in (("sizes", np.int64), ("mtimes_ns", np.int64), ("label_ids", np.int16))
-    }
-    ids = columns["label_ids"]
+    folder = stored_folder(head["folder"])
+    columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
-    texts = head["extra"].values()
-    if not all(isinstance(text, str) for each in texts for text in each):
-        raise ValueError("a column of texts is invalid")
-    if any(len(each) != n for each in (*columns.values(), *texts, paths if parts is None else parts)) or (
-        n and not DRY <= ids.min() <= ids.max() < n_labels
+    texts = list(head["extra"].values())
+    ids = columns["label_ids"]
+    lengths = {len(each) for each in (paths, *columns.values(), *texts, paths if parts is None else parts)}
+    if (
+        lengths != {len(paths)}
+        or not all(isinstance(text, str) for each in texts for text in each)
+        or not DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
+        or folder not in (root, root / folder.name)
+        or folder.name == ".."
     ):
-        raise ValueError("the columns do not belong together")
+        raise ValueError("the columns do not belong together, or the folder is not that of its root")
     return Listing(
         str(head["split"]),
-        stored_folder(head["folder"]),
+        folder,
         paths,
         **columns,
         naming=Naming(**head["naming"]),
@@ -156,22 +139,9 @@ _UNREADABLE = (
     LeakmelError,
 )
 
-
-def _read_stored(
-    file: str | os.PathLike,  # of `Manifest.save`
-) -> tuple[dict[str, Any], tuple[Listing, ...], tuple[bytes, ...]]:  # raises _UNREADABLE
-    with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
-        head = json.loads(stored["head"].tobytes())
-        if head["format"] != _FORMAT:
-            raise ValueError(f"the format is {head['format']!r}")
-        listings = []
-        for k, x in enumerate(head["listings"]):
-            own = {n.removeprefix(f"{k}/"): stored[n] for n in stored.files if n.startswith(f"{k}/")}
-            listings.append(_listing_of(x, len(head["facts"]["label_names"]), own))
-        return head["facts"], tuple(listings), tuple(_paths_of(stored["unmatched"]))
-
 # %% ../../nbs/audio/manifest.ipynb #5218fcf8
 GROUP_FIELDS = ("sensor", "session", "folder")
+_STORED_APART = ("listings", "unmatched", "content", "names")
 NO_LABEL_IN_TABLE = "the table has no label for the recording, which will be rejected"
 
 
@@ -221,22 +191,20 @@ class Manifest:
         file: str | os.PathLike,
     ) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
-        facts = {
-            "root": os.fspath(self.root),
-            "label_names": self.label_names,
-            "notes": [(p.kind, p.path, p.message) for p in self.notes],
-            "seconds": self.seconds,
-            "naming": asdict(self.naming),
-            "table_path": None if self.table_path is None else os.fspath(self.table_path),
-            "table_digest": self.table_digest,
-            "table_columns": dict(self.table_columns),
-            "people": dict(self.people),
-            "part_of": self.part_of,
-        }
-        path = Path(os.path.abspath(file))
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STORED_APART}
+        own = [
+            {name: getattr(x, name) for name in ("split", "folder", "naming", "parts", "extra")}
+            for x in self.listings
+        ]
+        head = json.dumps({"format": _FORMAT, "facts": facts, "listings": own}, default=_plain)
+        arrays = {"head": np.frombuffer(head.encode(), np.uint8), "unmatched": _joined(self.unmatched)}
+        for k, x in enumerate(self.listings):
+            arrays |= {f"{k}/paths": _joined(x.paths)} | {
+                f"{k}/{name}": getattr(x, name) for name in _COLUMNS
+            }
         with io.BytesIO() as content:
-            np.savez(content, allow_pickle=False, **_stored_arrays(facts, self.listings, self.unmatched))
-            return write_whole(path, sealed(content.getvalue()), sync=False)
+            np.savez(content, allow_pickle=False, **arrays)
+            return write_whole(Path(os.path.abspath(file)), sealed(content.getvalue()), sync=False)
 
     @staticmethod
     def load(
@@ -244,24 +212,29 @@ class Manifest:
     ) -> "Manifest":  # raises DataError
         "Read a stored manifest; the folder is not listed again."
         try:
-            facts, listings, unmatched = _read_stored(file)
-            table, part_of, root = facts["table_path"], facts["part_of"], stored_folder(facts["root"])
-            if any(x.folder not in (root, root / x.folder.name) or x.folder.name == ".." for x in listings):
-                raise ValueError("a folder of the listing is not that of its root")
-            return Manifest(
-                root=root,
-                label_names=tuple(map(str, facts["label_names"])),
-                listings=listings,
-                notes=tuple(Problem(*note) for note in facts["notes"]),
-                seconds=float(facts["seconds"]),
-                naming=Naming(**facts["naming"]),
-                table_path=None if table is None else Path(table),
-                table_digest=str(facts.get("table_digest", "")),
-                unmatched=unmatched,
-                table_columns=dict(facts["table_columns"]),
-                people=dict(facts["people"]),
-                part_of=None if part_of is None else tuple(part_of),
-            )
+            with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            head = json.loads(arrays["head"].tobytes())
+            if head["format"] != _FORMAT:
+                raise ValueError(f"the format is {head['format']!r}")
+            facts = head["facts"]
+            root = stored_folder(facts["root"])
+            labels = tuple(map(str, facts["label_names"]))
+            listings = []
+            for k, x in enumerate(head["listings"]):
+                own = {name: arrays[f"{k}/{name}"] for name in ("paths", *_COLUMNS)}
+                listings.append(_listing_of(x, root, len(labels), own))
+            made = {
+                "root": root,
+                "label_names": labels,
+                "listings": tuple(listings),
+                "notes": tuple(Problem(**note) for note in facts["notes"]),
+                "naming": Naming(**facts["naming"]),
+                "table_path": facts["table_path"] and Path(facts["table_path"]),
+                "unmatched": tuple(_paths_of(arrays["unmatched"])),
+                "part_of": facts["part_of"] and tuple(facts["part_of"]),
+            }
+            return Manifest(**facts | made)
         except _UNREADABLE as e:
             is_missing = isinstance(e, FileNotFoundError)
             raise DataError(
@@ -310,9 +283,8 @@ class Manifest:
         "kind, path and message of all problems."
         import pandas as pd
 
-        by_name = not self.naming.labels_by_folder
         # the note says why they have no label
-        misfits = {p.path for p in self.notes if p.kind == "no_match" and by_name}
+        misfits = {p.path for p in self.notes if p.kind == "no_match" and not self.naming.labels_by_folder}
         found = list(self.notes)
         named = defaultdict[str, dict[str, None]](dict)
         for x in self.listings:
@@ -321,9 +293,8 @@ class Manifest:
                 named[f"{by}s"] |= dict.fromkeys(columns[by].tolist())
             for column, texts in x.extra.items():
                 named[f"values of {show_path(column)}"] |= dict.fromkeys(texts)
-            seen = name_problems(x.show, x.label_ids, columns["gain"])
-            if self.naming.source == "table":
-                seen = (replace(p, message=NO_LABEL_IN_TABLE) if p.kind == "no_label" else p for p in seen)
+            reason = {"reason": NO_LABEL_IN_TABLE} if self.naming.source == "table" else {}
+            seen = name_problems(x.show, x.label_ids, columns["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
         found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
         for what, names in named.items():
@@ -382,17 +353,11 @@ class Manifest:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        shown = {
-            show_path(split): {show_path(name): n for name, n in found.items()}
-            for split, found in self.counts().items()
-        }
-        counts = pd.DataFrame.from_dict(shown, orient="index").fillna(0).astype(int)
-        facts = [
-            *hints(self),
-            "Only file names were checked; scan(..., content=True) also reads the recordings.",
-        ]
-        if self.content is not None:
-            facts.pop()
+        counts = pd.DataFrame.from_dict(self.counts(), orient="index").fillna(0).astype(int)
+        counts = counts.rename(index=show_path, columns=show_path)
+        facts = list(hints(self))
+        if self.content is None:
+            facts.append("Only file names were checked; scan(..., content=True) also reads the recordings.")
         if p := self.preview:
             facts.insert(0, f"{p.n_fit:,} of {p.n_fit + p.n_not:,} names fit {show_path(p.pattern)}")
         head = f"<b>{how_many(len(self), 'recording')}</b> in {escape(show_path(self.root))}"
@@ -451,16 +416,25 @@ def hints(manifest: Manifest) -> Iterator[str]:
         yield f"{n['in_more_than_one_split']:,} of {n['n']:,} {by}s lie in more than one split"
 
 # %% ../../nbs/audio/manifest.ipynb #cd756d1a
-def _requested_split(split: str) -> str:
-    wanted = split_name(split)
-    if wanted is None:
+def _wanted_splits(split: str | None, present: Collection[str], file: Path, where: str) -> list[str]:
+    "Return the splits that are present, or the one that is named; raises UsageError, DataError."
+    wanted = None if split is None else split_name(split)
+    if split is not None and wanted is None:
         raise UsageError(
             "the split is unknown",
             code="unknown-split",
             found=repr(split),
             expected=f"one of {', '.join(s.lower() for s in SPLITS)}",
         )
-    return wanted
+    if wanted is not None and wanted not in present:
+        raise DataError(
+            f"the {where} the split {wanted}",
+            code="no-such-split",
+            path=file,
+            found=", ".join(sorted(present)) or "no split at all",
+            remedy="name no split, or one that exists",
+        )
+    return [s for s in SPLITS if s in present and wanted in (None, s)]
 
 
 def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
@@ -468,33 +442,24 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(sorted({label for label in labels if label is not None}, key=os.fsencode))
 
 
-def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
+def _no_match(naming: Naming, shown: str) -> Problem:
     effect = "so it has no label and will be rejected"
     if naming.base == "root":
         effect = "so it belongs to no split"
     elif naming.labels_by_folder:
         effect = "its fields stay empty"
-    return Problem(
-        "no_match",
-        show_place(place, path),
-        f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}",
-    )
+    message = f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
+    return Problem("no_match", shown, message)
 
 
-def _target_folders(root: Path, split: str | None, splits: dict[str, Path]) -> dict[str, Path]:
-    if split is not None:
-        wanted = _requested_split(split)
-        if wanted not in splits:
-            raise DataError(
-                f"the data folder has no folder for the split {wanted}",
-                code="no-such-split",
-                path=root,
-                found=", ".join(splits) or "no split folder at all",
-                remedy=f"add a folder {wanted}"
-                + ("" if splits else ", or name no split to build a folder of label folders"),
-            )
-        return {wanted: splits[wanted]}
-    return splits or {"": root}
+def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem]:
+    "Report names that do not fit the pattern, and fields that are not read."
+    for i, name in enumerate(parsed):
+        # without a label folder it is rejected for its folder
+        if not name.fits and (x.label_ids[i] >= 0 or not x.naming.labels_by_folder):
+            yield _no_match(x.naming, x.show(i))
+    for i, message in unread_fields(parsed):
+        yield Problem("unread_field", x.show(i), message)
 
 
 def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[bytes]) -> None:
@@ -502,37 +467,20 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
     outer = {name for name, _ in places}
     steps = [os.fsdecode(path).split("/") for path in paths]
+    first = next((p[0] for p in steps if len(p) > 3), None)
+    is_label = first is None and steps and all(p[0] in outer for p in steps)
     if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
         return
-    first = next((p[0] for p in steps if len(p) > 3), None)
-    if first is not None:
-        message, remedy = (
-            "the split folders lie one level deeper",
-            f"use {show_path(root / first)} as the data folder",
+    if first is not None or is_label:
+        first = first or steps[0][0]
+        remedy = f"use {show_path(root / first)} as the data folder"
+        raise DataError(
+            f"the split folders lie {'inside the label folders' if is_label else 'one level deeper'}",
+            code="splits-one-level-down",
+            path=root,
+            found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
+            remedy="give the pattern {label}/{split}/{*}" if is_label else remedy,
         )
-    elif steps and all(p[0] in outer for p in steps):
-        first, message = steps[0][0], "the split folders lie inside the label folders"
-        remedy = "give the pattern {label}/{split}/{*}"
-    else:
-        return
-    raise DataError(
-        message,
-        code="splits-one-level-down",
-        path=root,
-        found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-        remedy=remedy,
-    )
-
-
-def _first_folders(
-    paths: list[bytes],  # sorted
-) -> list[str | None]:  # None: the path lies in no folder
-    names: list[str | None] = []
-    while (at := len(names)) < len(paths):
-        folder, slash, _ = paths[at].partition(b"/")
-        behind = bisect_left(paths, folder + b"0", at) if slash else at + 1  # "0" comes after "/"
-        names += [os.fsdecode(folder) if slash else None] * (behind - at)
-    return names
 
 
 def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFiles) -> Iterator[Problem]:
@@ -540,107 +488,92 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     for split in SPLITS:
         if split not in splits:
             yield Problem("missing_split", split, "the data folder has no folder for this split")
-    if isinstance(root, StorePath):
-        folders, others = names_in(root)
-        is_folder = dict.fromkeys(others, False) | dict.fromkeys(folders, True)
-    else:
-        is_folder = {name: (root / name).is_dir() for name in os.listdir(root)}
-    for name in sorted(is_folder.keys() - {folder.name for folder in splits.values()}):
+    is_url = isinstance(root, StorePath)
+    folders, others = names_in(root) if isinstance(root, StorePath) else ([], os.listdir(root))
+    for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
+        is_folder = name in folders if is_url else (root / name).is_dir()
         if is_system_folder(name):
-            if isinstance(root, StorePath) and is_folder[name]:
+            if is_url and is_folder:
                 found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
-            elif is_folder[name] and not (root / name).is_symlink():
+            elif is_folder and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
-            continue
-        message = "the folder is not the folder of a split; nothing in it is read"
-        if not is_folder[name]:
-            message = "the recording lies outside the split folders and is not read"
-        if is_folder[name] or is_recording_name(os.fsencode(name)):
-            yield Problem("not_a_split", show_path(name), message)
+        elif is_folder or is_recording_name(os.fsencode(name)):
+            what = "folder" if is_folder else "recording"
+            yield Problem(
+                "not_a_split", show_path(name), f"the {what} lies outside the split folders and is not read"
+            )
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     splits = split_folders(root)
-    targets = _target_folders(root, split, splits)
+    wanted = _wanted_splits(split, splits, root, "data folder has no folder for")
+    targets = {name: splits[name] for name in wanted} or {"": root}
     beside = FoundFiles()
     notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
-    misfits: dict[str, list[int]] = {}
-    unread: dict[str, list[tuple[int, str]]] = {}
+    parsed: dict[str, list[ParsedPath]] = {}
     # a pattern's label map needs the names of all splits
     for name, folder in (targets if naming.labels_by_folder else splits | targets).items():
         found[name], left_out = found_below(root, folder, on_found)
+        paths = found[name].paths
         notes += left_out if name in targets else []
-        misfits[name] = []
         if naming.source == "folders":
             if not splits:
-                _refuse_deeper_splits(root, found[name].folders, found[name].paths)
-            labels[name] = _first_folders(found[name].paths)
+                _refuse_deeper_splits(root, found[name].folders, paths)
+            labels[name] = [os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths]
         else:
-            parsed = [naming.read(path) for path, _, _ in found[name]]
-            labels[name] = [x.label for x in parsed]
-            misfits[name] = [i for i, x in enumerate(parsed) if not x.fits]
-            unread[name] = unread_fields(parsed)
+            parsed[name] = list(map(naming.read, paths))
+            labels[name] = [x.label for x in parsed[name]]
     if naming.labels_by_folder:
         label_names = label_map(list(splits.values()) or [root], root)
     else:
         label_names = _sorted_labels(label for each in labels.values() for label in each)
-    listings = []
-    for name, folder in targets.items():
-        x = make_listing(name, folder, found[name], labels[name], label_names, naming)
-        listings.append(x)
+    listings = tuple(
+        make_listing(name, folder, found[name], labels[name], label_names, naming)
+        for name, folder in targets.items()
+    )
+    for x in listings:
         if not len(x):
-            notes.append(
-                Problem(
-                    "no_recordings",
-                    show_path(x.place or "."),
-                    f"no .wav or .wave file was found below {show_path(folder)}: check the path, and whether the disk is mounted",
-                )
-            )
+            message = f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted"
+            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
     notes += passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
-        for i in misfits[x.split]:
-            if x.label_ids[i] >= 0 or not naming.labels_by_folder:  # else it is rejected for its folder
-                notes.append(_no_match(naming, x.place, x.paths[i]))
-        notes += [Problem("unread_field", x.show(i), message) for i, message in unread.get(x.split, ())]
-    return Manifest(root, label_names, tuple(listings), tuple(notes), naming=naming)
+        notes += _pattern_notes(x, parsed.get(x.split, ()))
+    return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    wanted = SPLITS if split is None else (_requested_split(split),)
     found, notes = found_below(root, root, on_found)
     notes += passed_over_note([found])
-    parsed = [naming.read(path) for path, _, _ in found]
-    present = [s for s in SPLITS if any(x.split == s for x in parsed)]
-    if not set(wanted) & set(present):
-        example = f", for example {show_path(found[0][0])}" if found else ""
+    parsed = list(map(naming.read, found.paths))
+    present = {x.split for x in parsed if x.split}
+    if not present:
+        example = f", for example {show_path(found.paths[0])}" if found.paths else ""
         raise DataError(
-            f"the pattern finds no recording{'' if split is None else f' of the split {wanted[0]}'}",
-            code="no-such-split" if present else "pattern-no-match",
+            "the pattern finds no recording",
+            code="pattern-no-match",
             path=root,
-            found=", ".join(present) or f"{len(found):,} recordings{example}",
+            found=f"{len(found):,} recordings{example}",
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )
     labels = label_map([root], root) if naming.labels_by_folder else _sorted_labels(x.label for x in parsed)
     listings = []
-    for name in (s for s in present if s in wanted):
+    for name in _wanted_splits(split, present, root, "pattern finds no recording of"):
         rows = [i for i, x in enumerate(parsed) if x.split == name]
-        mine = [parsed[i].label for i in rows]
-        listings.append(make_listing(name, root, [found[i] for i in rows], mine, labels, naming))
-        for i, message in unread_fields([parsed[i] for i in rows]):
-            notes.append(Problem("unread_field", listings[-1].show(i), message))
-    unmatched = tuple(path for (path, _, _), x in zip(found, parsed) if not x.fits)
-    notes += [_no_match(naming, "", path) for path in unmatched]
+        own = [parsed[i] for i in rows]
+        x = make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
+        listings.append(x)
+        notes += _pattern_notes(x, own)
+    unmatched = tuple(path for path, x in zip(found.paths, parsed) if not x.fits)
+    notes += [_no_match(naming, show_path(path)) for path in unmatched]
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, unmatched=unmatched)
 
 # %% ../../nbs/audio/manifest.ipynb #d3b691eb
 def _by_table(
     root: Path, split: str | None, table: NameTable, columns: dict[str, str], on_found: Callable[[int], None]
 ) -> Manifest:
-    named = set(table.splits or ())
-    wanted = [s for s in SPLITS if s in named] if split is None else [_requested_split(split)]
     if split is not None and table.splits is None:
         raise UsageError(
             "the table has no column split",
@@ -649,21 +582,14 @@ def _by_table(
             found=f"split={split!r}",
             remedy="name no split, or add the column to the table",
         )
-    if split is not None and wanted[0] not in named:
-        raise DataError(
-            f"the table names no recording of the split {wanted[0]}",
-            code="no-such-split",
-            path=table.file,
-            found=", ".join(sorted(named)),
-            remedy="name one of these splits",
-        )
+    wanted = _wanted_splits(split, set(table.splits or ()), table.file, "table names no recording of")
     files = found_below(root, root, on_found, set(table.paths))[0]
-    present = {path: (path, size, mtime_ns) for path, size, mtime_ns in files}
+    present = {file[0]: file for file in files}
     table = paths_below_root(table, present.keys())
     naming = Naming("table", base="root")
     labels = _sorted_labels(label or None for label in table.labels)
     listings: list[Listing] = []
-    for name in [""] if table.splits is None else wanted:
+    for name in wanted or [""]:
         rows = table.rows_of(name)
         found = [present.get(path) or _stat_inside(root, path) for path in (table.paths[i] for i in rows)]
         names = [table.labels[i] for i in rows]
@@ -680,12 +606,11 @@ def _by_table(
             )
         )
     if extra := sorted(present.keys() - set(table.paths)):
-        message = "the recording is in the data folder but not in the table"
-        if len(extra) > 1:
-            message = f"{len(extra):,} recordings in the data folder are not in the table; this is the first"
+        are = "is" if len(extra) == 1 else "are"
+        message = f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first"
         notes.append(Problem("not_in_table", show_path(extra[0]), message))
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
-    notes += missing_files(missing, sum(map(len, listings)), present, root)
+    notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
         root,
         labels,

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
@@ -123,8 +124,27 @@ def parse_name(
 # %% ../../nbs/audio/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
-_DASHES = tuple(zip((4, 7, 10, 13, 16), b"--T::"))
-_MOVES = [(0, 0, 4), (5, 4, 2), (8, 6, 2), (11, 9, 2), (14, 11, 2), (17, 13, 2)]  # to, from, how many
+_ISO = [
+    0,
+    1,
+    2,
+    3,
+    15,
+    4,
+    5,
+    15,
+    6,
+    7,
+    16,
+    9,
+    10,
+    17,
+    11,
+    12,
+    17,
+    13,
+    14,
+]  # places in a logger's time and "-T:"
 
 
 def _times(texts: np.ndarray) -> np.ndarray:
@@ -134,13 +154,10 @@ def _times(texts: np.ndarray) -> np.ndarray:
     digits = (letters[:, :15] >= ord("0")) & (letters[:, :15] <= ord("9"))
     usual = (digits == _SHAPE).all(axis=1) & (letters[:, 8] == ord("_")) & (letters[:, 15:] == 0).all(axis=1)
     usual &= (letters[:, :4] != ord("0")).any(axis=1)  # NumPy has a year 0
-    column = np.zeros((len(wide), TIME_BYTES), np.uint8)
-    for to, start, n in _MOVES:
-        column[:, to : to + n] = letters[:, start : start + n]
-    for at, letter in _DASHES:
-        column[:, at] = letter
+    marks = np.broadcast_to(np.frombuffer(b"-T:", np.uint8), (len(wide), 3))
+    column = np.hstack([letters[:, :15], marks])[:, _ISO]
     column[~usual] = 0
-    times = column.view(f"S{TIME_BYTES}").ravel()
+    times = np.ascontiguousarray(column).view(f"S{TIME_BYTES}").ravel()
     try:
         times[usual].astype("M8[s]")  # raises for a day or an hour that does not exist
     except ValueError:
@@ -150,21 +167,6 @@ def _times(texts: np.ndarray) -> np.ndarray:
     times = times.astype(f"S{max([TIME_BYTES, *map(len, others)])}")
     times[rest] = others
     return times
-
-# %% ../../nbs/audio/naming.ipynb #d7c032a0
-_AT_ONCE = 8192  # names that are cut together
-_MOST_BYTES = 1 << 22  # of their columns: names times the longest of them
-
-
-def _blocks(paths: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    "Neighbouring paths that are cut together."
-    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
-    begin = 0
-    while begin < len(lengths):
-        longest = np.maximum.accumulate(lengths[begin : begin + _AT_ONCE])
-        n = max(1, int(np.searchsorted(longest * np.arange(1, len(longest) + 1), _MOST_BYTES, "right")))
-        yield paths[begin : begin + n]
-        begin += n
 
 # %% ../../nbs/audio/naming.ipynb #76841f24
 def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.ndarray]:
@@ -194,6 +196,7 @@ def _shortest(texts: np.ndarray) -> np.ndarray:
     return texts.astype(f"S{max(1, strings.str_len(texts).max())}")
 
 
+_AT_ONCE = 2048  # names; one long path widens all names of its block
 NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")
 
 
@@ -202,54 +205,43 @@ def columns_of_names(
     wanted: Collection[str] = NAME_COLUMNS,
 ) -> dict[str, np.ndarray]:  # sensor, recording, start_time, folder: S; gain: float64
     "What `parse_name` says of each path, as columns; text as the bytes it has in the path."
-    parts = [_columns(block, wanted) for block in _blocks(paths)]
+    parts = [_columns(paths[k : k + _AT_ONCE], wanted) for k in range(0, len(paths), _AT_ONCE)]
     if not parts:
         return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
 
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
-_TOKEN = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
+_TOKEN = re.compile(
+    r"(?:^|(?<=/))(?P<folders>\{\*\*\}/)|(?P<text>\{\{|\}\}|[^{}]+)|\{(?P<field>[^{}]*)\}|(?P<brace>[{}])"
+)
 _MAX_LENGTH = 500  # of a pattern
 
 Token = tuple[str, str]  # "text", "field" or "folders", and the text or the field's name ("*": ignored)
 
 
-def _pattern_error(pattern: str, message: str, remedy: str | None = None) -> UsageError:
-    known = ", ".join(f"{{{name}}}" for name in FIELDS)
-    return UsageError(
-        f"the pattern {pattern[:_MAX_LENGTH]!r} {message}",
-        code="invalid-pattern",
-        expected=f"text with {known}, {{*}} or {{**}}",
-        remedy=remedy,
-    )
-
-
 @lru_cache(256)
 def pattern_tokens(
     pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
-) -> tuple[Token, ...]:  # pieces of text joined; raises UsageError
+) -> tuple[Token, ...]:  # raises UsageError
     "Split a pattern into literal text and fields, and check it."
-    if len(pattern) > _MAX_LENGTH:
-        raise _pattern_error(pattern, f"has more than {_MAX_LENGTH} characters")
-    tokens: list[Token] = []
-    for word in _TOKEN.findall(pattern):
-        if word in ("{", "}"):
-            raise _pattern_error(pattern, f"has a single {word}", f"write {word}{word} for a literal {word}")
-        if word == "{**}":
-            tokens.append(("folders", ""))
-        elif word.startswith("{") and word != "{{":
-            if word[1:-1] not in ("*", *FIELDS):
-                raise _pattern_error(pattern, f"has an unknown field: {answer_unknown(word[1:-1], FIELDS)}")
-            tokens.append(("field", word[1:-1]))
-        else:
-            text = word[0] if word in ("{{", "}}") else word
-            last = tokens.pop()[1] if tokens and tokens[-1][0] == "text" else ""
-            tokens.append(("text", last + text))
+    words = [(m.lastgroup or "", m) for m in _TOKEN.finditer(pattern)]
+    tokens = tuple((kind, m[kind].replace("{{", "{").replace("}}", "}")) for kind, m in words)
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
+    brace = next((value for kind, value in tokens if kind == "brace"), "")
+    unknown = next((name for name in named if name not in FIELDS), None)
     doubled = next((name for name in named if named.count(name) > 1), None)
+    joined = next((f"{{{a}}} and {{{b}}}" for (x, a), (y, b) in pairwise(tokens) if x == y == "field"), None)
     end = os.path.splitext(pattern)[1]
     for is_wrong, message, remedy in (
+        (len(pattern) > _MAX_LENGTH, f"has more than {_MAX_LENGTH} characters", None),
+        (brace, f"has a single {brace}", f"write {brace}{brace} for a literal {brace}"),
+        (
+            unknown == "**",
+            "has {**} next to text, but it stands for whole folders",
+            "put it between slashes, followed by a name: {**}/{sensor}",
+        ),
+        (unknown is not None, f"has an unknown field: {answer_unknown(unknown or '', FIELDS)}", None),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
         (
@@ -258,28 +250,21 @@ def pattern_tokens(
             "remove the leading /",
         ),
         (end.lower() in (".wav", ".wave"), f"ends in {end}", "remove the extension"),
+        (
+            joined,
+            f"has no text between the fields {joined}",
+            "put text between them: without it the end of the first field is not defined",
+        ),
     ):
         if is_wrong:
-            raise _pattern_error(pattern, message, remedy)
-    for k, (before, this, after) in enumerate(
-        zip([("text", "/"), *tokens], list(tokens), [*tokens[1:], ("field", "")])
-    ):
-        if this[0] == after[0] == "field" and after[1]:
-            raise _pattern_error(
-                pattern,
-                f"has no text between the fields {{{this[1]}}} and {{{after[1]}}}",
-                "put text between them: without it the end of the first field is not defined",
+            known = ", ".join(f"{{{name}}}" for name in FIELDS)
+            raise UsageError(
+                f"the pattern {pattern[:_MAX_LENGTH]!r} {message}",
+                code="invalid-pattern",
+                expected=f"text with {known}, {{*}} or {{**}}",
+                remedy=remedy,
             )
-        if this[0] == "folders":
-            if (before[0], after[0], before[1][-1:], after[1][:1]) != ("text", "text", "/", "/"):
-                raise _pattern_error(
-                    pattern,
-                    "has {**} next to text, but it stands for whole folders",
-                    "put it between slashes, followed by a name: {**}/{sensor}",
-                )
-            # the slash behind it goes with the folders: there may be none
-            tokens[k + 1] = ("text", after[1][1:])
-    return tuple(t for t in tokens if t != ("text", ""))
+    return tokens
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
@@ -288,79 +273,55 @@ _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
     "start_time": (40, whole_time),
     "gain": (64, lambda value: not math.isnan(number_in(value))),
 }
-# of all attempts to match one path; names of 250 characters and ten fields take up to 22,000
-_MAX_STEPS = 30_000
+_MAX_STEPS = 30_000  # of all attempts to match one path
+
+
+def _ends(token: Token, path: str, at: int, text: str) -> Iterator[int]:
+    "Yield where a token that begins at a place can end, the nearest first; the text follows it in the pattern."
+    kind, value = token
+    if kind == "text":
+        yield from [at + len(value)] * path.startswith(value, at)
+    elif kind == "folders":
+        yield from (at, *(k + 1 for k in range(at, len(path)) if path[k] == "/"))
+    else:
+        stop = (path + "/").index("/", at)
+        end = max(at + (value != "*"), 0 if text else stop)
+        while at <= (end := path.find(text, end, stop + len(text))):
+            yield end
+            end += 1
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
-def _fit(
-    tokens: tuple[Token, ...], path: str, strict: frozenset[str], steps: int
-) -> tuple[list[tuple[str, str]] | None, int]:
-    "Match a path with the tokens; `strict` fields must have valid values. Return fields and values, and the remaining steps."
-    failed: set[tuple[int, int]] = set()
-
-    def ends(k: int, at: int) -> Iterator[int]:
-        "Positions at which token k can end, the nearest first."
-        kind, value = tokens[k]
-        if kind == "text":
-            if path.startswith(value, at):
-                yield at + len(value)
-        elif kind == "folders":
-            yield at
-            while at := path.find("/", at) + 1:
-                yield at
-        else:
-            stop = path.find("/", at)
-            stop = len(path) if stop < 0 else stop
-            least = at + (value != "*")
-            text = tokens[k + 1][1] if k + 1 < len(tokens) else ""
-            is_last = k + 2 >= len(tokens)  # text that ends the pattern ends the path
-            end = len(path) - len(text) if is_last else path.find(text, least)
-            is_free = is_last or "/" not in text and not strict & {value, tokens[k + 2][1]}
-            while least <= end <= stop:
-                yield end
-                if is_free:
-                    return
-                end = path.find(text, end + 1)
-
-    def rest(k: int, at: int) -> list[tuple[str, str]] | None:
-        "Fields and values from token k and position `at`; None without a match."
-        nonlocal steps
-        if k == len(tokens):
-            return [] if at == len(path) else None
-        if (k, at) in failed:
-            return None
-        kind, value = tokens[k]
-        for end in ends(k, at):
-            steps -= 1
-            if steps < 0:
-                return None
-            if kind == "field" and value in strict:
-                most, read = _TYPED_FIELDS[value]
-                if end - at > most or not read(path[at:end]):
-                    continue
-            if (found := rest(k + 1, end)) is not None:
-                return [(value, path[at:end]), *found] if kind == "field" else found
-        failed.add((k, at))
-        return None
-
-    return rest(0, 0), steps
-
-# %% ../../nbs/audio/naming.ipynb #98bfce5b
 def match_pattern(
     pattern: str,
     path: str,  # relative, without its extension
 ) -> dict[str, str] | None:  # field -> text; None if the path does not match
     "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
     tokens = pattern_tokens(pattern)
-    fields = [value for kind, value in tokens if kind == "field"]
-    forms = frozenset(_TYPED_FIELDS).intersection(fields) - {"split"}
-    steps = _MAX_STEPS
-    for given_up in (frozenset[str](), {"gain"}, {"start_time"}, {"start_time", "gain"}):
-        if not given_up <= forms:
-            continue
-        matched, steps = _fit(tokens, path, (forms | {"split"}) - given_up, steps)
-        if matched is not None:
-            return {name: value for name, value in matched if name != "*"}
+    texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
+    steps = 0
+
+    @cache
+    def rest(k: int, at: int, free: tuple[str, ...]) -> list[int] | None:
+        "Return where tokens end from token k at a place, or None; `free` fields can have any text."
+        nonlocal steps
+        if k == len(tokens):
+            return [] if at == len(path) else None
+        kind, value = tokens[k]
+        typed = _TYPED_FIELDS.get(value) if kind == "field" and value not in free else None
+        for end in _ends(tokens[k], path, at, texts[k]):
+            steps += 1
+            if steps > _MAX_STEPS:
+                break
+            if typed and (end - at > typed[0] or not typed[1](path[at:end])):
+                continue
+            if (found := rest(k + 1, end, free)) is not None:
+                return [end, *found]
+        return None
+
+    for free in ((), ("gain",), ("start_time",), ("start_time", "gain")):
+        if {("field", name) for name in free} <= {*tokens} and (ends := rest(0, 0, free)) is not None:
+            found = zip(tokens, pairwise([0, *ends]))
+            return {value: path[a:b] for (kind, value), (a, b) in found if kind == "field" and value != "*"}
     return None
 
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
@@ -532,14 +493,14 @@ def preview_names(
     fit: list[dict[str, str]] = []
     misses: list[str] = []
     for place, path in names:
-        parsed = naming.read(path)
+        x = naming.read(path)
         shown = show_place(place, path)
-        gain = "" if math.isnan(parsed.parts.gain) else f"{parsed.parts.gain:g}"
-        found = parsed.parts._asdict() | {"split": parsed.split, "label": parsed.label, "gain": gain}
-        if not parsed.fits:
+        gain = "" if math.isnan(x.parts.gain) else f"{x.parts.gain:g}"
+        found = x.parts._asdict() | {"split": x.split, "label": x.label, "gain": gain}
+        if x.fits:
+            fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
+        else:
             misses.append(shown)
-            continue
-        fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
     counts = {f: Counter(row[f] for row in fit) for f in fields}
     n_fit = len(fit)
     if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field

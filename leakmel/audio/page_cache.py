@@ -9,7 +9,6 @@ __all__ = []
 import ctypes, errno, mmap, os, sys, threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 # %% ../../nbs/audio/page_cache.ipynb #86437b00
@@ -44,7 +43,7 @@ def cached_share(
     try:
         seen = np.frombuffer(pages, np.uint8)
         resident = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
-        code = _libc().mincore(
+        code = ctypes.CDLL(None).mincore(
             ctypes.c_void_p(seen.ctypes.data),
             ctypes.c_size_t(len(pages)),
             ctypes.c_void_p(resident.ctypes.data),
@@ -54,11 +53,6 @@ def cached_share(
         with suppress(BufferError):
             pages.close()  # a signal may have kept the array alive; it is freed with it
     return float((resident & 1).mean()) if code == 0 else None
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 # %% ../../nbs/audio/page_cache.ipynb #2232f499
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -82,11 +76,6 @@ def is_in_cache(
         raise
 
 # %% ../../nbs/audio/page_cache.ipynb #eb5a8b9d
-# shares of the bytes requested
-WARM_BELOW = 0.01
-COLD_FROM = 0.9
-
-
 class CacheUse:
     "Bytes requested from files and bytes read from storage; threads may share one object."
 
@@ -130,7 +119,7 @@ class CacheUse:
         if not self.counted or (self.asked and not self.delivered and (self.saw_cold or not self.tells)):
             return "unknown"
         share = self.delivered / max(1, self.asked)
-        return "warm" if share < WARM_BELOW else "cold" if share >= COLD_FROM else "mixed"
+        return "warm" if share < 0.01 else "cold" if share >= 0.9 else "mixed"
 
     def to_dict(self) -> dict[str, Any]:
         "Return the counts for the summary of a build."

@@ -142,11 +142,12 @@ def name_problems(
     show: Callable[[int], str],  # path of a recording for display
     label_ids: np.ndarray,  # [B]; -1: no label
     gains: np.ndarray,  # [B] from the names
+    reason: str = "the recording lies in no label folder and will be rejected",
 ) -> Iterator[Problem]:
     "Find problems of the names and folders of recordings."
     for i in np.flatnonzero((label_ids == -1) | (gains == 1)).tolist():
         if label_ids[i] == -1:
-            yield Problem("no_label", show(i), "the recording lies in no label folder and will be rejected")
+            yield Problem("no_label", show(i), reason)
         if gains[i] == 1:
             yield Problem("gain_1", show(i), "the name has gain 1: the hydrophone was not in the water")
 

@@ -497,24 +497,14 @@ class DemoSummary:
 
 # %% ../../nbs/audio/synth.ipynb #3d586d1d
 def _check_target(root: Path) -> None:
-    if os.path.lexists(root) and not root.is_dir():
+    if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise OutputError(
-            "the path exists, but is not a folder",
-            code="not-a-folder",
-            path=root,
-            remedy="choose a new folder",
-        )
-    if root.is_dir() and any(root.iterdir()):
-        raise OutputError(
-            "the folder is not empty",
+            "the path is a file, or the folder is not empty",
             code="output-exists",
             path=root,
             expected="a new or an empty folder",
             remedy="choose another folder",
         )
-
-# %% ../../nbs/audio/synth.ipynb #20c3f37b
-_PROGRESS_EACH = 32  # recordings
 
 # %% ../../nbs/audio/synth.ipynb #3815de37
 def write_demo(
@@ -538,7 +528,6 @@ def write_demo(
     with write_errors(root):
         root.parent.mkdir(parents=True, exist_ok=True)
         _check_target(root)
-        require_space(root.parent, n_bytes)
         with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
             partial = Path(folder, root.name)
             for split in SPLIT_SIZES:
@@ -547,7 +536,7 @@ def write_demo(
             for n_done, planned in enumerate(plan, 1):
                 path, samples = render_planned(planned, seed)
                 write_wav(partial / path, samples)
-                if progress is not None and (n_done % _PROGRESS_EACH == 0 or n_done == n_files):
+                if progress is not None and (n_done % 32 == 0 or n_done == n_files):
                     progress(n_done)
             for path, _, content in planted:
                 Path(partial, path).write_bytes(content)

@@ -6,12 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, binascii, codecs, csv, io, math, os, re, stat
+import base64, codecs, csv, io, math, os, re, stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from leakmel.audio.naming import TIME_FORMS, NameParts, iso_time, split_name
 from leakmel.audio.problems import Problem, how_many
@@ -53,7 +53,6 @@ MEASURED_COLUMNS = (  # of `scan(...).table` and `MelDataset.files`: learned fro
 )
 MAX_EXTRA_COLUMNS = 50
 MAX_EXTRA_BYTES = 1000  # of a cell
-_COLUMN_ALIASES = {"file": "path", "filename": "path"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,72 +105,33 @@ def table_columns(
     return {name: given.strip() for name, given in (columns or {}).items()}
 
 
-@dataclass(frozen=True)
-class _Header:
-    known: dict[str, int]  # of TABLE_COLUMNS
-    extra: dict[str, int]  # others that are kept
-    ignored: tuple[str, ...]
-
-
 def _column(cell: str) -> str:
-    "Return the standard name of a known column; other names stay unchanged."
+    "Return the standard name of a column, or its name without differences of case and blanks."
     name = cell.strip().casefold()
-    name = _COLUMN_ALIASES.get(name, name)
-    return name if name in TABLE_COLUMNS else cell.strip()
+    return "path" if name in ("file", "filename") else name
 
 
-def _mapped(names: list[str], columns: dict[str, str], file: Path) -> dict[str, int]:
-    "Return the places of the columns that the user named; the same column can serve twice."
-    places = {}
-    folded = [n.casefold() for n in names]
-    for name, given in columns.items():
-        if given not in names and given.casefold() not in folded:
+def _places(names: list[str], file: Path, columns: dict[str, str], needed: tuple[str, ...]) -> dict[str, int]:
+    "Return the places of known columns in a header; the user can name the same column for several."
+    places = dict[str, int]()
+    for name in TABLE_COLUMNS:
+        given = columns.get(name)
+        found = [
+            i
+            for i, x in enumerate(names)
+            if (x == given if given in names else _column(x) == _column(given or name))
+        ]
+        if len(found) > 1 or not found and (given or name in needed):
             raise DataError(
-                f"the table has no column {show_path(given)}, which columns names for {name}",
+                f"the table has {'more than one' if found else 'no'} column {show_path(given or name)}",
                 code="table-columns",
                 path=file,
-                found=", ".join(show_path(n) for n in names),
+                found=", ".join(map(show_path, names))[:500],
+                expected=f"path (or file, or filename), label and, where known, {', '.join(TABLE_COLUMNS[3:])}, each once",
+                remedy=f"name the column that holds it: columns={{'{name}': NAME}}, --columns {name}=NAME",
             )
-        places[name] = names.index(given) if given in names else folded.index(given.casefold())
+        places.update((name, i) for i in found)
     return places
-
-
-def _header(cells: list[str], file: Path, columns: dict[str, str], with_labels: bool = True) -> _Header:
-    given = [cell.strip() for cell in cells]
-    places = _mapped(given, columns, file)
-    known, extra, ignored = dict(places), dict[str, int](), list[str]()
-    shown = ", ".join(show_path(_column(n)) for n in given)
-    for i, cell in enumerate(given):
-        name = _column(cell)
-        if name in TABLE_COLUMNS and name not in places:
-            if name in known:
-                raise DataError(
-                    f"the table has the column {name} twice",
-                    code="table-columns",
-                    path=file,
-                    found=shown,
-                    remedy="remove one of the two (file and filename are other names of path)",
-                )
-            known[name] = i
-        elif i not in places.values() and cell:
-            name = cell.removeprefix("extra/").replace("/", "_")
-            is_free = name not in (*extra, *MEASURED_COLUMNS, ".", "..") and len(extra) < MAX_EXTRA_COLUMNS
-            if is_free and 0 < len(name.encode()) <= MAX_EXTRA_BYTES:
-                extra[name] = i
-            else:
-                ignored.append(cell)
-    for wanted in ("path", "label") if with_labels else ("path",):
-        if wanted not in known and (wanted == "label" or "path_base64" not in known):
-            raise DataError(
-                f"the table has no column {wanted}",
-                code="table-columns",
-                path=file,
-                found=shown,
-                expected="path (or file, or filename), label and, where known, "
-                + ", ".join(TABLE_COLUMNS[3:]),
-                remedy=f"name the column that holds it: columns={{'{wanted}': NAME}}, --columns {wanted}=NAME",
-            )
-    return _Header(known, extra, tuple(ignored))
 
 # %% ../../nbs/audio/tables.ipynb #84578403
 MAX_TABLE_BYTES = 1 << 30
@@ -184,22 +144,20 @@ def read_table_bytes(
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as f:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise DataError("the table is not a regular file", code="table-unreadable", path=file)
-            data = f.read(MAX_TABLE_BYTES + 1)
+            st = os.fstat(fd)
+            if not stat.S_ISREG(st.st_mode) or st.st_size > MAX_TABLE_BYTES:
+                raise DataError(
+                    "the table is not a regular file, or is too large",
+                    code="table-unreadable",
+                    path=file,
+                    expected=f"a file of at most {MAX_TABLE_BYTES >> 20} MiB",
+                )
+            return f.read(MAX_TABLE_BYTES)
     except OSError as e:
         cause, remedy = explain(e, file)
         raise DataError(
             f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
         ) from e
-    if len(data) > MAX_TABLE_BYTES:
-        raise DataError(
-            "the table is too large",
-            code="table-unreadable",
-            path=file,
-            expected=f"at most {MAX_TABLE_BYTES >> 20} MiB",
-        )
-    return data
 
 
 def require_same_table(
@@ -335,11 +293,10 @@ def csv_table(
     lines = io.StringIO(text[sep.end() :] if sep else text, newline="")
     head = next((line for line in lines if line.strip(',;" \t\r\n\xa0')), "")
     lines.seek(0)
-    other = {name.strip().casefold() for name in names}
+    known = {*TABLE_COLUMNS, *map(_column, names)}
 
     def count(delimiter: str) -> int:
-        cells = [cell.strip().strip('" ') for cell in head.split(delimiter)]
-        return sum(_column(cell) in TABLE_COLUMNS or cell.casefold() in other for cell in cells)
+        return sum(_column(cell.strip().strip('"')) in known for cell in head.split(delimiter))
 
     delimiter = sep[1] if sep else max(",;\t", key=count)
     rows = _lines(file, csv.reader(lines, delimiter=delimiter, strict=True), 2 if sep else 1)
@@ -377,52 +334,31 @@ def dashed_date(
     text: str,
 ) -> str:
     "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
-
-    def dashed(m: re.Match) -> str:
-        return f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}"
-
-    return _DATE.sub(dashed, text.strip(), count=1)
+    return _DATE.sub(lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip())
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
-def _path_in(cells: dict[str, str], wrong: Callable[..., NoReturn]) -> bytes:
-    coded = cells.get("path_base64", "").strip()
-    try:
-        path = base64.b64decode(coded, validate=True) if coded else os.fsencode(cells.get("path", ""))
-    except (binascii.Error, ValueError):
-        wrong("the path is not valid base64", "path_base64")
-    steps = path.split(b"/")
-    checks = (
-        (path != b"", "the path is empty", None),
-        (not path.startswith(b"/"), "the path is absolute", "write it relative to the data folder"),
-        (b"\0" not in path, "the path contains a zero byte", None),
-        (
-            b".." not in steps,
-            "the path contains ..",
-            "name only recordings below the data folder",
-        ),
-        (
-            not {b"", b"."} & set(steps),
-            "the path contains an empty part or .",
-            "write it without them, for example LEAK/a.wav",
-        ),
-    )
-    for is_right, message, remedy in checks:
-        if not is_right:
-            wrong(message, "path", remedy)
-    return path
-
-
-def _parts_in(cells: dict[str, str], delimiter: str, wrong: Callable[..., NoReturn]) -> NameParts:
-    text = {name: cells.get(name, "").strip() for name in NameParts._fields}
+def _row(
+    cells: dict[str, str],  # name of TABLE_COLUMNS -> cell
+    delimiter: str,
+) -> tuple[bytes, str, str, NameParts]:  # path, label, split; raises ValueError
+    "Read the known cells of a row."
+    text = {name: cells.get(name, "").strip() for name in TABLE_COLUMNS}
+    coded = text["path_base64"]
+    path = base64.b64decode(coded, validate=True) if coded else os.fsencode(cells.get("path", ""))
+    if b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")):
+        shown = show_path(path)
+        raise ValueError(f"the path {shown!r} is empty, not below the data folder or not in its plain form")
+    split = split_name(text["split"]) or ""
+    if text["split"] and not split:
+        raise ValueError(f"the split {text['split'][:80]!r} is not training, validation or testing")
     when = iso_time(dashed_date(text["start_time"]))
     if text["start_time"] and not when:
-        remedy = f"write it as {TIME_FORMS}; or leave it empty"
-        wrong("the start time is not a date with a time", "start_time", remedy)
-    try:
-        gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
-    except ValueError:
-        wrong("the gain is not a number", "gain", "use a decimal point, or leave the cell empty")
-    return NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
+        raise ValueError(
+            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}"
+        )
+    gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
+    parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
+    return path, text["label"] if text_key(text["label"]) else "", split, parts
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
 def read_table(
@@ -442,77 +378,67 @@ def read_table(
         )
     file = Path(os.path.abspath(file))
     data = read_table_bytes(file)
-    rows = csv_table(file, decode_text(data, file), wanted.values())
-    if not rows.names:
-        raise DataError(
-            "the table is empty",
-            code="table-empty",
-            path=file,
-            expected="a line of column names, for example path,label",
-        )
-    header = _header(rows.names, file, wanted, with_labels)
-    least = 1 + max(header.known.get(name, -1) for name in ("path", "label")[: 1 + with_labels])
-    extra: dict[str, list[str]] = {name: [] for name in header.extra}
-    table = NameTable(
-        file, [], [], [], [], header.ignored, extra, digest_of(data), "start_time" in header.known
-    )
+    table = csv_table(file, decode_text(data, file), wanted.values())
+    names = [cell.strip() for cell in table.names]
+    needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
+    places = _places(names, file, wanted, needed) if names else {}
+    rows: list[tuple[bytes, str, str, NameParts]] = []
+    texts: list[list[str]] = []
     lines: dict[bytes, int] = {}
-    for line, row in rows.rows(least):
-        _take_row(table, header, row, line, rows.delimiter, lines)
-    if not len(table):
+    for line, cells in table.rows(1 + max(places.get(name, -1) for name in ("path", *needed))):
+        try:
+            rows.append(_row({name: cells[i] for name, i in places.items()}, table.delimiter))
+        except ValueError as e:
+            raise row_error(file, line, str(e)) from e
+        if (first := lines.setdefault(rows[-1][0], line)) != line:
+            raise row_error(file, line, f"the path is the same as in line {first}")
+        texts.append([cell.strip() for cell in cells])
+    if not rows:
         raise DataError(
             "the table names no recording",
             code="table-empty",
             path=file,
-            expected="a line for each recording",
+            expected="a line of column names, for example path,label, and a line for each recording",
         )
-    return _checked_columns(table, list(lines.values()))
-
-
-def _take_row(
-    table: NameTable, header: _Header, row: list[str], line: int, delimiter: str, lines: dict[bytes, int]
-) -> None:
-    "Add a row to the table, checked; `lines` holds the line of each path."
-    cells = {name: row[i] for name, i in header.known.items()}
-
-    def wrong(message: str, cell: str = "", remedy: str | None = None) -> NoReturn:
-        shown = show_path(cells.get(cell, ""))
-        found = f"{cell} {shown!r}" if shown else None
-        raise row_error(table.file, line, message, found=found, remedy=remedy)
-
-    path = _path_in(cells, wrong)
-    if path in lines:
-        wrong(f"the path is the same as in line {lines[path]}", "path")
-    split = cells.get("split", "").strip()
-    if split and split_name(split) is None:
-        wrong("the split is unknown", "split", "write training, validation or testing")
-    lines[path] = line
-    table.paths.append(path)
-    label = cells.get("label", "").strip()
-    table.labels.append(label if text_key(label) else "")
-    table.parts.append(_parts_in(cells, delimiter, wrong))
-    if table.splits is not None:
-        table.splits.append(split_name(split) or "")
-    for name, i in header.extra.items():
-        table.extra[name].append(row[i].strip())
-
-
-def _checked_columns(
-    table: NameTable,
-    lines: list[int],  # of the rows
-) -> NameTable:
-    "Return the table without an empty column of splits, and without columns of long texts."
-    splits = table.splits if table.splits and any(table.splits) else None
-    if splits is not None and "" in splits:
-        raise DataError(
-            f"line {lines[splits.index('')]}: the split is empty",
-            code="table-row",
-            path=table.file,
+    splits = [split for _, _, split, _ in rows]
+    if any(splits) and "" in splits:
+        raise row_error(
+            file,
+            list(lines.values())[splits.index("")],
+            "the split is empty",
             remedy="fill it in every line, or remove the column",
         )
-    long = [n for n, texts in table.extra.items() if max(len(t.encode()) for t in texts) > MAX_EXTRA_BYTES]
-    extra = {name: texts for name, texts in table.extra.items() if name not in long}
-    return replace(table, splits=splits, ignored=(*table.ignored, *long), extra=extra)
+    extra, ignored = _other_columns(names, set(places.values()), texts)
+    return NameTable(
+        file,
+        list(lines),
+        [label for _, label, _, _ in rows],
+        splits if any(splits) else None,
+        [parts for _, _, _, parts in rows],
+        ignored,
+        extra,
+        digest_of(data),
+        "start_time" in places,
+    )
+
+
+def _other_columns(
+    names: list[str], known: set[int], rows: list[list[str]]
+) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+    "Return the columns that are kept besides known ones, and the names of those that are not."
+    extra: dict[str, list[str]] = {}
+    ignored: list[str] = []
+    for i, cell in enumerate(names):
+        if i in known or not cell:
+            continue
+        name = cell.removeprefix("extra/").replace("/", "_")
+        texts = [row[i] for row in rows]
+        is_free = name not in ("", ".", "..", *extra, *MEASURED_COLUMNS) and len(extra) < MAX_EXTRA_COLUMNS
+        if is_free and max(len(text.encode()) for text in (name, *texts)) <= MAX_EXTRA_BYTES:
+            extra[name] = texts
+        else:
+            ignored.append(cell)
+    return extra, tuple(ignored)
 
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(
@@ -542,15 +468,9 @@ def paths_below_root(
     return replace(table, paths=paths)
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
-def _plain(path: bytes) -> str:
-    "Return a path without differences of case, and without what cannot be seen."
-    return text_key(os.fsdecode(path)).casefold()
-
-
 def missing_files(
     missing: Sequence[bytes],  # paths of the table that do not exist
     n_rows: int,  # rows of the table that were checked
-    existing: Collection[bytes],  # paths that exist
     root: Path,
 ) -> Iterator[Problem]:
     "Yield the problems of rows without a file."
@@ -561,16 +481,7 @@ def missing_files(
             f"paths are relative to {show_path(root)}, where this file and "
             f"{how_many(n_rows - 1, 'other')} of the table do not exist",
         )
-    similar = {_plain(path): path for path in existing} if missing else {}
     for path in missing:
-        hint = '; write "/" between folders' if b"\\" in path else ""
-        if twin := similar.get(_plain(path)):
-            is_case = text_key(os.fsdecode(twin)) != text_key(os.fsdecode(path))
-            hint += (
-                f"; {show_path(twin)} exists, which {'differs only in case' if is_case else 'looks the same'}"
-            )
-        yield Problem(
-            "missing_file",
-            show_path(path),
-            f"the table names this file, but the data folder does not contain it{hint}",
-        )
+        hint = '; write "/" between folders' if b"\\" in path else "; upper and lower case count"
+        message = f"the table names this file, but the data folder does not contain it{hint}"
+        yield Problem("missing_file", show_path(path), message)

@@ -6,25 +6,23 @@
 __all__ = []
 
 # %% ../../nbs/insight/explore.ipynb #f6feb4ca
-import os, shlex, time
+import shlex
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.problems import how_many
-from leakmel.audio.synth import wav_bytes
 from leakmel.audio.wav import read_wav
-from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
+from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import runs_folder
-from leakmel.dataset.file.spec_file import SpecFile, write_spec
 from leakmel.dataset.run.inputs import decide_spec
 from leakmel.dataset.source.loader import STATUSES, BatchReader, Slot
+from leakmel.insight.listening import MAX_PLAYED_S, as_float, playback
 from leakmel.insight.plots import (
     TEXT_COLOUR,
     MAX_POINTS,
@@ -37,189 +35,13 @@ from leakmel.insight.plots import (
     styled_subplots,
     whole_db,
 )
-from leakmel.mel.engines import open_engine
+from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.reference import hann_periodic
 from leakmel.mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-# %% ../../nbs/insight/explore.ipynb #c1f5eb41
-@dataclass(frozen=True)
-class RecordingFilter:
-    "Filter by split, label, sensor and flag; an empty value matches any."
-
-    split: str = ""
-    label: str = ""
-    sensor: str = ""
-    flag: str = ""
-
-    def __repr__(self) -> str:
-        words = [f"{name} {show_path(value)}" for name, value in asdict(self).items() if value]
-        return ", ".join(words) or "any recording"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Recordings:
-    "Usable recordings in the order of the listings; raises DataError if there are none."
-
-    manifest: Manifest
-    table: "pd.DataFrame"  # of the scan, with listing, k (index in the listing), shown (path), flags (tuple)
-    n_left_out: int = 0  # recordings of the manifest that cannot be read or have no label
-
-    def __post_init__(self) -> None:
-        if not len(self):
-            raise DataError(
-                "the folder contains no usable recording",
-                code="no-usable-recording",
-                path=self.manifest.root,
-                remedy=f"run `leakmel scan {shlex.quote(show_path(self.manifest.root))} --content` to list the problems",
-            )
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __repr__(self) -> str:
-        left = f"; {how_many(self.n_left_out, 'other')} cannot be used" if self.n_left_out else ""
-        return f"{how_many(len(self), 'recording')} of {show_path(self.manifest.root)}{left}"
-
-    @cached_property
-    def value_counts(self) -> dict[str, dict[str, int]]:
-        "Number of recordings per value, for each field of a RecordingFilter."
-        names = ("split", "label", "sensor")
-        counts = {name: self.table[name].value_counts().sort_index() for name in names}
-        counts["flag"] = self.table["flags"].explode().dropna().value_counts()
-        return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
-
-    def matching(
-        self, wanted: RecordingFilter
-    ) -> np.ndarray:  # [n] row numbers, at least one; raises UsageError if no recording matches
-        "Return the rows that match a filter."
-        fits = np.ones(len(self), bool)
-        for name, word in asdict(wanted).items():
-            if not word:
-                continue
-            if word not in self.value_counts[name]:
-                raise UsageError(
-                    f"no recording has this {name}",
-                    code="no-matching-recording",
-                    found=repr(word),
-                    expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
-                )
-            if name == "flag":
-                fits &= np.array([word in flags for flags in self.table["flags"]])
-            else:
-                fits &= (self.table[name] == word).to_numpy()
-        if not fits.any():
-            raise UsageError(
-                "no recording matches the filter", code="no-matching-recording", found=repr(wanted)
-            )
-        return np.flatnonzero(fits)
-
-# %% ../../nbs/insight/explore.ipynb #95c7ed86
-def recordings_of_scan(
-    manifest: Manifest,  # of scan(root, content=True)
-) -> Recordings:  # raises DataError if no recording is usable
-    "Return the usable recordings of a scan."
-    sizes = [len(x) for x in manifest.listings]
-    label_ids = np.concatenate([x.label_ids for x in manifest.listings])
-    whole = manifest.table.reset_index(drop=True).assign(
-        listing=np.repeat(np.arange(len(sizes)), sizes), k=np.concatenate([np.arange(n) for n in sizes])
-    )
-    table = whole[(whole["code"] == "") & (label_ids >= 0)]
-    shown = [manifest.listings[i].show(k) for i, k in zip(table["listing"], table["k"])]
-    kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
-    words = [[*status.split("+"), *kinds.get(path, ())] for path, status in zip(shown, table["status"])]
-    flags: list[Any] = [
-        tuple(dict.fromkeys(word for word in each if word not in ("", "ok"))) for each in words
-    ]
-    return Recordings(manifest, table.assign(shown=shown, flags=flags), len(whole) - len(table))
-
-# %% ../../nbs/insight/explore.ipynb #1905df65
-@dataclass(frozen=True, eq=False)
-class FittedRecording:
-    "A recording at the sample rate and length of a spec."
-
-    shown: str  # path below the root
-    label: str
-    sensor: str
-    rms_db: float  # dB re full scale, of the file
-    flags: tuple[str, ...]
-    status: str  # conversions such as "resampled+padded"; "ok": none
-    samples: np.ndarray  # [N] int16 or float32
-
-
-def read_row(
-    recordings: Recordings,
-    row: int,  # number in the table
-    spec: MelSpec,  # its sample rate, length and conversion rules apply
-) -> FittedRecording:  # raises RecordingError
-    "Read a recording and convert it to the rate and length of a spec."
-    facts = recordings.table.iloc[row]
-    slot = Slot(1, spec)
-    slot.begin(None, 0, int(facts["k"]), 1)
-    BatchReader(recordings.manifest.listings[int(facts["listing"])], spec).fill(slot)
-    if slot.rejected:
-        raise RecordingError(slot.rejected[0].code, slot.rejected[0].message, path=facts["shown"])
-    named = {name: facts[name] for name in ("shown", "label", "sensor", "flags")}
-    status = STATUSES[slot.facts["status"][0]]
-    return FittedRecording(rms_db=float(facts["rms_db"]), status=status, samples=slot.input[0], **named)
-
-# %% ../../nbs/insight/explore.ipynb #aba5bd13
-@dataclass(frozen=True, eq=False, repr=False)
-class SplitSpectra:
-    "Mean spectra of the recordings of a split."
-
-    split: str
-    spectra_db: np.ndarray  # [n, M] float32, each the mean over a row's segments and frames, dB
-    labels: list[str]  # [n]
-    spec: MelSpec
-    n_found: int  # recordings of the split that are not silent
-    seconds: float  # of reading and computing
-
-    def __repr__(self) -> str:
-        n = len(self.labels)
-        some = (
-            f"an even sample of {n:,} of {self.n_found:,} recordings"
-            if n < self.n_found
-            else f"all {n:,} recordings"
-        )
-        return (
-            f"{show_path(self.split) or 'one folder'}: {some} that are not silent, read and computed in {self.seconds:.2f} s "
-            f"({n / self.seconds:,.0f} recordings/s)"
-        )
-
-
-def split_spectra(
-    recordings: Recordings,  # silent recordings are excluded
-    split: str,  # "TRAINING", ...; "" for a folder of label folders
-    spec: MelSpec,
-    *,
-    most: int = 1000,  # recordings; from more, an even sample
-) -> SplitSpectra:  # raises RecordingError for a recording that was changed or removed after the scan
-    "Read the recordings of a split and compute their mean spectra."
-    table = recordings.table
-    rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
-    even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
-    began = time.perf_counter()
-    with open_engine("auto", spec, device="cpu") as engine:
-
-        def mean_spectrum(row: int) -> np.ndarray:
-            mels = np.empty((1, *spec.row_shape), np.float16)
-            engine.run(read_row(recordings, row, spec).samples[None], mels)
-            return mels.mean(axis=(0, 1, 2, 4), dtype=np.float32)
-
-        with ThreadPoolExecutor(engine.workers) as pool:
-            found = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
-        return SplitSpectra(
-            split=split,
-            spectra_db=found.reshape(-1, spec.n_mels),
-            labels=[show_path(label) for label in table["label"].iloc[even]],
-            spec=spec,
-            n_found=len(rows),
-            seconds=time.perf_counter() - began,
-        )
 
 # %% ../../nbs/insight/explore.ipynb #17bdd14e
 def explore_kinds() -> Kinds:
@@ -244,32 +66,118 @@ def explore_kinds() -> Kinds:
         "controls": (bool, None),
     }
 
-# %% ../../nbs/insight/explore.ipynb #6ef03ac5
-@dataclass(frozen=True)
-class SegmentSelection:
-    "Long segments from `first` to before `stop`."
+# %% ../../nbs/insight/explore.ipynb #c1f5eb41
+FILTERS = ("split", "label", "sensor", "flag")
 
-    first: int = 0
-    stop: int | None = None  # None: to the end
 
-    def fitted(self, spec: MelSpec) -> "SegmentSelection":
-        "Limit the selection to the segments of a spec; `stop` is a number."
-        n_long = spec.row_shape[0]
-        first = min(max(0, self.first), n_long - 1)
-        stop = n_long if self.stop is None else min(max(first + 1, self.stop), n_long)
-        return SegmentSelection(first, stop)
+def filter_text(wanted: Mapping[str, str]) -> str:
+    "Name the values of a filter."
+    words = [f"{name} {show_path(value)}" for name, value in wanted.items() if value]
+    return ", ".join(words) or "any recording"
 
-    def samples(self, spec: MelSpec) -> tuple[int, int]:  # half-open
-        "Return the sample range of the selected segments."
-        s = self.fitted(spec)
-        return s.first * spec.long_hop, ((s.stop or 1) - 1) * spec.long_hop + spec.long_window
 
-    def frames(self, spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
-        "Return the distinct frame starts [D] of the selection, in samples, and the first index of each in [L * S * T]."
-        s = self.fitted(spec)
-        starts = spec.grid.frame_starts
-        found, where = np.unique(starts[s.first : s.stop].ravel(), return_index=True)
-        return found, where + s.first * starts[0].size
+@dataclass(frozen=True, eq=False, repr=False)
+class Recordings:
+    "Usable recordings of a scan, in the order of the listings."
+
+    manifest: Manifest
+    table: "pd.DataFrame"  # of the scan, with listing, k (index in the listing), shown (path), flag (tuple of texts)
+
+    def __repr__(self) -> str:
+        n_left = len(self.manifest.table) - len(self.table)
+        left = f"; {how_many(n_left, 'other')} cannot be used" if n_left else ""
+        return f"{how_many(len(self.table), 'recording')} of {show_path(self.manifest.root)}{left}"
+
+    @cached_property
+    def value_counts(self) -> dict[str, dict[str, int]]:
+        "Number of recordings per value, for each of FILTERS."
+        counts = {name: self.table[name].explode().value_counts().sort_index() for name in FILTERS}
+        return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
+
+    def matching(
+        self,
+        wanted: Mapping[str, str],  # values of some of FILTERS; "": any
+    ) -> np.ndarray:  # [n] row numbers, at least one; raises UsageError if no recording matches
+        "Return the rows that match a filter."
+        fits = np.ones(len(self.table), bool)
+        for name, word in wanted.items():
+            if word and word not in self.value_counts[name]:
+                raise UsageError(
+                    f"no recording has this {name}",
+                    code="no-matching-recording",
+                    found=repr(word),
+                    expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
+                )
+            if word:
+                fits &= [word == value or name == "flag" and word in value for value in self.table[name]]
+        if not fits.any():
+            raise UsageError(
+                "no recording matches the filter", code="no-matching-recording", found=filter_text(wanted)
+            )
+        return np.flatnonzero(fits)
+
+# %% ../../nbs/insight/explore.ipynb #95c7ed86
+def recordings_of_scan(
+    manifest: Manifest,  # of scan(root, content=True)
+) -> Recordings:  # raises DataError if no recording is usable
+    "Return the usable recordings of a scan."
+    listings = manifest.listings
+    number = np.repeat(np.arange(len(listings)), [len(x) for x in listings])
+    whole = manifest.table.assign(listing=number, k=np.concatenate([np.arange(len(x)) for x in listings]))
+    table = whole[(whole["code"] == "") & (np.concatenate([x.label_ids for x in listings]) >= 0)]
+    if not len(table):
+        raise DataError(
+            "the folder contains no usable recording",
+            code="no-usable-recording",
+            path=manifest.root,
+            remedy=f"run `leakmel scan {shlex.quote(show_path(manifest.root))} --content` to list the problems",
+        )
+    shown = [listings[i].show(k) for i, k in zip(table["listing"], table["k"])]
+    kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
+    words = [[*status.split("+"), *kinds.get(path, ())] for path, status in zip(shown, table["status"])]
+    flags: list[Any] = [
+        tuple(dict.fromkeys(word for word in each if word not in ("", "ok"))) for each in words
+    ]
+    return Recordings(manifest, table.assign(shown=shown, flag=flags))
+
+# %% ../../nbs/insight/explore.ipynb #1905df65
+def row_features(
+    recordings: Recordings,
+    row: int,  # number in the table
+    engine: Engine,  # its spec applies
+) -> tuple[np.ndarray, str, np.ndarray]:  # samples [N]; conversions, "ok": none; [L, S, M, T] float16 dB
+    "Read a recording, and convert and compute it as a build does; raises RecordingError."
+    facts, spec = recordings.table.iloc[row], engine.spec
+    slot = Slot(1, spec)
+    slot.begin(None, 0, int(facts["k"]), 1)
+    BatchReader(recordings.manifest.listings[int(facts["listing"])], spec).fill(slot)
+    if slot.rejected:
+        raise RecordingError(slot.rejected[0].code, slot.rejected[0].message, path=facts["shown"])
+    engine.run(slot.input, slot.mels)
+    return slot.input[0], STATUSES[slot.facts["status"][0]], slot.mels[0]
+
+# %% ../../nbs/insight/explore.ipynb #aba5bd13
+def split_spectra(
+    recordings: Recordings,  # silent recordings are excluded
+    split: str,  # "TRAINING", ...; "" for a folder of label folders
+    spec: MelSpec,
+    *,
+    most: int = 1000,  # recordings; from more, an even sample
+) -> tuple[np.ndarray, list[str], str]:  # [n, M] float32 dB; labels [n]; which recordings
+    "Compute the mean spectra of a split; raises RecordingError for a recording that was changed or removed after the scan."
+    table = recordings.table
+    rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
+    even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
+    with open_engine("auto", spec, device="cpu") as engine, ThreadPoolExecutor(engine.workers) as pool:
+
+        def mean_spectrum(row: int) -> np.ndarray:
+            return row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32)
+
+        spectra = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
+    some = "all" if len(even) == len(rows) else f"an even sample of {len(even):,} of"
+    text = f"{show_path(split) or 'one folder'}: {some} {len(rows):,} recordings that are not silent"
+    labels = [show_path(label) for label in table["label"].iloc[even]]
+    return spectra.reshape(-1, spec.n_mels), labels, text
 
 # %% ../../nbs/insight/explore.ipynb #bb294ce3
 # decide how a recording is converted; a change of the preset keeps them
@@ -286,12 +194,10 @@ class Explorer:
         changes: dict[str, Any] | None = None,
     ):
         self.recordings = recordings
-        self.decision = decide_spec(changes, recordings.manifest.listings, count=True)
-        self.spec = self.decision.spec
+        self.spec = decide_spec(changes, recordings.manifest.listings, count=True).spec
         self.changes = dict(changes or {}) | {"preset": self.spec.preset_name}
-        self.error = ""  # why the last change was rejected
-        self.selection = SegmentSelection()
-        self.filter = RecordingFilter()
+        self.select()
+        self.filter = dict.fromkeys(FILTERS, "")
         self.matching = recordings.matching(self.filter)  # rows of the table that match the filter
         self.position = 0  # index into `matching` of the recording that is shown
 
@@ -301,112 +207,58 @@ class Explorer:
         return int(self.matching[self.position])
 
     @property
-    def split(self) -> str:
-        "Split of the recording."
-        return str(self.recordings.table["split"].iloc[self.row])
+    def facts(self) -> Any:
+        "The row: path, label, sensor and what the scan found, a Series."
+        return self.recordings.table.iloc[self.row]
 
-    @property
-    def recording(self) -> FittedRecording:
-        "The recording that is shown; raises RecordingError."
-        return read_row(self.recordings, self.row, self.spec)
-
-    @property
-    def mels(self) -> np.ndarray:
-        "Log-mel features of the recording [L, S, M, T] float16, dB, as in a data set."
-        out = np.full((1, *self.spec.row_shape), np.nan, np.float16)
+    def read(self) -> tuple[np.ndarray, str, np.ndarray]:
+        "Return samples [N], conversions and features [L, S, M, T] of the recording, as in a data set; raises LeakmelError."
         with open_engine("auto", self.spec, device="cpu") as engine:
-            engine.run(np.ascontiguousarray(self.recording.samples[None]), out)
-        return out[0]
+            return row_features(self.recordings, self.row, engine)
 
     def go_to(self, position: int) -> None:
         "Show another matching recording; the position wraps around."
         self.position = position % len(self.matching)
-        self.error = ""
 
-    def filter_recordings(self, **values: str) -> bool:
-        "Filter by split, label, sensor and flag; return whether a recording matches (else the filter is not changed)."
-        wanted = replace(self.filter, **values)
-        try:
-            found = self.recordings.matching(wanted)
-        except UsageError as e:
-            self.error = str(e)
-            return False
-        self.position = (
-            int(np.searchsorted(found, self.row)) if self.row in found else 0
-        )  # keep the recording if it matches
+    def filter_recordings(self, **values: str) -> None:  # raises UsageError if no recording matches
+        "Filter by split, label, sensor and flag; the recording stays if it matches."
+        wanted = self.filter | values
+        found = self.recordings.matching(wanted)
+        self.position = int(np.searchsorted(found, self.row)) if self.row in found else 0
         self.filter = wanted
         self.matching = found
-        self.error = ""
-        return True
 
-    def change_spec(self, **changes: Any) -> bool:
-        "Change settings, or the preset, which resets the other settings; return whether the spec is valid (else it is not changed)."
+    def change_spec(self, **changes: Any) -> None:  # raises SpecError, UsageError
+        "Change settings, or the preset, which resets the other settings."
         base = self.changes
         if "preset" in changes:
             base = {k: v for k, v in base.items() if k in _INPUT_FIELDS}
-        wanted = base | changes
-        settings = {k: v for k, v in wanted.items() if k != "preset"}
+        settings = base | changes
+        name = settings.pop("preset")
         held = {"sample_rate": self.spec.sample_rate, "duration_s": self.spec.duration_s}
-        try:
-            spec = MelSpec.preset(wanted["preset"], **held | settings)
-        except LeakmelError as e:
-            self.error = str(e)
-            return False
-        self.spec = spec
-        self.error = ""
+        self.spec = spec = MelSpec.preset(name, **held | settings)
         # a setting with the value of the preset is no change
         plain = preset_values(spec.preset_name, spec.sample_rate)
         differing = {k: v for k, v in settings.items() if k in _INPUT_FIELDS or getattr(spec, k) != plain[k]}
         self.changes = {"preset": spec.preset_name} | differing
-        if self.selection.stop is not None:
-            self.selection = self.selection.fitted(spec)
-        return True
-
-    def segment_hops(
-        self,
-        long_window: int,  # samples
-        short_window: int,  # samples
-    ) -> dict[str, int]:  # long_hop and short_hop, samples
-        "Return the hops by which segments of other lengths overlap as much as now."
-        spec = self.spec
-        return {
-            "long_hop": max(1, long_window * spec.long_hop // spec.long_window),
-            "short_hop": max(1, short_window * spec.short_hop // spec.short_window),
-        }
 
     def select(self, first: int = 0, stop: int | None = None) -> None:
-        "Select long segments."
-        chosen = SegmentSelection(first, stop).fitted(self.spec)
-        is_all = (chosen.first, chosen.stop) == (0, self.spec.row_shape[0])
-        self.selection = replace(chosen, stop=None) if is_all else chosen
+        "Select long segments from `first` to before `stop`; None: to the end."
+        self.selection = slice(first, None if stop == self.spec.row_shape[0] else stop)
 
-    def write(
-        self,
-        path: str
-        | os.PathLike
-        | None = None,  # None: a file in runs/specs named after preset and fingerprint
-    ) -> SpecFile:
-        "Write the spec file."
-        return write_spec(Path(path or default_spec_path(self.spec)).expanduser(), self.changes)
-
-
-def default_spec_path(
-    spec: MelSpec,
-) -> Path:
-    "Return the default path of a spec file, in runs/specs."
-    name = spec.preset_name.replace("@", "-") or "own"
-    return runs_folder() / "specs" / f"{name}-{spec.fingerprint()}.json"
+    @property
+    def segments(self) -> range:
+        "Long segments that are selected, at least one."
+        return range(self.spec.row_shape[0])[self.selection] or range(self.spec.row_shape[0])[-1:]
 
 # %% ../../nbs/insight/explore.ipynb #155759c8
 MAX_BORDERS = 240  # of one kind
 MAX_COLUMNS = 800  # of the spectrogram
 
 
-def as_float(
-    samples: np.ndarray,  # int16, or float with full scale 1.0
-) -> np.ndarray:  # float32
-    "Convert samples to the range from -1 to 1."
-    return (samples / np.float32(32_768 if samples.dtype == np.int16 else 1)).astype(np.float32)
+def sample_range(spec: MelSpec, segments: range) -> tuple[int, int]:  # half-open
+    "Return the samples of long segments."
+    return segments.start * spec.long_hop, (segments.stop - 1) * spec.long_hop + spec.long_window
 
 
 def envelope(
@@ -424,46 +276,42 @@ def envelope(
 
 def borders(
     spec: MelSpec,
-    selection: SegmentSelection,
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # sample indices of the borders of long segments, and of the short segments in them
-    "Return the borders of the selected segments."
-    s = selection.fitted(spec)
-    long = np.arange(s.first, s.stop) * spec.long_hop
-    inner = (long[:, None] + np.arange(spec.grid.shape[1]) * spec.short_hop)[..., None] + [
-        0,
-        spec.short_window,
-    ]
+    segments: range,  # long ones
+) -> tuple[np.ndarray, np.ndarray]:  # sample indices, of long segments and of the short segments in them
+    "Return the borders of segments."
+    long = np.array(segments) * spec.long_hop
+    short = np.add.outer(long, np.arange(spec.row_shape[1]) * spec.short_hop)
     outer = np.unique([long, long + spec.long_window])
-    return outer, np.setdiff1d(inner, outer)
+    return outer, np.setdiff1d([short, short + spec.short_window], outer)
 
 # %% ../../nbs/insight/explore.ipynb #f642dd0a
 def mel_columns(
     mels_db: np.ndarray,  # [L, S, M, T]
     spec: MelSpec,
-    selection: SegmentSelection,
-) -> tuple[np.ndarray, np.ndarray, int]:  # centre of each column [D], s; dB [M, D]; frames per column
-    "Return the mel spectrogram of the selected segments, each frame once."
-    starts, index = selection.frames(spec)
-    flat = mels_db.transpose(2, 0, 1, 3).reshape(spec.n_mels, -1)[:, index].astype(np.float32)
+    segments: range,
+) -> tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]:  # centre of each column [D], s; dB [M, D]; frame starts, samples
+    "Return the mel spectrogram of long segments, each frame once."
+    some = slice(segments.start, segments.stop)
+    starts, index = np.unique(spec.grid.frame_starts[some], return_index=True)
+    flat = mels_db[some].transpose(2, 0, 1, 3).reshape(spec.n_mels, -1)[:, index].astype(np.float32)
     times = (starts + spec.n_fft / 2) / spec.sample_rate
     each = -(-len(starts) // MAX_COLUMNS)
     first = np.arange(0, len(starts), each)
     middle = np.minimum(first + each // 2, len(starts) - 1)
-    return times[middle], np.maximum.reduceat(flat, first, axis=1), each
+    return times[middle], np.maximum.reduceat(flat, first, axis=1), starts
 
 
 def bin_levels_db(
     samples: np.ndarray,  # [N] int16 or float
     spec: MelSpec,
-    selection: SegmentSelection,
+    starts: np.ndarray,  # of frames, samples
     most: int = 512,  # frames, an even sample
 ) -> np.ndarray:  # [F] dB re a magnitude of 1 of the unscaled FFT of samples from -1 to 1
-    "Return the mean magnitude of each FFT bin over the selected frames."
-    starts, _ = selection.frames(spec)
-    starts = starts[np.unique(np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(np.int64))]
-    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[starts]
+    "Return the mean magnitude of each FFT bin over frames."
+    even = np.unique(np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(np.int64))
+    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[starts[even]]
     magnitude = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
     return 20 * np.log10(np.maximum(magnitude, 1e-10))
 
@@ -484,49 +332,49 @@ _COLOR_BAR = dict(
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
     "Return a line trace."
-    curve: Trace = dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines")
     shown = dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
-    return curve | dict(line=dict(color=colour, width=1)) | shown
+    line = dict(color=colour, width=1)
+    return dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines", line=line, **shown)
 
 
-def _wave_traces(samples: np.ndarray, spec: MelSpec, chosen: SegmentSelection) -> list[Trace]:
+def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
     "Return traces of the waveform and the segment borders."
-    start, stop = chosen.samples(spec)
+    start, stop = sample_range(spec, segments)
     at, values = envelope(as_float(samples[start:stop]))
-    top = max(float(np.abs(values).max(initial=0.0)), 1 / 32_768)
+    top = max(float(np.abs(values).max()), 1 / 32_768)
     hover = "%{y:.4f} at %{x:.3f} s<extra></extra>"
     traces = [_curve("waveform", (start + at) / spec.sample_rate, values, "#1F82C6", hover)]
-    long, short = borders(spec, chosen)
-    for name, where, reach, colour in (
-        ("short segments", short, 0.85 * top, "#009E73"),
-        ("long segments", long, 1.1 * top, "#D55E00"),
-    ):
-        if 0 < len(where) <= MAX_BORDERS:
+    kinds = (("long segments", 1.1 * top, "#D55E00"), ("short segments", 0.85 * top, "#009E73"))
+    for (name, reach, colour), where in zip(kinds, borders(spec, segments)):
+        if len(where) <= MAX_BORDERS:
             x, y = np.repeat(where / spec.sample_rate, 3), np.tile([-reach, reach, np.nan], len(where))
             traces.append(_curve(name, x, y, colour) | {"zorder": -1})  # behind the waveform
     return traces
 
 
-def _set_axes(fig: "go.Figure", spec: MelSpec, chosen: SegmentSelection) -> None:
+def _set_axes(fig: "go.Figure", spec: MelSpec, segments: range) -> None:
     "Set ranges and units of the axes."
-    start, stop = (n / spec.sample_rate for n in chosen.samples(spec))
-    room = 0.004 * (stop - start)
+    start, stop = (n / spec.sample_rate for n in sample_range(spec, segments))
+    ends = [start - 0.004 * (stop - start), stop + 0.004 * (stop - start)]
     band = [spec.f_min_hz, spec.top_hz]
-    fig.update_xaxes(range=[start - room, stop + room], col=1)
-    fig.update_xaxes(title=dict(text="time (s)"), row=2, col=1)
-    fig.update_yaxes(title=dict(text="amplitude"), nticks=4, row=1, col=1)
-    fig.update_yaxes(title=dict(text="frequency (Hz)"), range=band, row=2, col=1)
-    fig.update_yaxes(matches="y2", range=band, showticklabels=False, row=2, col=2)
-    fig.update_xaxes(title=dict(text="mean level (dB)"), nticks=4, row=2, col=2)
+    fig.update_layout(
+        xaxis=dict(range=ends),
+        yaxis=dict(title=dict(text="amplitude"), nticks=4),
+        xaxis2=dict(range=ends, title=dict(text="time (s)")),
+        yaxis2=dict(range=band, title=dict(text="frequency (Hz)")),
+        xaxis3=dict(title=dict(text="mean level (dB)"), nticks=4),
+        yaxis3=dict(range=band, matches="y2", showticklabels=False),
+    )
 
 
 def recording_figure(
     state: Explorer,
 ) -> "go.Figure":  # raises LeakmelError if the recording cannot be read
     "Draw the waveform, log-mel spectrogram and mean spectrum of the selected segments."
-    spec, recording, chosen = state.spec, state.recording, state.selection.fitted(state.spec)
-    times, picture, each = mel_columns(state.mels, spec, chosen)
-    levels = bin_levels_db(recording.samples, spec, chosen)
+    spec, segments = state.spec, state.segments
+    samples, status, mels = state.read()
+    times, picture, starts = mel_columns(mels, spec, segments)
+    levels = bin_levels_db(samples, spec, starts)
     hz = np.arange(len(levels)) * spec.sample_rate / spec.n_fft
     fig = styled_subplots(
         rows=2,
@@ -538,10 +386,8 @@ def recording_figure(
         shared_xaxes="columns",
         specs=[[{}, None], [{}, {}]],
     )
-    for trace in _wave_traces(recording.samples, spec, chosen):
-        fig.add_trace(trace, row=1, col=1)
     low, high = colour_range(picture, 80)
-    mels = dict(
+    heat = dict(
         type="heatmap",
         z=whole_db(picture, low, high),
         x=f32(times),
@@ -553,65 +399,50 @@ def recording_figure(
         colorbar=_COLOR_BAR,
         hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
     )
-    fig.add_trace(mels, row=2, col=1)
     step = -(-len(levels) // MAX_POINTS)
     hover = "%{x:.1f} dB at %{y:.0f} Hz"
-    for curve in (
-        _curve("FFT bins", levels[::step], hz[::step], "rgba(128,128,128,0.8)", hover),
-        _curve("mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hover),
-    ):
-        fig.add_trace(curve, row=2, col=2)
-    _set_axes(fig, spec, chosen)
+    bands = _curve("mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hover)
+    bins = _curve("FFT bins", levels[::step], hz[::step], "rgba(128,128,128,0.8)", hover)
+    waves = _wave_traces(samples, spec, segments)
+    for row, col, traces in ((1, 1, waves), (2, 1, [heat]), (2, 2, [bins, bands])):
+        fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
+    _set_axes(fig, spec, segments)
     inside = np.flatnonzero((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz))
-    loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""
-    level = f"{recording.rms_db:.0f} dB re full scale{loudest}"
-    title = ", sensor ".join(filter(None, [plain_text(recording.label), plain_text(recording.sensor)]))
-    title += f": {level if recording.rms_db > SILENT_DB else 'the recording is silent'}"
-    fig = apply_style(fig, title, _subtitle(recording, spec, chosen, each), 580)
+    loudest_hz, rms_db = hz[inside[levels[inside].argmax()]], state.facts["rms_db"]
+    level = f"{rms_db:.0f} dB re full scale, loudest at {loudest_hz:,.0f} Hz"
+    title = ", sensor ".join(
+        plain_text(state.facts[name]) for name in ("label", "sensor") if state.facts[name]
+    )
+    title += f": {level if rms_db > SILENT_DB else 'the recording is silent'}"
+    fig = apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=TEXT_COLOUR))
 
 
-def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelection, each: int) -> str:
+def _subtitle(state: Explorer, status: str, n_frames: int, n_columns: int) -> str:
     "Return path, segments, frames, status and flags of a recording."
-    n_long, n_short, _, _ = spec.row_shape
-    last = (chosen.stop or n_long) - 1
-    begin_s, end_s = (n / spec.sample_rate for n in chosen.samples(spec))
-    part = f"long segments {chosen.first} to {last} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)"
-    if last - chosen.first + 1 == n_long:
-        part = f"all {n_long} long segments"
-    noted = dict.fromkeys([*recording.status.split("+"), *recording.flags])
+    n_long, n_short, _, _ = state.spec.row_shape
+    s = state.segments
+    begin_s, end_s = (n / state.spec.sample_rate for n in sample_range(state.spec, s))
+    each = -(-n_frames // n_columns)
+    noted = dict.fromkeys([*status.split("+"), *state.facts["flag"]])
     parts = [
-        plain_text(recording.shown),
-        f"{part}, {n_short} short segments in each",
-        how_many(len(chosen.frames(spec)[0]), "frame"),
+        plain_text(state.facts["shown"]),
+        f"long segments {s[0]} to {s[-1]} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)",
+        f"{n_short} short segments in each",
+        how_many(n_frames, "frame"),
         f"each column is the maximum of {each} frames" if each > 1 else "",
         ", ".join(plain_text(word) for word in noted if word != "ok"),
     ]
     return "; ".join(filter(None, parts))
 
 # %% ../../nbs/insight/explore.ipynb #189f5153
-_PEAK = 0.9  # of full scale
-
-
-def playback_wav(
+def playback_part(
     state: Explorer,
-    louder: bool = False,  # amplify to a peak near full scale
+    louder: bool = False,  # amplify to a common level
 ) -> tuple[bytes, str]:  # 16-bit WAV file and a description; raises LeakmelError
-    "Return the selected segments as a WAV file for playback, at the rate of the recording."
-    facts, spec = state.recordings.table.iloc[state.row], state.spec
-    listing = state.recordings.manifest.listings[int(facts["listing"])]
-    original = read_wav(listing.full_path(int(facts["k"])))
-    rate, samples = original.sample_rate, as_float(original.samples)
-    mono = samples.mean(axis=1, dtype=np.float32) if spec.channels == "mean" else samples[:, 0]
-    start, stop = (round(n * rate / spec.sample_rate) for n in state.selection.samples(spec))
-    x, gain = np.nan_to_num(mono[start:stop]), "at the recorded level"
-    if rate != spec.sample_rate:
-        gain = f"at the recorded rate of {rate:,} Hz and the recorded level"
-    peak = float(np.abs(x).max(initial=0.0))
-    if louder and peak > 0:
-        x = x * np.float32(_PEAK / peak)
-        gain = (
-            f"amplified by {20 * np.log10(_PEAK / peak):.0f} dB for playback; the features are not amplified"
-        )
-    pcm = np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16)
-    return wav_bytes(pcm, rate), f"{len(pcm) / rate:.3g} s of sound, {gain}"
+    "Return the selected segments for playback, at the rate of the recording."
+    listing = state.recordings.manifest.listings[int(state.facts["listing"])]
+    start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
+    part_s = (start_s, min(stop_s, start_s + MAX_PLAYED_S))
+    wav, text = playback(read_wav(listing.full_path(int(state.facts["k"]))), part_s=part_s, normalised=louder)
+    return wav, text if louder else f"{text}, at the recorded level"

@@ -10,21 +10,24 @@ import os, shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from leakmel.core.errors import LeakmelError, UsageError, show_path
-from leakmel.core.progress import _ATTENDED
+from leakmel.core.errors import LeakmelError, show_path
+from leakmel.core.run_plan import runs_folder
+from leakmel.dataset.file.spec_file import write_spec
 from leakmel.insight.explore import (
+    FILTERS,
     Explorer,
     Recordings,
-    SplitSpectra,
-    default_spec_path,
-    playback_wav,
+    filter_text,
+    playback_part,
     recording_figure,
     recordings_of_scan,
+    sample_range,
     split_spectra,
 )
+from leakmel.insight.listening import player_html
 from leakmel.insight.page_figures import filled
 from leakmel.insight.plots import spectrum_by_label
 from leakmel.mel.spec import MelSpec
@@ -52,16 +55,17 @@ class StatusLine:
 
 def _spec_line(state: Explorer, error: str) -> StatusLine:
     "Return the status line of recording, settings that differ from the preset, row shape and last error."
-    n_long, n_short, n_mels, n_frames = state.spec.row_shape
+    spec = state.spec
+    n_long, n_short, n_mels, n_frames = spec.row_shape
     texts = {k: f"{v:g}" if isinstance(v, float) else str(v).lower() for k, v in state.changes.items()}
     own = ", ".join(f"{k} {text}" for k, text in texts.items() if k != "preset")
-    text = (
-        f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); "
-        f"preset {state.spec.preset_name} {f'with {own}' if own else 'unchanged'}: "
+    return StatusLine(
+        f"Recording {state.position + 1:,} of {len(state.matching):,} ({filter_text(state.filter)}); "
+        f"preset {spec.preset_name} {f'with {own}' if own else 'unchanged'}: "
         f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
-        f"Windows: {state.spec.windows_text}."
+        f"Windows: {spec.windows_text}.",
+        error,
     )
-    return StatusLine(text, error)
 
 # %% ../../nbs/insight/explore_view.ipynb #90782102
 def open_explorer(
@@ -78,22 +82,25 @@ def open_explorer(
     names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
     state = Explorer(recordings, spec_changes(p)[0])
-    values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
-    if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):
-        return state
-    raise UsageError(state.error, code="no-matching-recording")
+    wanted = {name: p[name] for name in FILTERS} | {"split": split_name(p["split"]) or p["split"]}
+    state.filter_recordings(**wanted)
+    return state
 
 
 def shows_controls(
     controls: bool | None,  # parameter of the notebook; None: only in an interactive session
 ) -> bool:
     "Return whether widgets are shown; environment variables of Jupyter and VS Code mark an interactive session."
-    return any(name in os.environ for name in _ATTENDED) if controls is None else controls
+    return bool({"JPY_SESSION_NAME", "VSCODE_PID"} & set(os.environ)) if controls is None else controls
 
 # %% ../../nbs/insight/explore_view.ipynb #d5ec1465
-_SEGMENTS = tuple(2**k for k in range(6, 31))  # samples; of these, those that fit into the recording
-_FFT = tuple(2**k for k in range(6, 15))  # samples; of these, those that fit into a short segment
-_HOPS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# samples, and the setting of the spec that they have to fit into
+_LENGTHS = {
+    "long_window": (tuple(2**k for k in range(6, 31)), "n_samples"),
+    "short_window": (tuple(2**k for k in range(6, 31)), "n_samples"),
+    "n_fft": (tuple(2**k for k in range(6, 15)), "short_window"),
+    "hop_length": ((16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096), "short_window"),
+}
 _RATES = (4096, 8000, 16_000)  # Hz; of these, those that some recording reaches
 
 
@@ -101,23 +108,17 @@ def window_options(
     spec: MelSpec,
 ) -> dict[str, list[tuple[str, int]]]:  # setting -> labels and values, samples
     "Return the common lengths of each window and of the hop, labelled with ms, samples and Hz per bin of a window of that length."
+    rate = spec.sample_rate
 
-    def short(x: float) -> str:
-        return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+    def label(name: str, n: int) -> str:
+        ms, hz = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (1000 * n / rate, rate / n))
+        return f"{ms} ms, {n:,} samples" + ("" if name == "hop_length" else f", {hz} Hz")
 
-    def lengths(
-        values: tuple[int, ...], most: int, present: int, is_window: bool = True
-    ) -> list[tuple[str, int]]:
-        fitting = sorted({n for n in values if n <= most} | {present})
-        bins = [f", {short(rate / n)} Hz" if is_window else "" for n in fitting]
-        return [(f"{short(1000 * n / rate)} ms, {n:,} samples{hz}", n) for n, hz in zip(fitting, bins)]
-
-    rate, inner = spec.sample_rate, spec.short_window
     return {
-        "long_window": lengths(_SEGMENTS, spec.n_samples, spec.long_window),
-        "short_window": lengths(_SEGMENTS, spec.n_samples, spec.short_window),
-        "n_fft": lengths(_FFT, inner, spec.n_fft),
-        "hop_length": lengths(_HOPS, inner, spec.hop_length, is_window=False),
+        name: [
+            (label(name, n), n) for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)
+        ]
+        for name, (values, limit) in _LENGTHS.items()
     }
 
 
@@ -139,8 +140,19 @@ def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> An
     return button
 
 
+_SETTINGS = (*_LENGTHS, "n_mels", "power", "range")
+_ROWS = (
+    FILTERS,
+    ("position", "previous", "next", "louder"),
+    ("preset", "sample_rate", "power"),
+    tuple(_LENGTHS),
+    ("n_mels", "range"),
+    ("long",),
+)
+
+
 class Controls:
-    "Widgets for recording, spec and segments."
+    "Widgets for recording, spec and segments, by name."
 
     def __init__(
         self,
@@ -149,124 +161,125 @@ class Controls:
         import ipywidgets as w
 
         self.view = view
-        self.state = view.state
+        self.state = state = view.state
         self.is_updating = False
-
-        def common(name: str, width: str = "32%") -> dict[str, Any]:
-            layout = w.Layout(width=width, min_width="250px")
-            return {"description": name, "style": {"description_width": "106px"}, "layout": layout}
-
-        self.filters = {}
-        for name, counts in self.state.recordings.value_counts.items():
-            if counts:
-                options = [(f"{show_path(word)} ({n:,})", word) for word, n in counts.items()]
-                self.filters[name] = w.Dropdown(
-                    options=[(f"any {name}", ""), *options], **common(name, "24%")
-                )
-        still = {"continuous_update": False}  # an event when a slider is released, not while it moves
-        self.position = w.IntSlider(min=1, max=2, **still, **common("recording"))
-        self.steps = [
-            _button(text, "110px", partial(self._step, by), tooltip=f"the {name} recording")
-            for text, name, by in (("\u25c0 previous", "previous", -1), ("next \u25b6", "next", 1))
-        ]
-        self.preset = w.Dropdown(
-            options=sorted({*MelSpec.preset_names(), self.state.spec.preset_name}), **common("preset")
-        )
-        spec = self.state.spec
-        rates = rate_options(self.state.recordings, spec.sample_rate)
-        self.sample_rate = w.Dropdown(options=rates, **common("sample rate"))
-        self.windows = {
-            name: w.Dropdown(options=options, **common(name, "48%"))
-            for name, options in window_options(spec).items()
+        self.widgets: dict[str, Any] = {
+            "previous": _button(
+                "\u25c0 previous", "110px", lambda: self._step(-1), tooltip="the previous recording"
+            ),
+            "next": _button("next \u25b6", "110px", lambda: self._step(1), tooltip="the next recording"),
+            "louder": w.Checkbox(description="amplified sound", indent=False, layout=w.Layout(width="170px")),
         }
-        self.n_mels = w.IntSlider(min=1, max=max(256, spec.n_mels), **still, **common("n_mels"))
-        self.power = w.Dropdown(options=[("1: magnitude", 1.0), ("2: power", 2.0)], **common("power"))
-        self.settings = {**self.windows, "n_mels": self.n_mels, "power": self.power}
-        self.range_hz = w.FloatRangeSlider(min=0.0, readout_format=".0f", **still, **common("range (Hz)"))
-        self.long = w.IntRangeSlider(min=0, max=1, **still, **common("long segments"))
-        self.louder = w.Checkbox(
-            value=view.louder, description="amplified sound", indent=False, layout=w.Layout(width="170px")
-        )
+
+        def dropdown(
+            options: list[Any], width: str = "32%", label: str = ""
+        ) -> tuple[Any, str, str, dict[str, Any]]:
+            return w.Dropdown, width, label, {"options": options}
+
+        def slider(kind: Any, label: str = "", **traits: Any) -> tuple[Any, str, str, dict[str, Any]]:
+            # an event when a slider is released, not while it moves
+            return kind, "32%", label, {"continuous_update": False, **traits}
+
+        rates = rate_options(state.recordings, state.spec.sample_rate)
+        made = {
+            **{
+                name: dropdown(
+                    [(f"any {name}", ""), *((f"{show_path(k)} ({n:,})", k) for k, n in counts.items())], "24%"
+                )
+                for name, counts in state.recordings.value_counts.items()
+            },
+            "position": slider(w.IntSlider, "recording", min=1, max=2),
+            "preset": dropdown(sorted({*MelSpec.preset_names(), state.spec.preset_name})),
+            "sample_rate": dropdown(rates, label="sample rate"),
+            **{name: dropdown(options, "48%") for name, options in window_options(state.spec).items()},
+            "n_mels": slider(w.IntSlider, min=1, max=max(256, state.spec.n_mels)),
+            "power": dropdown([("1: magnitude", 1.0), ("2: power", 2.0)]),
+            "range": slider(w.FloatRangeSlider, "range (Hz)", min=0.0, readout_format=".0f"),
+            "long": slider(w.IntRangeSlider, "long segments", min=0, max=1),
+        }
+        for name, (kind, width, label, traits) in made.items():
+            layout = w.Layout(width=width, min_width="250px")
+            style = {"description_width": "106px"}
+            self.widgets[name] = kind(description=label or name, style=style, layout=layout, **traits)
         self.update_widgets()
-        self._connect()
-        rows = (
-            tuple(self.filters.values()),
-            (self.position, *self.steps, self.louder),
-            (self.preset, self.sample_rate, self.power),
-            tuple(self.windows.values()),
-            (self.n_mels, self.range_hz),
-            (self.long,),
-        )
+        for name, widget in self.widgets.items():
+            widget.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
         layout = w.Layout(flex_flow="row wrap", width="100%", align_items="center")
-        self.box = w.VBox([w.HBox(row, layout=layout) for row in rows])
+        self.box = w.VBox([w.HBox([self.widgets[name] for name in row], layout=layout) for row in _ROWS])
+
+    def _shown(self) -> dict[str, dict[str, Any]]:
+        "Traits of the widgets as the state has them; limits come before values."
+        state, spec, segments = self.state, self.state.spec, self.state.segments
+        n, n_long = len(state.matching), spec.row_shape[0]
+        return {
+            **{name: {"value": word} for name, word in state.filter.items()},
+            "position": {"max": max(2, n), "value": state.position + 1, "disabled": n == 1},
+            "previous": {"disabled": n == 1},
+            "next": {"disabled": n == 1},
+            "louder": {"value": self.view.louder},
+            "preset": {"value": spec.preset_name},
+            "sample_rate": {"value": spec.sample_rate},
+            **{
+                name: {"options": options, "value": getattr(spec, name)}
+                for name, options in window_options(spec).items()
+            },
+            "n_mels": {"value": spec.n_mels},
+            "power": {"value": spec.power},
+            "range": {
+                "max": spec.sample_rate / 2,
+                "step": spec.sample_rate / 1024,
+                "value": (spec.f_min_hz, spec.top_hz),
+            },
+            "long": {
+                "max": max(1, n_long - 1),
+                "value": (segments[0], segments[-1]),
+                "disabled": n_long == 1,
+            },
+        }
 
     def update_widgets(self) -> None:
-        "Set values and ranges of the widgets from the state."
-        state, spec = self.state, self.state.spec
-        chosen = state.selection.fitted(spec)
-        n_long = spec.row_shape[0]
+        "Set values and limits of the widgets from the state."
         self.is_updating = True
-        try:
-            for name, box in self.filters.items():
-                box.value = getattr(state.filter, name)
-            self.position.max = max(2, len(state.matching))
-            self.position.value = state.position + 1
-            for widget in (self.position, *self.steps):
-                widget.disabled = len(state.matching) == 1
-            self.preset.value = spec.preset_name
-            self.sample_rate.value = spec.sample_rate
-            for name, options in window_options(spec).items():
-                self.windows[name].options = options
-            for name, widget in self.settings.items():
-                widget.value = getattr(spec, name)
-            self.range_hz.max = spec.sample_rate / 2
-            self.range_hz.step = spec.sample_rate / 1024
-            self.range_hz.value = (spec.f_min_hz, spec.top_hz)
-            self.long.max = max(1, n_long - 1)
-            self.long.value = (chosen.first, (chosen.stop or n_long) - 1)
-            self.long.disabled = n_long == 1
-        finally:
-            self.is_updating = False
+        for name, traits in self._shown().items():
+            for trait, value in traits.items():
+                setattr(self.widgets[name], trait, value)
+        self.is_updating = False
 
     def _step(self, by: int) -> None:
         "Move to the next or the previous recording; the position wraps around."
-        self.position.value = 1 + (self.state.position + by) % len(self.state.matching)
+        self.widgets["position"].value = 1 + (self.state.position + by) % len(self.state.matching)
 
-    def _connect(self) -> None:
-        "Connect the events of the widgets to the state."
-        state = self.state
-        acts: list[tuple[list[Any], Callable[..., object], bool]] = [
-            ([box], lambda value, name=name: state.filter_recordings(**{name: value}), True)
-            for name, box in self.filters.items()
-        ]
-        acts += [
-            ([self.position], lambda n: state.go_to(n - 1), False),
-            ([self.preset], lambda name: state.change_spec(preset=name), True),
-            ([self.sample_rate], lambda rate: state.change_spec(sample_rate=rate), True),
-            # a rejected value may be valid together with the next change
-            ([*self.settings.values(), self.range_hz], self._change_settings, False),
-            ([self.long], lambda ends: state.select(ends[0], ends[1] + 1), False),
-            ([self.louder], lambda value: setattr(self.view, "louder", value), False),
-        ]
-        for widgets, act, follows in acts:
-            for widget in widgets:
-                widget.observe(partial(self._changed, act, follows), "value")
-
-    def _changed(self, act: Callable[..., object], follows: bool, change: dict[str, Any]) -> None:
-        "Apply the change of a widget; the others follow the state always, or if the change was accepted."
+    def _changed(self, name: str, value: Any) -> None:
+        "Apply the change of a widget, and let the others follow the state."
         if self.is_updating:
             return
-        if act(change["new"]) or follows:
+        acts: dict[str, Callable[[], object]] = {
+            **dict.fromkeys(FILTERS, lambda: self.state.filter_recordings(**{name: value})),
+            **dict.fromkeys(_SETTINGS, self._apply_settings),
+            "position": lambda: self.state.go_to(value - 1),
+            "long": lambda: self.state.select(value[0], value[1] + 1),
+            "louder": lambda: setattr(self.view, "louder", value),
+        }
+        self.view.error = ""
+        try:
+            acts.get(name, lambda: self.state.change_spec(**{name: value}))()
+        except LeakmelError as e:
+            self.view.error = str(e)
+        # a rejected setting may be valid together with the next change
+        if not self.view.error or name not in _SETTINGS:
             self.update_widgets()
         self.view.draw()
 
-    def _change_settings(self, _: Any) -> bool:
-        "Apply all settings together."
-        low, high = self.range_hz.value
-        asked = {name: widget.value for name, widget in self.settings.items()}
-        asked |= self.state.segment_hops(asked["long_window"], asked["short_window"])
-        top = None if high >= self.range_hz.max else high
-        return self.state.change_spec(**asked, f_min_hz=low, f_max_hz=top)
+    def _apply_settings(self) -> None:
+        "Change all settings together; segments of other lengths overlap as much as now."
+        asked = {name: self.widgets[name].value for name in _SETTINGS}
+        for kind in ("long", "short"):
+            window, hop = (getattr(self.state.spec, f"{kind}_{what}") for what in ("window", "hop"))
+            asked[f"{kind}_hop"] = max(1, asked[f"{kind}_window"] * hop // window)
+        low, high = asked.pop("range")
+        self.state.change_spec(
+            **asked, f_min_hz=low, f_max_hz=None if high >= self.widgets["range"].max else high
+        )
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
 @dataclass(frozen=True)
@@ -275,33 +288,8 @@ class _Picture:
 
     figure: Any  # of plotly
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        import plotly.io as pio
-
-        figure = self.figure.to_plotly_json()
-        bundle = {"text/plain": str(self.figure.layout.title.text)}
-        bundle |= pio.renderers["plotly_mimetype"].to_mimebundle(figure)
-        if "leakmel" in pio.renderers:  # after embed_plotly: HTML for pages
-            bundle |= pio.renderers["leakmel"].to_mimebundle(figure)
-        return bundle
-
-
-@dataclass
-class _Output:
-    "A notebook output that is replaced in place."
-
-    handle: Any = None
-
-    def show(self, value: Any) -> None:
-        from IPython.display import HTML, display
-
-        if self.handle is None:
-            self.handle = display(value, display_id=True)
-            return
-        if isinstance(value, _Picture):
-            # JupyterLab redraws a figure only after another output; the height keeps the page from jumping
-            self.handle.update(HTML(f"<div style='height:{value.figure.layout.height}px'></div>"))
-        self.handle.update(value)
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"text/plain": str(self.figure.layout.title.text)} | self.figure._repr_mimebundle_()
 
 # %% ../../nbs/insight/explore_view.ipynb #0c1cecf6
 class ExploreView:
@@ -321,17 +309,28 @@ class ExploreView:
         self.louder = louder
         self.most = most
         self.write_to = write_to
-        self.outputs: dict[str, _Output] = {}
-        self.spectra: SplitSpectra | None = None
+        self.error = ""  # why the last change was rejected
+        self.outputs: dict[str, Any] = {}  # handles of IPython
+        self.split_shown: tuple[Any, ...] = ()  # spec, split, and which recordings
         self._keys: dict[str, Any] = {}  # state that figure and sound show
 
     def _place(self, *names: str, control: Callable[[], Any]) -> None:
         "Show a control if there are any, and make outputs below it."
-        from IPython.display import display
+        from IPython.display import HTML, display
 
-        self.outputs |= {name: _Output() for name in names}
         if self.controls:
             display(control())
+        for name in names:
+            self.outputs[name] = display(HTML(""), display_id=True)
+
+    def _show(self, name: str, value: Any) -> None:
+        "Replace an output."
+        from IPython.display import HTML
+
+        if isinstance(value, _Picture):
+            # JupyterLab redraws a figure only after another output; the height keeps the page from jumping
+            self.outputs[name].update(HTML(f"<div style='height:{value.figure.layout.height}px'></div>"))
+        self.outputs[name].update(value)
 
     def show_recording(self) -> None:
         "Show the controls and the recording."
@@ -341,77 +340,76 @@ class ExploreView:
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        again = partial(_button, "compute the split", "190px", self.recompute)
-        self._place("split_line", "split_figure", control=again)
+        self._place(
+            "split_line",
+            "split_figure",
+            control=lambda: _button("compute the split", "190px", self.recompute),
+        )
         self.recompute()
 
     def show_spec(self) -> None:
         "Show the settings and a button that writes the spec file."
-        write = partial(_button, "write the spec file", "230px", self.write, button_style="primary")
-        self._place("written", control=write)
-        where = show_path(self.write_to or default_spec_path(self.state.spec))
+        self._place(
+            "written",
+            control=lambda: _button("write the spec file", "230px", self.write, button_style="primary"),
+        )
         how = "the button" if self.controls else "view.write()"
-        self.outputs["written"].show(StatusLine(f"Not written yet; {how} writes the settings to {where}"))
+        self._show(
+            "written",
+            StatusLine(f"Not written yet; {how} writes the settings to {show_path(self.spec_path)}"),
+        )
+
+    @property
+    def spec_path(self) -> Path:
+        "Path of the spec file; by default a file in runs/specs, named after preset and fingerprint."
+        name = (
+            f"{self.state.spec.preset_name.replace('@', '-') or 'own'}-{self.state.spec.fingerprint()}.json"
+        )
+        return Path(self.write_to or runs_folder() / "specs" / name).expanduser()
 
     def draw(self) -> None:
         "Replace the outputs that differ from the state."
+        from IPython.display import HTML
+
         state, spec = self.state, self.state.spec
-        chosen = state.selection.fitted(spec)
-        heard = (state.row, chosen.samples(spec), spec.sample_rate, self.louder)
+        heard = (state.row, sample_range(spec, state.segments), spec.sample_rate, self.louder)
         makers: dict[str, tuple[Any, Callable[[], Any]]] = {
-            "sound": (heard, self._sound),
-            "figure": ((state.row, spec, chosen), lambda: _Picture(recording_figure(state))),
+            "sound": (heard, lambda: HTML(player_html(*playback_part(state, self.louder)))),
+            "figure": ((state.row, spec, state.segments), lambda: _Picture(recording_figure(state))),
         }
-        made: dict[str, Any] = {}
-        failed = ""
-        try:
-            for name, (key, make) in makers.items():
-                if key != self._keys.get(name):
-                    made[name] = make()
-        except LeakmelError as e:
-            failed = str(e)
-        self.outputs["line"].show(_spec_line(state, failed or state.error))
-        for name, value in made.items():
-            self.outputs[name].show(value)
-            self._keys[name] = makers[name][0]
-        if failed:
-            return
-        shown = self.spectra
-        if shown is not None and (shown.spec, shown.split) != (spec, state.split):
-            self.outputs["split_line"].show(
-                StatusLine(f"{shown!r}. The spec or the split has changed since.")
-            )
-
-    def _sound(self) -> Any:
-        "Return the player with its description."
-        from IPython.display import HTML, Audio
-
-        wav, text = playback_wav(self.state, self.louder)
-        parts = Audio(data=wav)._repr_html_() + StatusLine(text)._repr_html_()
-        style = "display:flex;flex-wrap:wrap;align-items:center;gap:12px"
-        return HTML(f"<div style='{style}'>{parts}</div>")
+        error = self.error
+        for name, (key, make) in makers.items():
+            if key != self._keys.get(name):
+                try:
+                    self._show(name, make())
+                    self._keys[name] = key
+                except LeakmelError as e:
+                    error = str(e)
+        self._show("line", _spec_line(state, error))
+        if self.split_shown and self.split_shown[:2] != (spec, state.facts["split"]):
+            changed = StatusLine(f"{self.split_shown[2]}. The spec or the split has changed since.")
+            self._show("split_line", changed)
 
     def recompute(self) -> None:
         "Compute the mean spectra of the split; on an error the last figure stays."
-        state, place = self.state, self.outputs["split_line"]
+        spec, split = self.state.spec, str(self.state.facts["split"])
         try:
-            found = split_spectra(state.recordings, state.split, state.spec, most=self.most)
-            figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
+            spectra, labels, text = split_spectra(self.state.recordings, split, spec, most=self.most)
         except LeakmelError as e:
-            place.show(StatusLine("the figure shows the previous spec", str(e)))
+            self._show("split_line", StatusLine("the figure shows the previous spec", str(e)))
             return
-        self.spectra = found
-        place.show(StatusLine(f"{found!r}."))
-        self.outputs["split_figure"].show(_Picture(figure))
+        self.split_shown = (spec, split, text)
+        self._show("split_line", StatusLine(f"{text}."))
+        self._show("split_figure", _Picture(spectrum_by_label(spectra, labels, spec.mel_hz)))
 
     def write(self) -> None:
         "Write the spec file and show the build command."
-        place = self.outputs.setdefault("written", _Output())
         try:
-            done = self.state.write(self.write_to)
+            done = write_spec(self.spec_path, self.state.changes)
         except LeakmelError as e:
-            place.show(StatusLine("no file was written", str(e)))
+            self._show("written", StatusLine("no file was written", str(e)))
             return
         command = f"leakmel build ROOT --out FILE --spec {shlex.quote(show_path(done.path))}"
-        usage = "Set spec_file in build.ipynb, or run"
-        place.show(StatusLine(f"Written: {done!r}. {usage} {command}"))
+        self._show(
+            "written", StatusLine(f"Written: {done!r}. Set spec_file in build.ipynb, or run {command}")
+        )

@@ -100,6 +100,7 @@ def embed_plotly() -> None:
     display({"text/html": plotly_script()}, raw=True)
 
 # %% ../../nbs/insight/page_figures.ipynb #efb73cdb
+_SCRIPT = 'id="leakmel-plotly"'
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -109,16 +110,12 @@ def html_figures(
     "Replace the figures of an executed notebook by HTML, and remove its widgets and the copy of plotly's script that `embed_plotly` stored."
     notebook.metadata.pop("widgets", None)
     n_figures = 0
-    for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
-        cell.outputs = [
-            o for o in cell.outputs if 'id="leakmel-plotly"' not in o.get("data", {}).get("text/html", "")
-        ]
-        for o in cell.outputs:
-            if "data" in o:
-                o.data.pop(VIEW, None)  # the text that Jupyter stores with a widget remains
-            if PLOTLY in o.get("data", {}):
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        texts = [o.get("data", {}).get("text/html", "") for o in cell.outputs]
+        cell.outputs = [o for o, text in zip(cell.outputs, texts) if _SCRIPT not in text]
+        for o in (o for o in cell.outputs if "data" in o):
+            o.data.pop(VIEW, None)  # the text that Jupyter stores with a widget remains
+            if PLOTLY in o.data:
                 o.data = {"text/html": figure_html(o.data[PLOTLY])}
                 n_figures += 1
     return n_figures
@@ -134,6 +131,7 @@ def notebook_page(
     out: str | os.PathLike | None = None,  # HTML file; None: next to the notebook, with its name
 ) -> tuple[Path, int]:  # the page, and its figures; raises DataError, OutputError
     "Write an executed notebook as one HTML file that works without a network."
+    import nbformat
     from nbconvert import HTMLExporter
 
     source = Path(path)
@@ -145,51 +143,35 @@ def notebook_page(
             path=target,
             remedy="give a name that ends in .html",
         )
-    notebook = _read_executed(source)
     try:
+        notebook = nbformat.read(source, as_version=4)
+        has_outputs = any(c.get("outputs") for c in notebook.cells)
         n_figures = html_figures(notebook)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
-        raise DataError(
-            "the figures of the notebook cannot be read",
-            code="not-a-notebook",
-            path=path,
-            found=f"{type(e).__name__}: {e}",
-            remedy="run the notebook again",
-        ) from e
-    exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
-    resources = {"metadata": {"name": source.stem, "path": str(source.parent)}}
-    body, _ = exporter.from_notebook_node(notebook, resources)
-    head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
-    return write_run_file(target, body.replace("</head>", head, 1)), n_figures
-
-
-def _read_executed(path: Path) -> Any:
-    "Read a notebook that has outputs."
-    import nbformat
-
-    try:
-        notebook = nbformat.read(path, as_version=4)
     except OSError as e:
         code = "no-such-file" if isinstance(e, FileNotFoundError) else "unreadable"
-        reason, remedy = explain(e, path)
+        reason, remedy = explain(e, source)
         raise DataError(
             "the notebook cannot be read", code=code, path=path, found=reason, remedy=remedy
         ) from e
-    except (ValueError, KeyError, AttributeError, nbformat.ValidationError) as e:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, nbformat.ValidationError) as e:
         raise DataError(
             "the file is not a notebook",
             code="not-a-notebook",
             path=path,
             expected="a file of Jupyter (.ipynb)",
         ) from e
-    if not any(c.cell_type == "code" and c.outputs for c in notebook.cells):
+    if not has_outputs:
         raise DataError(
             "the notebook has no outputs",
             code="not-executed",
             path=path,
-            remedy=f"run it first: papermill {shlex.quote(show_path(path))} out.ipynb, then leakmel page out.ipynb",
+            remedy=f"run it first: papermill {shlex.quote(show_path(source))} out.ipynb, then leakmel page out.ipynb",
         )
-    return notebook
+    exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
+    resources = {"metadata": {"name": source.stem, "path": str(source.parent)}}
+    body, _ = exporter.from_notebook_node(notebook, resources)
+    head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
+    return write_run_file(target, body.replace("</head>", head, 1)), n_figures
 
 # %% ../../nbs/insight/page_figures.ipynb #re5a1102
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")

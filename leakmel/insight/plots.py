@@ -8,7 +8,8 @@ __all__ = []
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from numpy.typing import ArrayLike
 from leakmel.audio.content import label_auc
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.monitor import mean, peak
-from leakmel.core.timeline import STAGES, Span, Timeline, lane_pieces, merge_lanes
-from leakmel.insight.diagnose import attribute, interval_s, spans_of
+from leakmel.core.timeline import STAGES, Timeline, lane_pieces, merge_lanes
+from leakmel.insight.diagnose import attribute, interval_s, percent_text, spans_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -40,6 +41,7 @@ STAGE_COLORS = {
     "verify": "#CC79A7",
     "wait": "#A8A8A8",
 }
+_STAGE_NAMES = {stage: stage.replace("_", " ").capitalize() for stage in STAGES}
 MAX_POINTS = 1900  # of a trace; a screen shows no more
 LABEL_COLORS = ("#1F82C6", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999933")
 TEXT_COLOUR, LINE_COLOUR = "#7a7a7a", "rgba(128,128,128,0.25)"
@@ -60,13 +62,6 @@ def seconds_text(
     return f"{s:,.1f} s" if s >= 10 else f"{s:.2f} s" if s >= 0.1 else f"{1000 * s:.0f} ms"
 
 
-def stage_name(
-    stage: str,  # one of STAGES
-) -> str:
-    "Return the name of a stage for a legend."
-    return stage.replace("_", " ").capitalize()
-
-
 def plain_text(
     text: str,  # from a file system, so it may look like HTML
 ) -> str:
@@ -85,12 +80,6 @@ def label_colour(
 TITLE_LETTERS, SUBTITLE_LETTERS = 66, 88
 
 
-def _wrapped(text: str, letters: int) -> tuple[str, int]:
-    "Wrap a title between words; return the text and the number of line breaks."
-    lines = textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
-    return "<br>".join(lines), max(0, len(lines) - 1)
-
-
 def apply_style(
     fig: "go.Figure",
     title: str,  # states the finding
@@ -98,12 +87,12 @@ def apply_style(
     height: int,  # pixels; the width follows the page
 ) -> "go.Figure":
     "Apply the common style to a figure."
-    title, more_title = _wrapped(title, TITLE_LETTERS)
-    subtitle, more_subtitle = _wrapped(subtitle, SUBTITLE_LETTERS)
-    more = 21 * more_title + 15 * more_subtitle  # pixels
+    wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+    titles, subtitles = wrap(title, TITLE_LETTERS), wrap(subtitle, SUBTITLE_LETTERS)
+    more = 21 * len(titles[1:]) + 15 * len(subtitles[1:])  # pixels
     fig.update_layout(
         title=dict(
-            text=title,
+            text="<br>".join(titles),
             x=0,
             xanchor="left",
             xref="container",  # not "paper": labels of the y axis would move the title
@@ -112,7 +101,7 @@ def apply_style(
             yref="container",
             pad=dict(t=14, l=10),
             font=dict(size=16),
-            subtitle=dict(text=subtitle, font=dict(size=12, color=TEXT_COLOUR)),
+            subtitle=dict(text="<br>".join(subtitles), font=dict(size=12, color=TEXT_COLOUR)),
         ),
         height=height + more,
         margin=dict(l=10, r=16, t=(76 if subtitle else 52) + more, b=10),
@@ -124,9 +113,8 @@ def apply_style(
             orientation="h", x=0, xanchor="left", y=0, yref="container", yanchor="bottom", traceorder="normal"
         ),
     )
-    fig.update_xaxes(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
-    fig.update_yaxes(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
-    return fig
+    axis = dict(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
+    return fig.update_xaxes(axis).update_yaxes(axis)
 
 
 def styled_figure(
@@ -157,6 +145,49 @@ def styled_subplots(
     fig = make_subplots(**arrangement)
     fig.layout.template = {}
     return fig
+
+
+def _divided_bars(
+    rows: Sequence[str],  # a bar each
+    parts: Mapping[str, np.ndarray],  # name -> value in each row
+    colours: Sequence[str],  # of the parts
+    value: str,  # how plotly shows a value, for example "%{x:.3f} s"
+    title: str,
+    subtitle: str,
+    axis: str,  # quantity and unit
+) -> "go.Figure":
+    "Draw a bar per row that is divided into parts; each part names its share."
+    total = np.sum([*parts.values()], axis=0)
+    traces: list[Trace] = []
+    for (name, values), colour in zip(parts.items(), colours):
+        share = 100 * values / np.maximum(total, 1e-12)
+        traces.append(
+            dict(
+                type="bar",
+                name=name,
+                orientation="h",
+                y=list(rows),
+                x=values,
+                marker=dict(color=colour, line=dict(width=0)),
+                text=[f"{p:.0f} %" if p >= 6 else "" for p in share],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                customdata=f32(share),
+                hovertemplate=f"%{{y}}<br>%{{fullData.name}}: {value}, %{{customdata:.1f}} %<extra></extra>",
+            )
+        )
+    return styled_figure(
+        traces,
+        title,
+        subtitle,
+        height=170 + 42 * len(rows),
+        barmode="stack",
+        bargap=0.3,
+        uniformtext=dict(minsize=10, mode="hide"),
+        xaxis=dict(title=dict(text=axis), rangemode="tozero"),
+        yaxis=dict(autorange="reversed", showgrid=False, type="category"),
+    )
 
 # %% ../../nbs/insight/plots.ipynb #42c33a9c
 def frame_starts_s(
@@ -198,29 +229,28 @@ def mels_by_label(
     range_db: float = 80.0,  # largest colour range, dB
 ) -> "go.Figure":  # raises DataError if the shapes do not match
     "Draw one log-mel spectrogram per label on a common colour scale."
-    shape, found = mels_db.shape, f"{len(labels)} labels, {np.shape(mel_hz)} band centres"
+    shape, names = mels_db.shape, [plain_text(name) for name in labels]
     if len(shape) != 5 or len(labels) != shape[0] or np.shape(mel_hz) != shape[3:4]:
         raise DataError(
             "the shapes of mels, labels and band centres do not match",
             code="wrong-shape",
-            found=f"mels of shape {shape}, {found}",
+            found=f"mels of shape {shape}, {len(labels)} labels, {np.shape(mel_hz)} band centres",
             expected="[K, L, S, M, T], K labels and M band centres",
         )
     k, n_mels = shape[0], shape[3]
     if k == 0:
         return styled_figure([], "No recording to show", height=200)
     times, index = frame_starts_s(long_start_s, short_start_s, shape[4], hop_s)
-    flat = mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index]  # [K, M, frames]
-    flat = flat.astype(np.float32)
+    flat = mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index]
+    flat = flat.astype(np.float32)  # [K, M, frames]
     low, high = colour_range(flat, range_db)
-    n_cols = min(k, 2)
-    n_rows = -(-k // n_cols)
+    n_cols, n_rows = min(k, 2), -(-k // 2)
     fig = styled_subplots(
         rows=n_rows,
         cols=n_cols,
         shared_xaxes=True,
         shared_yaxes=True,
-        subplot_titles=[plain_text(n) for n in labels],
+        subplot_titles=names,
         horizontal_spacing=0.04,
         vertical_spacing=0.3 / (n_rows + 1),
     )
@@ -231,7 +261,7 @@ def mels_by_label(
             x=f32(times),
             y=f32(mel_hz),
             coloraxis="coloraxis",
-            name=plain_text(labels[i]),
+            name=names[i],
             hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>",
         )
         place = {"row": 1 + i // n_cols, "col": 1 + i % n_cols}
@@ -243,18 +273,15 @@ def mels_by_label(
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
-    fig = apply_style(fig, _mel_title(flat, labels), note, 130 + 190 * n_rows)
+    fig = apply_style(fig, _mel_title(flat, names), note, 130 + 190 * n_rows)
     return fig.update_layout(margin=dict(t=fig.layout.margin.t + 20))
 
 
-def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
+def _mel_title(flat: np.ndarray, names: Sequence[str]) -> str:
     "Return the range of the median levels, in whole dB."
-    medians = [
-        round(float(np.median(p[np.isfinite(p)]))) + 0.0 if np.isfinite(p).any() else float("-inf")
-        for p in flat
-    ]  # whole dB
-    low, high = int(np.argmin(medians)), int(np.argmax(medians))
-    return f"Median level from {medians[low]:.0f} dB ({plain_text(labels[low])}) to {medians[high]:.0f} dB ({plain_text(labels[high])})"
+    medians = np.round(np.median(flat, axis=(1, 2))) + 0.0  # without the sign of zero
+    low, high = int(medians.argmin()), int(medians.argmax())
+    return f"Median level from {medians[low]:.0f} dB ({names[low]}) to {medians[high]:.0f} dB ({names[high]})"
 
 # %% ../../nbs/insight/plots.ipynb #76674ef9
 LEVEL_STEP_DB = 2.0
@@ -266,17 +293,15 @@ def level_by_label(
     labels: Sequence[str],  # [B]
 ) -> "go.Figure":
     "Draw the distribution of the level of each label."
-    level, names = np.asarray(rms_db, np.float64), np.asarray(labels, dtype=object)
-    has_level = np.isfinite(level) & (level > SILENT_DB)
+    given = np.asarray(rms_db, np.float64)
+    has_level = np.isfinite(given) & (given > SILENT_DB)
     if not has_level.any():
         return styled_figure([], "No level to show", height=200)
-    silent = (
-        f"; {np.count_nonzero(~has_level):,} silent recordings are not drawn" if not has_level.all() else ""
-    )
-    level, names = level[has_level], names[has_level].astype(str)
-    first, last = np.floor(level.min() / LEVEL_STEP_DB), np.floor(level.max() / LEVEL_STEP_DB)
+    silent = f"{np.count_nonzero(~has_level):,} silent recordings are not drawn"
+    level = given[has_level]
+    first, last = np.floor(np.array([level.min(), level.max()]) / LEVEL_STEP_DB)
     edges = np.arange(first, last + 2) * LEVEL_STEP_DB
-    found, label_id = np.unique(names, return_inverse=True)
+    found, label_id = np.unique(np.asarray(labels, dtype=str)[has_level], return_inverse=True)
     traces: list[Trace] = []
     for k, name in enumerate(found):
         mine = level[label_id == k]
@@ -303,7 +328,7 @@ def level_by_label(
     return styled_figure(
         traces,
         title,
-        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB{silent}",
+        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; {silent}",
         height=300,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
@@ -322,56 +347,22 @@ def classes_by_split(
     if not len(labels):
         return styled_figure([], "No recording to show", height=120)
     in_cell = Counter(zip(splits, labels))
-    split_names = list(dict.fromkeys(splits))  # in order of appearance
-    label_names = sorted(set(labels))
-    counts = np.array([[in_cell[split, label] for label in label_names] for split in split_names])
-    share = 100 * counts / counts.sum(1, keepdims=True)
-    names = [plain_text(name or "one folder") for name in split_names]
-    traces: list[Trace] = []
-    for k, label in enumerate(label_names):
-        is_wide = counts[:, k] > 0.12 * counts.sum(1).max()
-        traces.append(
-            dict(
-                type="bar",
-                name=plain_text(label),
-                orientation="h",
-                y=names,
-                x=counts[:, k],
-                marker=dict(color=label_colour(k), line=dict(width=0)),
-                text=[
-                    f"{n:,} ({p:.0f} %)" if wide else ""
-                    for n, p, wide in zip(counts[:, k], share[:, k], is_wide)
-                ],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                customdata=f32(share[:, k]),
-                hovertemplate="%{y}<br>%{fullData.name}: %{x:,}, %{customdata:.1f} %<extra></extra>",
-            )
-        )
-    return styled_figure(
-        traces,
-        _class_title(label_names, names, counts),
-        f"{len(labels):,} recordings that became rows",
-        height=170 + 40 * len(names),
-        barmode="stack",
-        bargap=0.3,
-        xaxis=dict(title=dict(text="recordings")),
-        yaxis=dict(autorange="reversed", showgrid=False, type="category"),
-    )
+    names = {split: plain_text(split or "one folder") for split in dict.fromkeys(splits)}
+    parts = {label: np.array([in_cell[split, label] for split in names]) for label in sorted(set(labels))}
+    shown = {plain_text(label): counts for label, counts in parts.items()}
+    colours = [label_colour(k) for k in range(len(parts))]
+    title = _class_title(list(shown), list(names.values()), np.stack([*parts.values()], axis=1))
+    note = f"{len(labels):,} recordings that became rows"
+    return _divided_bars(list(names.values()), shown, colours, "%{x:,}", title, note, "recordings")
 
 
-def _class_title(label_names: list[str], splits: list[str], counts: np.ndarray) -> str:
-    "Return the share of the largest class, and the splits in which it differs most."
-    if len(label_names) == 1:
-        return f"All {counts.sum():,} recordings have the label {plain_text(label_names[0])}"
+def _class_title(labels: list[str], splits: list[str], counts: np.ndarray) -> str:
+    "Return the share of the largest class, in the splits in which it differs most."
     k = int(counts.sum(0).argmax())
     share = 100 * counts[:, k] / counts.sum(1)
-    name = plain_text(label_names[k])
-    if np.ptp(share) < 5:
-        return f"{name} is {share.mean():.0f} % of {'every split' if len(splits) > 1 else 'the recordings'}"
     low, high = int(share.argmin()), int(share.argmax())
-    return f"{name} is {share[low]:.0f} % of {splits[low]} and {share[high]:.0f} % of {splits[high]}"
+    most = f" and {share[high]:.0f} % of {splits[high]}" if high != low else ""
+    return f"{labels[k]} is {share[low]:.0f} % of {splits[low]}{most}"
 
 # %% ../../nbs/insight/plots.ipynb #a81ae172
 def recording_spectra(
@@ -390,60 +381,49 @@ def spectrum_by_label(
     spectra_db: np.ndarray,  # [B, M] dB, one spectrum per recording
     labels: Sequence[str],  # [B]
     mel_hz: ArrayLike,  # [M], centres of the bands, Hz, rising
-) -> "go.Figure":  # raises DataError for spectra of another shape
+) -> "go.Figure":
     "Draw the mean spectrum of each label with the 10th to 90th percentile."
     spectra, hz = np.asarray(spectra_db, np.float64), np.asarray(mel_hz, np.float64)
-    if spectra.shape != (len(labels), len(hz)):
-        raise DataError(
-            "the spectra do not match the labels and mel bands",
-            code="wrong-shape",
-            found=spectra.shape,
-            expected=f"[{len(labels)} labels, {len(hz)} bands]",
-        )
     finite = np.isfinite(spectra).all(axis=1)
     if not finite.any():
         return styled_figure([], "No spectrum to show", height=120)
-    names, label_id = np.unique(np.asarray(labels, dtype=np.str_)[finite], return_inverse=True)
-    spectra = spectra[finite]
-    kept = np.sort(np.argsort(-np.bincount(label_id), kind="stable")[:MOST_LABELS])
+    spectra, of_row = spectra[finite], np.asarray(labels, dtype=np.str_)[finite]
+    names, counts = np.unique(of_row, return_counts=True)
+    kept = names[np.sort(np.argsort(-counts, kind="stable")[:MOST_LABELS])]
     shades: list[Trace] = []
     lines: list[Trace] = []
-    for k, name in enumerate(names[i] for i in kept):
-        own = spectra[label_id == kept[k]]
+    for k, name in enumerate(kept.tolist()):
+        own = spectra[of_row == name]
         low, high = np.quantile(own, (0.1, 0.9), axis=0)
-        if len(own) > 1:
-            shades.append(
-                dict(
-                    type="scatter",
-                    x=f32([*hz, *hz[::-1]]),
-                    y=f32([*low, *high[::-1]]),
-                    mode="lines",
-                    line=dict(width=0),
-                    fill="toself",
-                    fillcolor=label_colour(k),
-                    opacity=0.2,
-                    legendgroup=name,
-                    showlegend=False,
-                    hoverinfo="skip",
-                )
+        line: Trace = dict(type="scatter", mode="lines" if len(hz) > 1 else "markers", legendgroup=name)
+        shades.append(
+            line
+            | dict(
+                x=f32([*hz, *hz[::-1]]),
+                y=f32([*low, *high[::-1]]),
+                line=dict(width=0),
+                fill="toself",
+                fillcolor=label_colour(k),
+                opacity=0.2,
+                showlegend=False,
+                hoverinfo="skip",
             )
+        )
         lines.append(
-            dict(
-                type="scatter",
+            line
+            | dict(
                 name=f"{plain_text(name)} ({len(own):,})",
                 x=f32(hz),
                 y=f32(own.mean(0)),
-                mode="lines" if len(hz) > 1 else "markers",
-                legendgroup=name,
                 line=dict(color=label_colour(k), width=2.2, dash=_DASHES[k % len(_DASHES)]),
                 hovertemplate="%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
             )
         )
     more = f"; the {MOST_LABELS} largest of {len(names)} labels" if len(names) > MOST_LABELS else ""
-    means = np.stack([spectra[label_id == i].mean(0) for i in kept])  # [K, M]
+    means = np.stack([spectra[of_row == name].mean(0) for name in kept])  # [K, M]
     return styled_figure(
         [*shades, *lines],
-        _spectrum_title([plain_text(names[i]) for i in kept], means, hz),
+        _spectrum_title([plain_text(name) for name in kept.tolist()], means, hz),
         f"Mean over time and recordings, shaded from the 10th to the 90th percentile of the recordings{more}",
         height=380,
         xaxis=dict(title=dict(text="frequency (Hz)")),
@@ -467,55 +447,24 @@ def exclusive_bar(
 ) -> "go.Figure":
     "Draw the exclusive time of each stage, for a run and its splits."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
-    shares = {name: attribute(timeline, name) for name in splits}
+    shares = {plain_text(name): attribute(timeline, name) for name in splits}
     if len(splits) != 1:
         shares = {"all splits": attribute(timeline), **shares}
-    traces: list[Trace] = []
-    for stage in [s for s in STAGES if any(a.get(s, 0) > 0 for a in shares.values())]:
-        seconds = [a.get(stage, 0.0) for a in shares.values()]
-        parts = [100 * s / (sum(a.values()) or 1) for s, a in zip(seconds, shares.values())]
-        traces.append(
-            dict(
-                type="bar",
-                name=stage_name(stage),
-                orientation="h",
-                y=[plain_text(n) for n in shares],
-                x=f32(seconds),
-                marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-                text=[f"{p:.0f} %" if p >= 6 else "" for p in parts],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                customdata=f32(np.stack([seconds, parts], axis=1)),
-                hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>",
-            )
-        )
     own = next(iter(shares.values()))
-    title = "No span was recorded"
-    if own:
-        largest, wall_s = max(own, key=lambda stage: own[stage]), sum(own.values())
-        title = f"{stage_name(largest)} takes {100 * own[largest] / (wall_s or 1):.0f} % of {seconds_text(wall_s)}"
-    return styled_figure(
-        traces,
-        title,
+    if not own:
+        return styled_figure([], "No span was recorded", height=200)
+    stages = [stage for stage in STAGES if any(a.get(stage, 0) > 0 for a in shares.values())]
+    parts = {_STAGE_NAMES[stage]: f32([a.get(stage, 0.0) for a in shares.values()]) for stage in stages}
+    largest, wall_s = max(own, key=lambda stage: own[stage]), sum(own.values())
+    return _divided_bars(
+        list(shares),
+        parts,
+        [STAGE_COLORS[stage] for stage in stages],
+        "%{x:.3f} s",
+        f"{_STAGE_NAMES[largest]} takes {percent_text(own[largest], wall_s)} of {seconds_text(wall_s)}",
         "Each instant is divided between the busy lanes, so the parts of a bar add up to the wall time",
-        height=170 + 44 * len(shares),
-        barmode="stack",
-        bargap=0.3,
-        uniformtext=dict(minsize=10, mode="hide"),
-        yaxis=dict(autorange="reversed", showgrid=False, type="category"),
-        xaxis=dict(title=dict(text="wall time (s)"), rangemode="tozero"),
+        "wall time (s)",
     )
-
-# %% ../../nbs/insight/plots.ipynb #00d8382e
-def _about(s: Span) -> str:
-    "Return further lines of the hover text of a span."
-    parts = [
-        f"{plain_text(s.split)} batch {s.batch}" if s.batch >= 0 else plain_text(s.split),
-        f"{s.n_files:,} files" if s.n_files else "",
-        f"{s.n_bytes / 1e6:.2f} MB" if s.n_bytes else "",
-    ]
-    return "".join(f"<br>{p}" for p in parts if p)
 
 # %% ../../nbs/insight/plots.ipynb #f4f3f172
 def batch_timeline(
@@ -542,18 +491,20 @@ def batch_timeline(
         traces.append(
             dict(
                 type="bar",
-                name=stage_name(stage),
+                name=_STAGE_NAMES[stage],
                 orientation="h",
-                y=np.array([lanes.index(b.lane) for b in own], dtype=np.int16),
-                x=f32([b.seconds for b in own]),
-                base=f32([b.start_s for b in own]),
-                customdata=f32([[b.start_s, 1000 * b.seconds] for b in own]),
+                y=np.array([lanes.index(s.lane) for s in own], dtype=np.int16),
+                x=f32([s.seconds for s in own]),
+                base=f32([s.start_s for s in own]),
+                customdata=f32([1000 * s.seconds for s in own]),
                 marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-                hovertext=[_about(s) for s in own],
-                hovertemplate="%{fullData.name}: %{customdata[1]:.2f} ms from %{customdata[0]:.3f} s%{hovertext}<extra></extra>",
+                hovertext=[
+                    f"{plain_text(s.split)} batch {s.batch}<br>{s.n_files:,} files<br>{s.n_bytes / 1e6:.2f} MB"
+                    for s in own
+                ],
+                hovertemplate="%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
             )
         )
-    room_s = 0.01 * seconds
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
@@ -561,9 +512,7 @@ def batch_timeline(
         height=170 + 30 * len(lanes),
         barmode="overlay",
         bargap=0.25,
-        xaxis=dict(
-            title=dict(text="time since the run began (s)"), range=[within[0] - room_s, within[1] + room_s]
-        ),
+        xaxis=dict(title=dict(text="time since the run began (s)")),
         yaxis=dict(
             tickvals=list(range(len(lanes))),
             ticktext=[plain_text(lane) for lane in lanes],
@@ -584,53 +533,43 @@ _CURVES = (
 )
 
 
-def _measured(samples: list[dict], key: str, name: str, factor: float, colour: str) -> list[Trace]:
-    "Return the curve of one quantity, or none; counters become rates."
-    pairs = [(s["time_s"], s[key]) for s in samples if s.get(key) is not None]
-    t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-    if key.startswith("disk_"):
-        v, t = np.diff(v) / np.diff(t), t[1:]
-    step = max(1, -(-len(t) // MAX_POINTS))
-    line: Trace = dict(
-        type="scatter",
-        name=name,
-        x=f32(t[::step]),
-        y=f32(factor * v[::step]),
-        mode="lines" if len(t) > 2 else "lines+markers",
-        line=dict(color=colour, width=1.6),
-        hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
-    )
-    return [line] if len(t) else []
-
-
 def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
     "Draw the measured load of CPU, memory, disk and GPU over time."
-    last_s = max([(interval_s(timeline) or (0, 0))[1], *(sample["time_s"] for sample in timeline.samples)])
     rows: dict[str, list[Trace]] = {row: [] for row, *_ in _CURVES}
     for row, key, name, factor, colour in _CURVES:
-        rows[row] += _measured(timeline.samples, key, name, factor, colour)
+        pairs = [(s["time_s"], s[key]) for s in timeline.samples if s.get(key) is not None]
+        t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+        if key.startswith("disk_"):  # a counter becomes a rate
+            v, t = np.diff(v) / np.diff(t), t[1:]
+        if not len(t):
+            continue
+        step = -(-len(t) // MAX_POINTS)
+        rows[row].append(
+            dict(
+                type="scatter",
+                name=name,
+                x=f32(t[::step]),
+                y=f32(factor * v[::step]),
+                mode="lines" if len(t) > 2 else "lines+markers",
+                line=dict(color=colour, width=1.6),
+                hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
+            )
+        )
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}
     if not rows:
         return styled_figure([], "Nothing was measured", subtitle, height=200)
-    fig = styled_subplots(
-        rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 if len(rows) > 1 else 0
-    )
-    n_cores = timeline.meta.get("monitor", {}).get("n_cores")
+    fig = styled_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 / len(rows))
     for i, (row, lines) in enumerate(rows.items(), start=1):
         fig.add_traces(lines, rows=i, cols=1)
         fig.update_yaxes(title=dict(text=row), rangemode="tozero", row=i, col=1)
-        if row == "CPU (%)":  # the axis ends at the load of all cores
-            top = max(float(np.max(lines[0]["y"])), 100 * (n_cores or 1))
-            fig.update_yaxes(range=[0, 1.05 * top], row=i, col=1)
     fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
-    fig.update_xaxes(range=[0, 1.01 * last_s])  # the clock of the batch timeline
-    of = f" of {n_cores}" if n_cores else ""
+    n_cores = timeline.meta.get("monitor", {}).get("n_cores") or "?"
     figures = (
-        (mean(timeline.samples, "cpu_percent"), 0.01, f"{{:.1f}}{of} cores busy on average"),
+        (mean(timeline.samples, "cpu_percent"), 0.01, f"{{:.1f}} of {n_cores} cores busy on average"),
         (peak(timeline.samples, "rss_bytes"), 1e-6, "{:,.0f} MB of RAM at most"),
     )
     findings = [text.format(factor * value) for value, factor, text in figures if value is not None]

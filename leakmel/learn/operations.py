@@ -104,9 +104,8 @@ class _Training(Operation):
     ) -> DetectorPlan:
         "Find the data sets, split them by groups if requested, and check what can be checked before the work."
         from leakmel.audio.labels import read_labels
-        from leakmel.learn.data.segments import Segments, close_opened, open_sources
+        from leakmel.learn.data.segments import Segments, close_opened, make_task, open_sources
         from leakmel.learn.data.splits import DEFAULT_SHARES, group_split, without_validation
-        from leakmel.learn.data.task import make_task
         from leakmel.learn.model.devices import pick_device
 
         pick_device(self.device)
@@ -757,7 +756,7 @@ class Retrain(Operation):
     def plan(self, run: Run) -> DetectorPlan:
         "Find champion and data sets."
         from leakmel.learn.model.devices import pick_device
-        from leakmel.learn.model.locate import CHAMPION_FILE
+        from leakmel.learn.model.files import CHAMPION_FILE
         from leakmel.learn.plans import find_data_set, find_model
 
         for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):

@@ -18,8 +18,8 @@ from leakmel.dataset.file.schema import data_set_name
 from leakmel.dataset.run.pipeline import build_all, find_data
 from leakmel.learn.evaluate.evaluation import Evaluation
 from leakmel.learn.model.card import evaluation_result
-from leakmel.learn.model.locate import model_file
-from leakmel.learn.train.loop import TrainResult, steps_after
+from leakmel.learn.model.files import model_file
+from leakmel.learn.train.loop import TrainResult
 
 # %% ../../nbs/learn/plans.ipynb #d69278ee
 PARTS = ("training", "validation", "testing")
@@ -131,5 +131,5 @@ def run_summary(
 ) -> dict[str, Any]:
     "Return training and evaluation as plain values."
     known = result.detector.evaluations
-    advice = {"evaluation_result": evaluation_result(known), "next_steps": steps_after(result)}
+    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
     return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}

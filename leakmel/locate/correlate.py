@@ -12,16 +12,16 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import fft, ndimage, signal
+
 from leakmel.audio.naming import iso_time, parse_name
 from leakmel.audio.wav import Recording, read_wav
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError
 from leakmel.insight.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.locate.cross_spectra import (
     METHODS,
-    MIN_AVERAGES,
     CrossSpectra,
     Delay,
-    aligned_spectra,
     correlogram,
     cross_spectra,
     estimate_delay,
@@ -38,74 +38,76 @@ CLOCKS = (
 )
 
 
-def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str, str]:
-    "Read a recording; return it with its name and its start time, empty where it has none."
+def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str]:
+    "Read a recording; return it with its start time, empty where it has none."
     if isinstance(given, Recording):
-        return given, "", ""
+        return given, ""
     name = os.path.basename(os.fspath(given))
-    return (
-        read_wav(given),
-        show_path(given),
-        parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0]),
-    )
-
-
-def _channel(recording: Recording, name: str) -> np.ndarray:
-    "Return the samples of a recording with one channel, or with channels that are equal; [n] float64."
-    samples = recording.samples
-    if samples.shape[1] > 1 and (samples != samples[:, :1]).any():
-        raise DataError(
-            f"recording {name} has {samples.shape[1]} channels that differ",
-            code="channels",
-            remedy="give a file with the one channel of this logger, or one file whose two channels are the two loggers",
-        )
-    return samples[:, 0].astype(np.float64)
+    start = parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0])
+    return read_wav(given), start
 
 
 def _channels(
     a: str | os.PathLike | Recording, b: str | os.PathLike | Recording | None, offset_s: float | None
 ) -> tuple[np.ndarray, np.ndarray, int]:  # [n] float64 each, Hz
     "Read both recordings; raises DataError, RecordingError or UsageError."
-    first, name_a, start_a = _source(a)
+    first, start_a = _source(a)
     rate = first.sample_rate
     if b is None:
         if first.samples.shape[1] != 2:
             raise DataError(
                 "one recording alone must have two channels, one of each logger",
                 code="channels",
-                path=name_a or None,
                 found=f"{first.samples.shape[1]} channels",
                 remedy="give the recording of the second logger as b",
             )
         x, y = first.samples.T.astype(np.float64)
-    else:
-        second, name_b, start_b = _source(b)
-        if rate != second.sample_rate:
+        return x, y, rate
+    second, start_b = _source(b)
+    if rate != second.sample_rate:
+        raise DataError(
+            "the recordings have different sample rates",
+            code="rates-differ",
+            found=f"{rate} Hz and {second.sample_rate} Hz",
+            remedy="record at the same rate: resampling one of them adds a delay of its own",
+        )
+    if offset_s is None and start_a and start_b and start_a != start_b:
+        raise DataError(
+            "the names of the recordings have different start times",
+            code="start-times-differ",
+            found=f"{start_a} and {start_b}",
+            remedy="choose recordings of the same start time, or give offset_s, by how many seconds b starts later than a",
+        )
+    for name, samples in (("a", first.samples), ("b", second.samples)):
+        if samples.shape[1] > 1 and (samples != samples[:, :1]).any():
             raise DataError(
-                "the recordings have different sample rates",
-                code="rates-differ",
-                found=f"{rate} Hz and {second.sample_rate} Hz",
-                remedy="record at the same rate: resampling one of them adds a delay of its own",
+                f"recording {name} has {samples.shape[1]} channels that differ",
+                code="channels",
+                remedy="give a file with the one channel of this logger, or one file whose two channels are the two loggers",
             )
-        if offset_s is None and start_a and start_b and start_a != start_b:
-            raise DataError(
-                "the names of the recordings have different start times",
-                code="start-times-differ",
-                found=f"{start_a} and {start_b}",
-                remedy="choose recordings of the same start time, or give offset_s, by how many seconds b starts later than a",
-            )
-        x, y = _channel(first, "a"), _channel(second, "b")
-    return x, y, rate
+    return first.samples[:, 0].astype(np.float64), second.samples[:, 0].astype(np.float64), rate
 
 
-def _check_signals(x: np.ndarray, y: np.ndarray, where: str = "") -> None:
-    "Refuse recordings whose correlation means nothing."
+def _common_time(
+    x: np.ndarray, y: np.ndarray, rate: int, offset_s: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    "Cut two recordings to their common time; return also what is left of the offset, s. Refuse those whose correlation means nothing."
+    if offset_s and not -len(y) < offset_s * rate < len(x):
+        raise UsageError(
+            "with this offset the recordings have no time in common",
+            code="wrong-value",
+            found=f"offset_s {offset_s}",
+        )
+    shift = round(offset_s * rate)
+    x, y = x[max(0, shift) :], y[max(0, -shift) :]
+    n = min(len(x), len(y))
+    x, y = x[:n], y[:n]
     for name, samples in (("a", x), ("b", y)):
         if not np.isfinite(samples).all():
             raise DataError(f"recording {name} has samples that are not finite numbers", code="nonfinite")
-        if not len(samples) or samples.min() == samples.max():
+        if not n or samples.min() == samples.max():
             raise DataError(
-                f"recording {name} is silent{where}: all its samples are equal",
+                f"recording {name} is silent in the time that both have in common: all its samples are equal",
                 code="silent-recording",
                 remedy="check the logger and its sensor",
             )
@@ -115,6 +117,7 @@ def _check_signals(x: np.ndarray, y: np.ndarray, where: str = "") -> None:
             code="same-recording",
             remedy="give the recordings of two loggers",
         )
+    return x, y, shift / rate - offset_s
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30008
 Z95 = NormalDist().inv_cdf(0.975)
@@ -122,15 +125,12 @@ Z95 = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    "What the figure of a correlation shows."
+    "What the figure of a correlation is drawn from."
 
-    lags_s: np.ndarray  # [K] float64, delays within the pipe and a little beyond
-    correlations: dict[str, np.ndarray]  # of METHODS: [K], 1 at the most
-    freqs_hz: np.ndarray  # [F], those in the band
-    coherence: np.ndarray  # [F], 0 to 1
-    threshold: float  # coherence of unrelated recordings
-    coherent: np.ndarray  # [F] bool
-    phase_rad: np.ndarray  # [F], of the cross-spectrum, unwrapped about the line of the delay
+    spectra: CrossSpectra
+    most_s: float  # largest delay within the pipe
+    delay_s: float  # about which the phase is unwrapped
+    correction_s: float  # is added to all delays of the spectra
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -160,27 +160,24 @@ class Correlation:
 
     def text(self) -> str:
         "Return the result in a few lines."
-        end = "a" if self.delay_s is not None and self.delay_s < 0 else "b"
-        found = "several positions explain the recordings: " + ", ".join(
-            f"{p:.1f} m" for p in self.candidates_m
-        )
-        head = {
+        heads = {
             "none": "no position: the recordings have no lasting broadband noise in common",
-            "outside": f"the noise comes from logger {end} or from beyond it",
-            "ambiguous": found,
-        }.get(self.verdict, "")
+            "outside": f"the noise comes from logger {'a' if (self.delay_s or 0) < 0 else 'b'} or from beyond it",
+            "ambiguous": "several positions explain the recordings: "
+            + ", ".join(f"{p:.1f} m" for p in self.candidates_m),
+        }
         if self.position_m is not None:
-            head = (
+            heads["leak"] = (
                 f"leak noise {self.position_m:.1f} m from a (95 % interval {self.low_m:.1f} to {self.high_m:.1f} m), "
                 f"{self.distance_m - self.position_m:.1f} m from b"
             )
-        lines = [f"{self.verdict}: {head}"]
+        lines = [f"{self.verdict}: {heads[self.verdict]}"]
         if self.delay_s is not None:
-            lines.append(
-                f"  delay {1000 * self.delay_s:.3f} ms (arrival at a - arrival at b), standard error {1000 * self.errors_s['total']:.2g} ms"
-            )
             parts = ", ".join(f"{name} {value:.2f} m" for name, value in self.errors_m.items())
-            lines.append(f"  standard errors of the position: {parts}")
+            lines += [
+                f"  delay {1000 * self.delay_s:.3f} ms (arrival at a - arrival at b), standard error {1000 * self.errors_s['total']:.2g} ms",
+                f"  standard errors of the position: {parts}",
+            ]
         lines.append(
             f"  peak {self.peak:.1f} standard deviations ({self.needed_peak:.1f} needed), coherent {100 * self.coherent_share:.0f} % of "
             f"{self.band_hz[0]:.0f} to {self.band_hz[1]:.0f} Hz, {self.n_averages:.0f} averages, method {self.method}"
@@ -195,8 +192,8 @@ class Correlation:
 
     def to_dict(self) -> dict[str, Any]:
         "Return the result as plain values, without the curves."
-        found = {name: value for name, value in vars(self).items() if name != "curves"}
-        return found | {name: list(found[name]) for name in ("candidates_m", "band_hz", "notes")}
+        shown = {name: value for name, value in vars(self).items() if name != "curves"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
     def figure(self) -> "go.Figure":
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
@@ -208,62 +205,59 @@ MAX_CANDIDATES = 10
 _FALSE_ALARMS = 0.01  # of unrelated recordings
 
 
-@dataclass(frozen=True)
-class _Peaks:
-    "Peaks of a correlogram within the pipe."
-
-    lags_s: np.ndarray  # [P], highest first; those nearly as high as the highest
-    heights: np.ndarray  # [P], with sign
-    peak: float  # in standard deviations
-    needed: float
-
-
-def _find_peaks(x: CrossSpectra, method: str, most_s: float, shift_s: float = 0.0) -> _Peaks:
-    "Find the highest peaks at delays up to `most_s`, and compare them with the noise; the spectra are shifted by `shift_s`."
-    from scipy import signal
-
-    method = "ml" if method == "phase" else method
+def _significance(x: CrossSpectra, method: str, most_s: float) -> tuple[float, float]:
+    "Highest correlation at delays up to `most_s`, and what unrelated recordings reach once in 100; in standard deviations of the noise."
     lags, values = correlogram(x, method)
-    lags = lags + shift_s
     # noise at a lag has the variance of the product of two windows that are shifted by it
     power = np.abs(np.fft.rfft(signal.get_window("hann", x.n_samples) ** 2)) ** 2
     spread = np.sqrt(np.fft.fftshift(np.fft.irfft(power, x.n_samples)))
-    level = values / np.maximum(spread / spread.max(), 1e-3)
+    level = np.abs(values) / np.maximum(spread / spread.max(), 1e-3)
     inside = np.abs(lags) <= most_s
-    sigma = 1.4826 * float(np.median(np.abs(level[~inside])))
-    n_lags = max(1, int(inside.sum()))
-    needed = NormalDist().inv_cdf(1 - _FALSE_ALARMS / (2 * n_lags))
-    peak = float(np.abs(level[inside]).max()) / sigma if sigma > 0 else 0.0
-    fine, curve = correlogram(x, method, 8)
-    fine = fine + shift_s
-    kept = np.abs(fine) <= most_s
-    fine, curve = fine[kept], curve[kept]
-    tops = signal.find_peaks(np.abs(curve))[0]
-    if not len(tops):
-        tops = np.array([int(np.abs(curve).argmax())])
-    tops = tops[np.argsort(-np.abs(curve[tops]), kind="stable")]
-    high = np.abs(curve[tops]) >= NEARLY_AS_HIGH * abs(curve[tops[0]])
-    return _Peaks(fine[tops[high]], curve[tops[high]], peak, needed)
+    sigma = 1.4826 * float(np.median(level[~inside]))
+    needed = NormalDist().inv_cdf(1 - _FALSE_ALARMS / (2 * int(inside.sum())))
+    return float(level[inside].max()) / sigma if sigma > 0 else 0.0, needed
+
+
+def _peaks(
+    x: CrossSpectra, method: str, most_s: float, shift_s: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:  # [P] delays in s and heights with sign, the highest first
+    "Find the peaks at delays up to `most_s` that are nearly as high as the highest; the spectra are shifted by `shift_s`."
+    lags, curve = correlogram(x, method, 8)
+    lags = lags + shift_s
+    kept = np.abs(lags) <= most_s
+    lags, curve = lags[kept], curve[kept]
+    heights = np.abs(curve)
+    tops = signal.find_peaks(heights)[0]
+    tops = tops if len(tops) else heights.argmax(keepdims=True)
+    tops = tops[np.argsort(-heights[tops], kind="stable")]
+    tops = tops[heights[tops] >= NEARLY_AS_HIGH * heights[tops[0]]]
+    return lags[tops], curve[tops]
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30020
 def _refine(
-    a: np.ndarray, b: np.ndarray, x: CrossSpectra, peaks: _Peaks, method: str, most_s: float
-) -> tuple[Delay, _Peaks]:
-    "Estimate the delay of shifted recordings; the significance stays that of the recordings as they are."
-    rate, band = x.sample_rate, x.freqs_hz[x.in_band][[0, -1]]
+    a: np.ndarray,
+    b: np.ndarray,
+    x: CrossSpectra,
+    peaks: tuple[np.ndarray, np.ndarray],
+    method: str,
+    most_s: float,
+) -> tuple[Delay, np.ndarray, np.ndarray]:  # delay, and the peaks
+    "Estimate the delay of shifted recordings."
+    rate, band = x.sample_rate, x.freqs_hz[x.in_band]
+    lags, heights = peaks
     for _ in range(4):
-        shift = round(float(peaks.lags_s[0]) * rate)
-        a_and_b = (-a if peaks.heights[0] < 0 else a), b
-        aligned = aligned_spectra(*a_and_b, rate, x.n_samples, (float(band[0]), float(band[1])), shift)
-        again = _find_peaks(aligned, method, most_s, shift / rate)
-        heights = again.heights * np.sign(peaks.heights[0])
-        moved = abs(float(again.lags_s[0]) - shift / rate) * rate
-        is_same = moved <= 1 and heights[0] * peaks.heights[0] > 0
-        peaks = replace(peaks, lags_s=again.lags_s, heights=heights)
+        shift, sign = round(float(lags[0]) * rate), np.sign(heights[0])
+        n = len(a) - abs(shift)
+        pair = (sign * a[max(0, shift) :][:n], b[max(0, -shift) :][:n])
+        aligned = cross_spectra(*pair, rate, x.n_samples, (float(band[0]), float(band[-1])))
+        lags, heights = _peaks(aligned, method, most_s, shift / rate)
+        is_same = abs(lags[0] * rate - shift) <= 1 and heights[0] > 0
+        heights = sign * heights
         if is_same:
             break
-    delay = estimate_delay(aligned, float(peaks.lags_s[0]) - shift / rate, method)
-    return replace(delay, by_method={name: t + shift / rate for name, t in delay.by_method.items()}), peaks
+    delay = estimate_delay(aligned, float(lags[0]) - shift / rate, method)
+    by_method = {name: t + shift / rate for name, t in delay.by_method.items()}
+    return replace(delay, by_method=by_method), lags, heights
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30014
 _SPEED_ERROR = 0.05  # of the speed, where neither the material nor the error is given
@@ -302,12 +296,12 @@ class _Pipe:
 
     def interval_m(self, delay_s: float, errors_m: dict[str, float]) -> tuple[float, float, float]:
         "Position and 95 % interval within the pipe, m; the ends of a range of the speed lie at different distances."
-        place, half = self.position_m(delay_s), Z95 * errors_m["total"]
-        low, high = place - half, place + half
-        if self.range_m_s is not None:
-            half = Z95 * math.hypot(errors_m["delay"], errors_m["clock"], errors_m["distance"])
-            ends = sorted(self.position_m(delay_s, c) for c in self.range_m_s)
-            low, high = place - math.hypot(half, place - ends[0]), place + math.hypot(half, ends[1] - place)
+        place = self.position_m(delay_s)
+        error_m_s = Z95 * self.speed_error_m_s
+        speeds = self.range_m_s or (self.speed_m_s - error_m_s, self.speed_m_s + error_m_s)
+        first, last = sorted(self.position_m(delay_s, c) for c in speeds)
+        half = Z95 * math.hypot(errors_m["delay"], errors_m["clock"], errors_m["distance"])
+        low, high = place - math.hypot(half, place - first), place + math.hypot(half, last - place)
         low, place, high = (min(max(x, 0.0), self.distance_m) for x in (low, place, high))
         return place, low, high
 
@@ -346,55 +340,18 @@ def _pipe(
     return _Pipe(distance_m, distance_error_m, speed_m_s, speed_error_m_s, clock_error_s, range_m_s)
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30017
-def _curves(x: CrossSpectra, most_s: float, delay_s: float, correction_s: float) -> Curves:
-    "Collect what the figure shows; the correction is added to all delays of the spectra."
-    kept = x.in_band
-    by_method = {name: correlogram(x, name) for name in METHODS}
-    lags = by_method["ml"][0]
-    shown = np.abs(lags) <= 1.2 * most_s
-    f = x.freqs_hz[kept]
-    line = -2 * np.pi * f * delay_s
-    ab = x.mean(x.ab)[kept] * np.exp(-2j * np.pi * f * correction_s)
-    return Curves(
-        lags[shown] + correction_s,
-        {name: values[shown] for name, (_, values) in by_method.items()},
-        f,
-        x.coherence()[kept],
-        x.threshold,
-        x.coherent[kept],
-        line + np.angle(ab * np.exp(-1j * line)),
-    )
-
-
-def _shifted(
-    x: np.ndarray, y: np.ndarray, rate: int, offset_s: float
-) -> tuple[np.ndarray, np.ndarray, float]:
-    "Cut two recordings to their common time; return also what is left of the offset, s."
-    if not math.isfinite(offset_s) or not -len(y) < offset_s * rate < len(x):
-        raise UsageError(
-            "with this offset the recordings have no time in common",
-            code="wrong-value",
-            found=f"offset_s {offset_s}",
-        )
-    shift = round(offset_s * rate)
-    x, y = x[max(0, shift) :], y[max(0, -shift) :]
-    n = min(len(x), len(y))
-    return x[:n], y[:n], shift / rate - offset_s
-
-
 def _verdict(
     pipe: _Pipe, lags_s: np.ndarray, delay_s: float, errors_m: dict[str, float]
 ) -> tuple[str, tuple[float, ...]]:
     "Return the verdict on a significant peak, and the positions that explain the recordings."
-    half_m = Z95 * errors_m["total"]
     place = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
-    others = [pipe.position_m(float(t)) for t in lags_s[1:]]
-    far = [p for p in others if 0 <= p <= pipe.distance_m and abs(p - place) > half_m]
-    if far:
+    others = [
+        pipe.position_m(float(t)) for t in lags_s[1:] if 0 <= pipe.position_m(float(t)) <= pipe.distance_m
+    ]
+    if far := [p for p in others if abs(p - place) > Z95 * errors_m["total"]]:
         return "ambiguous", (place, *far)[:MAX_CANDIDATES]
-    half_m = Z95 * math.hypot(
-        errors_m["delay"], errors_m["distance"]
-    )  # an error of speed or clocks does not say outside
+    # an error of speed or clocks does not say outside
+    half_m = Z95 * math.hypot(errors_m["delay"], errors_m["distance"])
     speeds = (pipe.speed_m_s, *(pipe.range_m_s or ()))
     if not any(half_m < pipe.position_m(delay_s, c) < pipe.distance_m - half_m for c in speeds):
         return "outside", ()
@@ -405,45 +362,20 @@ _TONES = "both recordings have common tones (a pump, mains hum) but no common br
 _EVENT = "without the loudest part of the recordings no correlation is left: a single event, or a leak that is too weak for this length"
 _BEYOND = "a source at or beyond logger {} explains the delay as well, within the errors of speed and clocks"
 _ZERO = "the delay is zero: electrical interference in both channels gives the same result; move one logger by a known distance and repeat"
-
-
-def _notes(found: Delay | None, is_inverted: bool, verdict: str, more: list[str]) -> tuple[str, ...]:
-    "Say what to know or do about a result; `more` is added."
-    notes = list(more)
-    if found is not None and found.misfit > 2:
-        notes.append(
-            f"the phase scatters {found.misfit:.1f} times as much as the coherence allows: "
-            "dispersion, sound on two ways, or clocks that run at different rates; a narrower band_hz may help"
-        )
-    if found is not None and is_inverted:
-        notes.append("one recording is inverted: the sensors have opposite polarity, or the band is narrow")
-    remedies = {
-        "ambiguous": "a narrow band repeats its peaks: leave out pumps and hum by band_hz, or wait until they are off",
-        "outside": "move a logger, so that the source lies between both",
-        "none": "record longer, at night, or with a smaller distance between the loggers",
-    }
-    return (*notes, *([remedies[verdict]] if verdict in remedies else []))
-
-
-def _segment(n: int, rate: int, most_s: float) -> int:
-    "Return the samples of a segment: four times the largest delay; raises DataError if n samples are too few."
-    from scipy import fft
-
-    if not 4 * most_s * rate <= n:
-        raise DataError(
-            "the recordings are too short for this pipe",
-            code="too-short-to-correlate",
-            found=f"{n / rate:.2f} s",
-            expected=f"at least {4 * most_s * (1 + MIN_AVERAGES) / 2:.3g} s for a largest delay of {most_s:.3g} s",
-            remedy="check distance_m and speed_m_s, record longer, or place the loggers closer together",
-        )
-    return 2 * fft.next_fast_len(max(256, math.ceil(2 * most_s * rate) + 4), real=True)
+_MISFIT = (
+    "the phase scatters {:.1f} times as much as the coherence allows: "
+    "dispersion, sound on two ways, or clocks that run at different rates; a narrower band_hz may help"
+)
+_INVERTED = "one recording is inverted: the sensors have opposite polarity, or the band is narrow"
+_REMEDIES = {
+    "ambiguous": "a narrow band repeats its peaks: leave out pumps and hum by band_hz, or wait until they are off",
+    "outside": "move a logger, so that the source lies between both",
+    "none": "record longer, at night, or with a smaller distance between the loggers",
+}
 
 
 def _level(x: np.ndarray, n_samples: int) -> np.ndarray:
     "Scale a recording of mean 0 down where its level over n_samples is above the median level: spectra are averaged by energy."
-    from scipy import ndimage
-
     level = np.sqrt(np.maximum(ndimage.uniform_filter1d(x**2, n_samples, mode="nearest"), 0.0))
     return x / np.maximum(level / np.median(level[level > 0]), 1.0)
 
@@ -453,33 +385,49 @@ def _spectra(
 ) -> tuple[CrossSpectra, tuple[float, float]]:
     "Return the averaged spectra, and the band."
     low, high = band_hz or (2 * rate / n_samples, 0.45 * rate)
-    if not 0 <= low < high <= rate / 2:
-        found, expected = f"{low} to {high} Hz", f"0 <= low < high <= {rate / 2:g} Hz"
-        raise UsageError("the band is not valid", code="wrong-value", found=found, expected=expected)
     spectra = cross_spectra(x, y, rate, n_samples, (low, high))
-    if not spectra.in_band.any():
+    if not 0 <= low < high <= rate / 2 or not spectra.in_band.any():
         raise UsageError(
-            "the band holds no frequency of the spectrum",
+            "the band is not valid, or holds no frequency of the spectrum",
             code="wrong-value",
             found=f"{low} to {high} Hz",
-            expected=f"a band of at least {rate / n_samples:.2f} Hz",
+            expected=f"0 <= low < high <= {rate / 2:g} Hz, and a band of at least {rate / n_samples:.2f} Hz",
         )
     return spectra, (low, high)
 
 
-def _find_delay(
-    x: np.ndarray, y: np.ndarray, spectra: CrossSpectra, method: str, most_s: float, correction_s: float
-) -> tuple[Delay | None, _Peaks, list[str]]:
-    "Return the delay if lasting noise shows one, the peaks, and notes if there is none."
-    peaks = _find_peaks(spectra, method, most_s)
-    if peaks.peak <= peaks.needed:
-        return None, peaks, [_TONES] if spectra.certain.any() else []
-    lasting = _find_peaks(spectra.without_loudest(), method, most_s)
-    if lasting.peak <= lasting.needed:
-        return None, peaks, [_EVENT]
-    delay, peaks = _refine(x, y, spectra, peaks, method, most_s)
-    by_method = {name: t + correction_s for name, t in delay.by_method.items()}
-    return replace(delay, by_method=by_method), peaks, []
+def _located(
+    result: Correlation, pipe: _Pipe, delay: Delay, lags_s: np.ndarray, is_inverted: bool
+) -> Correlation:
+    "Add what a significant delay says: verdict, position and notes."
+    delay_s = result.curves.delay_s
+    errors = pipe.errors_m(delay_s, delay.error_s)
+    verdict, candidates = _verdict(pipe, lags_s, delay_s, errors)
+    result = replace(result, verdict=verdict, candidates_m=candidates)
+    if verdict == "ambiguous":
+        return replace(result, notes=(_REMEDIES[verdict],))
+    parts = {"cramer_rao": delay.bound_s, "jackknife": delay.jackknife_s, "clock": pipe.clock_error_s}
+    errors_s = {"total": math.hypot(delay.error_s, pipe.clock_error_s), **parts}
+    place, low, high = pipe.interval_m(delay_s, errors)
+    is_leak = verdict == "leak"
+    notes = {
+        _BEYOND.format("a"): is_leak and low <= 0,
+        _BEYOND.format("b"): is_leak and high >= pipe.distance_m,
+        _ZERO: is_leak and abs(delay_s) < max(2 / result.sample_rate, 2 * errors_s["total"]),
+        _MISFIT.format(delay.misfit): delay.misfit > 2,
+        _INVERTED: is_inverted,
+        _REMEDIES["outside"]: not is_leak,
+    }
+    if is_leak:
+        result = replace(result, position_m=place, low_m=low, high_m=high)
+    return replace(
+        result,
+        delay_s=delay_s,
+        delays_s=delay.by_method,
+        errors_s=errors_s,
+        errors_m=errors,
+        notes=tuple(text for text, holds in notes.items() if holds),
+    )
 
 
 def correlate(
@@ -512,58 +460,54 @@ def correlate(
         )
     pipe = _pipe(distance_m, distance_error_m, speed_m_s, speed_error_m_s, clock_error_s or 0.0)
     x, y, rate = _channels(a, b, offset_s)
-    _check_signals(x, y)
-    x, y, correction_s = _shifted(x, y, rate, offset_s or 0.0)
-    _check_signals(x, y, " in the time that both have in common")
+    x, y, correction_s = _common_time(x, y, rate, offset_s or 0.0)
     x, y = ((s - s.mean()) / s.std() for s in (x, y))
-    n_samples = _segment(len(x), rate, pipe.most_s)
+    # a segment is four times as long as the largest delay
+    longest = math.ceil(min(2 * pipe.most_s * rate, len(x))) + 4
+    n_samples = 2 * fft.next_fast_len(max(256, longest), real=True)
     x, y = (_level(s, n_samples) for s in (x, y))
     spectra, band_hz = _spectra(x, y, rate, n_samples, band_hz)
-    delay, peaks, more = _find_delay(x, y, spectra, method, pipe.most_s + 2 / rate, correction_s)
-    delay_s = delay.by_method[method] if delay else float(peaks.lags_s[0]) + correction_s
-    errors = pipe.errors_m(delay_s, delay.error_s if delay else 0.0)
-    verdict, candidates = "none", ()  # type: str, tuple[float, ...]
-    errors_s = dict[str, float]()
-    if delay:
-        verdict, candidates = _verdict(pipe, peaks.lags_s + correction_s, delay_s, errors)
-        parts = {"cramer_rao": delay.bound_s, "jackknife": delay.jackknife_s, "clock": pipe.clock_error_s}
-        errors_s = {"total": math.hypot(delay.error_s, pipe.clock_error_s), **parts}
-    is_found = verdict in ("leak", "outside")
-    used = delay if is_found else None
-    interval = (None, None, None)  # type: tuple[float | None, float | None, float | None]
-    if verdict == "leak":
-        interval = pipe.interval_m(delay_s, errors)
-        ends = {"a": interval[1] <= 0, "b": interval[2] >= distance_m}
-        more += [_BEYOND.format(end) for end, is_reached in ends.items() if is_reached]
-        if abs(delay_s) < max(2 / rate, 2 * errors_s["total"]):
-            more.append(_ZERO)
-    return Correlation(
-        verdict,
-        *interval,
-        candidates_m=candidates,
-        delay_s=delay_s if is_found else None,
-        delays_s=used.by_method if used else {},
-        errors_s=errors_s if is_found else {},
-        errors_m=errors if is_found else {},
+    most_s = pipe.most_s + 2 / rate
+    lags, heights = _peaks(spectra, method, most_s)
+    peak, needed = _significance(spectra, method, most_s)
+    lasting, needed_lasting = _significance(spectra.without_loudest(), method, most_s)
+    delay, more = None, list[str]()
+    if peak <= needed:
+        more += [_TONES] if spectra.certain.any() else []
+    elif lasting <= needed_lasting:
+        more.append(_EVENT)
+    else:
+        delay, lags, heights = _refine(x, y, spectra, (lags, heights), method, most_s)
+    found = {name: t + correction_s for name, t in delay.by_method.items()} if delay else {}
+    delay_s = found.get(method, float(lags[0]) + correction_s)
+    result = Correlation(
+        *("none", None, None, None),
+        candidates_m=(),
+        delay_s=None,
+        delays_s={},
+        errors_s={},
+        errors_m={},
         distance_m=distance_m,
         speed_m_s=pipe.speed_m_s,
         method=method,
         band_hz=band_hz,
         coherent_share=float(spectra.coherent.sum() / spectra.in_band.sum()),
-        peak=peaks.peak,
-        needed_peak=peaks.needed,
+        peak=peak,
+        needed_peak=needed,
         n_averages=spectra.n_averages,
         sample_rate=rate,
-        notes=_notes(used, bool(peaks.heights[0] < 0), verdict, more),
-        curves=_curves(spectra, pipe.most_s, delay_s, correction_s),
+        notes=(*more, _REMEDIES["none"]),
+        curves=Curves(spectra, pipe.most_s, delay_s, correction_s),
     )
+    if delay is None:
+        return result
+    return _located(result, pipe, replace(delay, by_method=found), lags + correction_s, bool(heights[0] < 0))
 
 # %% ../../nbs/locate/correlate.ipynb #a1c40005
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "Keep the point of largest magnitude of every few neighbours."
     step = -(-len(x) // MAX_POINTS)
-    starts = np.arange(0, len(x), step)
-    index = np.array([i + int(np.abs(y[i : i + step]).argmax()) for i in starts], int)
+    index = [i + int(np.abs(y[i : i + step]).argmax()) for i in range(0, len(x), step)]
     return x[index], y[index]
 
 
@@ -571,48 +515,50 @@ def correlation_figure(
     found: Correlation,
 ) -> "go.Figure":
     "Draw the correlogram over the position, the coherence, and the phase with the line of the delay."
-    c = found.curves
-    shown = "ml" if found.method == "phase" else found.method
+    c, x = found.curves, found.curves.spectra
     traces: list[tuple[int, Trace]] = []
-    for k, (name, values) in enumerate(c.correlations.items()):
-        lags, heights = _thin(c.lags_s, values)
+    for k, name in enumerate(METHODS):
+        lags, heights = correlogram(x, name)
+        shown = np.abs(lags) <= 1.2 * c.most_s
+        lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
         curve = dict(
             x=f32((found.distance_m + found.speed_m_s * lags) / 2),
             y=f32(heights),
             customdata=f32(1000 * lags),
             name=name,
             line=dict(color=label_colour(k), width=1.4),
-            visible=True if name == shown else "legendonly",
+            visible=True if name == found.method.replace("phase", "ml") else "legendonly",
             hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
         )
         traces.append((1, curve))
-    f, coherence = _thin(c.freqs_hz, c.coherence)
+    f, coherence = _thin(x.freqs_hz[x.in_band], x.coherence()[x.in_band])
     line = dict(color=label_colour(0), width=1.2)
-    step = -(-max(1, int(c.coherent.sum())) // MAX_POINTS)
-    marks, phase = (x[c.coherent][::step] for x in (c.freqs_hz, c.phase_rad))
+    omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
+    turned = ab * np.exp(1j * omega * (c.delay_s - c.correction_s))
+    phase = np.angle(turned) - omega * c.delay_s  # unwrapped about the line of the delay
     dots = dict(color=label_colour(1), size=3)
     traces += [
         (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
-        (3, dict(x=f32(marks), y=f32(phase), name="phase", mode="markers", marker=dots)),
+        (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", mode="markers", marker=dots)),
     ]
-    if found.delay_s is not None and len(c.freqs_hz):
-        ends = c.freqs_hz[[0, -1]]
-        fit = f32(-2 * np.pi * ends * found.delay_s)
-        traces.append((3, dict(x=f32(ends), y=fit, name="phase of the delay", line=line)))
+    if found.delay_s is not None:
+        ends = f32(f[[0, -1]])
+        traces.append(
+            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
+        )
     fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
     for row, trace in traces:
         fig.add_trace(dict(type="scatter", showlegend=row == 1) | trace, row=row, col=1)
     place: dict[str, Any] = dict(col=1, line_width=1, line_color="#7a7a7a")
-    fig.add_hline(y=c.threshold, line_dash="dash", row=2, **place)
+    fig.add_hline(y=x.threshold, line_dash="dash", row=2, **place)
     for at in (0, found.distance_m):
         fig.add_vline(x=at, row=1, **place)
     if found.low_m is not None:
         shade = dict(fillcolor=label_colour(2), opacity=0.2, line_width=0)
         fig.add_vrect(x0=found.low_m, x1=found.high_m, row=1, col=1, **shade)
-    fig.update_xaxes(title=dict(text="position from logger a (m)"), row=1, col=1)
-    fig.update_xaxes(title=dict(text="frequency (Hz)"), row=3, col=1)
-    for row, text in enumerate(("correlation", "coherence", "phase (rad)"), 1):
-        fig.update_yaxes(title=dict(text=text), row=row, col=1)
-    head, *_ = found.text().splitlines()
+    names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
+    names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
+    fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
+    head = found.text().splitlines()[0]
     note = "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings"
     return apply_style(fig, head[:1].upper() + head[1:], note, 640).update_layout(showlegend=True)

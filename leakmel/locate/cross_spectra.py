@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from scipy import signal, special
 
 from leakmel.audio.wav import Recording, digest_of
 from leakmel.core.errors import DataError, UsageError
@@ -44,28 +45,22 @@ def synthetic_pair(
     f = np.fft.rfftfreq(2 * n, 1 / sample_rate)
     inside = (f >= band_hz[0]) & (f <= band_hz[1])
 
-    def unit(spectrum: np.ndarray) -> np.ndarray:
-        "Scale a spectrum to a signal of mean square 1."
-        return spectrum / max(float(np.std(np.fft.irfft(spectrum, 2 * n))), 1e-300)
+    def unit(spectrum: np.ndarray, part: np.ndarray | float = 1.0) -> np.ndarray:
+        "Scale a spectrum to a signal of mean square 1, or to one that has it in a part of the spectrum."
+        return spectrum / max(float(np.std(np.fft.irfft(spectrum * part, 2 * n))), 1e-300)
 
-    def noise() -> np.ndarray:
-        "Return white noise: its spectrum has mean square 1 within the band of the leak."
-        spectrum = np.fft.rfft(rng.standard_normal(2 * n))
-        return spectrum / max(float(np.std(np.fft.irfft(spectrum * inside, 2 * n))), 1e-300)
-
-    if tone_hz is None:
-        source = unit(np.fft.rfft(rng.standard_normal(2 * n)) * inside)
-    else:
+    source = np.fft.rfft(rng.standard_normal(2 * n)) * inside
+    if tone_hz is not None:
         t = np.arange(2 * n) / sample_rate
-        source = unit(np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random()))))
+        source = np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random())))
     speed = speed_m_s * (1 - dispersion * f / (sample_rate / 2))
     channels = []
     for place, clock in ((0.0, clock_offset_s), (distance_m, 0.0)):
-        signal = noise() * 10 ** (-snr_db / 20)
+        spectrum = unit(np.fft.rfft(rng.standard_normal(2 * n)), inside) * 10 ** (-snr_db / 20)
         if position_m is not None:
             delay = abs(position_m - place) / speed + clock
-            signal = signal + source * np.exp(-2j * np.pi * f * delay)
-        channels.append(np.fft.irfft(signal, 2 * n)[n // 2 : n // 2 + n])
+            spectrum = spectrum + unit(source) * np.exp(-2j * np.pi * f * delay)
+        channels.append(np.fft.irfft(spectrum, 2 * n)[n // 2 : n // 2 + n])
     samples = np.stack(channels, axis=1)
     samples = (0.5 / np.abs(samples).max() * samples).astype(np.float32)  # [n, 2]
     return Recording(samples, sample_rate, "float32", digest_of(samples))
@@ -141,18 +136,15 @@ def cross_spectra(
     band_hz: tuple[float, float],  # frequencies that are used
 ) -> CrossSpectra:  # raises DataError if the recordings are too short
     "Average the cross-spectrum of two recordings."
-    from scipy import signal
-
     hop = n_samples // 2
-    n_segments = 1 + (len(a) - n_samples) // hop if len(a) >= n_samples else 0
+    n_segments = max(0, 1 + (len(a) - n_samples) // hop)
     if n_segments < MIN_AVERAGES:
         raise DataError(
             "the recordings are too short for this pipe",
             code="too-short-to-correlate",
             found=f"{len(a) / sample_rate:.2f} s",
-            expected=f"at least {(n_samples + (MIN_AVERAGES - 1) * hop) / sample_rate:.2f} s: {MIN_AVERAGES} segments that are "
-            "four times as long as the largest delay",
-            remedy="record longer, or place the loggers closer together",
+            expected=f"{MIN_AVERAGES} segments that overlap by half, each four times as long as the largest delay",
+            remedy="check distance_m and speed_m_s, record longer, or place the loggers closer together",
         )
     n_groups = max(range(MIN_AVERAGES, min(MAX_GROUPS, n_segments) + 1), key=lambda g: n_segments // g * g)
     in_group = n_segments // n_groups
@@ -179,24 +171,24 @@ def _signal_to_noise(x: CrossSpectra, without: int | None = None) -> np.ndarray:
 
 def weighted_spectrum(
     x: CrossSpectra,
-    method: str,  # one of METHODS
+    method: str,  # one of METHODS; "phase": as "ml"
     without: int | None = None,  # group that is left out
 ) -> np.ndarray:  # [F] complex128
     "Weight a cross-spectrum (Knapp and Carter 1976)."
     ab = x.mean(x.ab, without)
-    tiny = np.finfo(float).tiny
-    if method == "plain":
-        return np.where(x.in_band, ab, 0.0)
-    if method == "scot":
-        power = x.mean(x.aa, without) * x.mean(x.bb, without)
-        return np.where(x.coherent, ab / np.maximum(np.sqrt(power), tiny), 0.0)
-    phase = ab / np.maximum(np.abs(ab), tiny)
-    return phase * (x.coherent if method == "phat" else _signal_to_noise(x, without))
+    power = x.mean(x.aa, without) * x.mean(x.bb, without)
+    phase = ab / np.maximum(np.abs(ab), np.finfo(float).tiny)
+    weighted = {
+        "plain": x.in_band * ab,
+        "phat": x.coherent * phase,
+        "scot": x.coherent * ab / np.maximum(np.sqrt(power), np.finfo(float).tiny),
+    }
+    return weighted[method] if method in weighted else phase * _signal_to_noise(x, without)
 
 
 def correlogram(
     x: CrossSpectra,
-    method: str = "ml",  # one of METHODS
+    method: str = "ml",  # one of METHODS; "phase": as "ml"
     finer: int = 1,  # points per sample
 ) -> tuple[np.ndarray, np.ndarray]:  # lags in s, rising; correlation, 1 at the most
     "Compute the generalised cross-correlation."
@@ -244,27 +236,12 @@ def _peak(x: CrossSpectra, method: str, near_s: float, without: int | None = Non
     return t
 
 
-def aligned_spectra(
-    a: np.ndarray,  # [n] float64
-    b: np.ndarray,  # [n] float64
-    sample_rate: int,  # Hz
-    n_samples: int,  # of a segment
-    band_hz: tuple[float, float],
-    shift: int,  # samples by which a is cut at its start; a negative number: b
-) -> CrossSpectra:  # delays are less by `shift` samples
-    "Average the cross-spectrum of two recordings of which one is shifted."
-    n = len(a) - abs(shift)
-    return cross_spectra(a[max(0, shift) :][:n], b[max(0, -shift) :][:n], sample_rate, n_samples, band_hz)
-
-
 def estimate_delay(
     x: CrossSpectra,  # of recordings that are aligned to about a sample
     near_s: float,  # first estimate of the delay, within a fraction of a sample
     method: str = "ml",  # one of METHODS, or "phase"
 ) -> Delay:
     "Refine a delay to a fraction of a sample, with its standard error."
-    from scipy import special
-
     first = _peak(x, "ml", near_s)
 
     def delay_of(name: str, without: int | None = None) -> float:
@@ -273,14 +250,13 @@ def estimate_delay(
     found = {name: delay_of(name) for name in (*METHODS, "phase")}
     left_out = np.array([delay_of(method, k) for k in range(len(x.ab))])
     g = len(left_out)
-    student = float(
-        special.stdtrit(g - 1, 0.975) / special.ndtri(0.975)
-    )  # a spread of few groups is uncertain itself
+    # a spread of few groups is uncertain itself
+    student = float(special.stdtrit(g - 1, 0.975) / special.ndtri(0.975))
     jackknife = student * math.sqrt((g - 1) / g * ((left_out - left_out.mean()) ** 2).sum())
     w = _signal_to_noise(x)
     omega = 2 * np.pi * x.freqs_hz
-    spacing = x.sample_rate / x.n_samples
-    bound = 1 / math.sqrt(max(2 * x.duration_s * (omega**2 * w).sum() * spacing, 1e-300))
+    information = 2 * x.duration_s * (omega**2 * w).sum() * x.sample_rate / x.n_samples
+    bound = 1 / math.sqrt(max(information, 1e-300))
     turned = np.angle(x.mean(x.ab) * np.exp(1j * omega * found["phase"]))[x.certain]
     misfit = math.sqrt((2 * x.n_averages * w[x.certain] * turned**2).mean()) if x.certain.any() else math.nan
     return Delay(found, max(bound * max(1.0, misfit), jackknife), bound, jackknife, misfit)

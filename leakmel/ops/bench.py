@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, math, mmap, os, statistics, sys, time
+import itertools, json, math, mmap, os, statistics, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,13 +19,13 @@ from typing import Any
 import leakmel
 import numpy as np
 
-from leakmel.audio.page_cache import cached_share, is_in_cache
+from leakmel.audio.page_cache import cached_share
+from leakmel.audio.synth import WAV_BYTES, split_counts, write_demo
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.files import write_whole
 from leakmel.core.monitor import free_memory, machine_facts, usable_cores
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.threads import start_process
-from leakmel.core.timeline import covered_s, read_timeline
 from leakmel.insight.diagnose import aligned
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
@@ -50,13 +50,10 @@ def run_leakmel(
     "Run a command of leakmel in a process and measure it; a build never resumes."
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
     started = time.perf_counter()
-    process = start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
-        text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall_s = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True) as process:
+        text = process.stdout.read()  # type: ignore[union-attr]
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     body = json.loads(text) if text.strip() else {}
     if process.returncode:
         raise LeakmelError(
@@ -96,23 +93,18 @@ def rounds_text(
     return f"{figures['rounds']} round{'s' * (figures['rounds'] != 1)}"
 
 
-def require_rounds(rounds: int) -> None:
-    "Raise UsageError for less than one round."
-    if rounds < 1:
-        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
-
-
 def commit() -> dict[str, Any]:
     "Return the commit of the package's checkout and whether it was changed since; None where there is no git."
     here = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
 
     def git(*words: str) -> str | None:
-        try:
-            with start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-                text = process.communicate()[0].strip()
-        except OSError:
-            return None
-        return None if process.returncode else text
+        with (
+            suppress(OSError),
+            start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process,
+        ):
+            text = process.communicate()[0].strip()
+            return None if process.returncode else text
+        return None
 
     # from the top of the checkout
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")
@@ -127,9 +119,6 @@ def record_head(
     return {"suite": suite, "made_utc": made_utc, **commit(), "machine": machine_facts()}
 
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
-EVICT_TRIES, EVICT_PAUSE_S = 20, 0.02
-
-
 def evict(
     paths: Iterable[str | os.PathLike],
 ) -> (
@@ -143,8 +132,8 @@ def evict(
             remedy="measure with a warm cache only",
         )
     left = list(paths)
-    for i in range(EVICT_TRIES):
-        time.sleep(EVICT_PAUSE_S if i and left else 0)
+    for i in range(20):
+        time.sleep(0.02 if i and left else 0)
         left = [path for path in left if not _is_dropped(path)]
     return len(left)
 
@@ -157,26 +146,14 @@ def _is_dropped(path: str | os.PathLike) -> bool:
         return not cached_share(f.fileno())
 
 
-def is_cached(path: str | os.PathLike) -> bool | None:
-    "Return whether the page cache holds the last byte of a file; None if the file system does not report it."
-    with open(path, "rb", buffering=0) as f:
-        return is_in_cache(f.fileno(), max(0, os.fstat(f.fileno()).st_size - 1))
-
-
 def read_into_cache(
     paths: Iterable[str | os.PathLike],
 ) -> None:
     "Read files into the page cache, several at a time: a disk is slow at one request after the other."
 
     def read(some: list[str | os.PathLike]) -> None:
-        buffers = [bytearray(1 << 20)]
         for path in some:
-            fd = os.open(path, os.O_RDONLY)  # faster than `open`
-            try:
-                while os.readv(fd, buffers):
-                    pass
-            finally:
-                os.close(fd)
+            Path(path).read_bytes()
 
     waiting = iter(paths)
     with ThreadPoolExecutor(4) as pool:
@@ -193,51 +170,30 @@ def touch_memory(
     more, also in the page cache, where the threads that write a file wait for each other. So benchmarks touch memory before each build.
     """
     began, n_threads = time.perf_counter(), usable_cores()
-    size = max(1, min(n_bytes, free_memory() // 2) // n_threads)
-
-    def touch(k: int) -> np.ndarray:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # Linux only
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(memory, np.uint8)
-        whole[:: mmap.PAGESIZE] = 1
-        return whole
-
+    whole = np.zeros(min(n_bytes, free_memory() // 2), np.uint8)  # not in memory before it is written
     with ThreadPoolExecutor(n_threads) as pool:
-        held = list(
-            pool.map(touch, range(n_threads))
-        )  # all at once: memory that is returned would be used again
-    found = {"bytes": sum(each.nbytes for each in held), "seconds": time.perf_counter() - began}
-    held.clear()
+        for _ in pool.map(lambda part: part[:: mmap.PAGESIZE].fill(1), np.array_split(whole, n_threads)):
+            pass
+    size = whole.nbytes
+    del whole
     with suppress(OSError):  # or the system counts it as memory of every process that is started later
         Path("/proc/self/clear_refs").write_text("5")
-    return found
+    return {"bytes": size, "seconds": time.perf_counter() - began}
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
-LogLine = Callable[[str], None]  # called with a line of text before and after each step
-
-
-def log_nothing(text: str) -> None:
-    "Ignore a line of text."
-
-
-def work_folder(
-    path: str | os.PathLike,
-    make: bool = True,  # False: only check that it could be made
-) -> Path:  # raises OutputError
+def work_folder(path: str | os.PathLike) -> Path:  # raises OutputError
     "Return a folder to write to; create it if it is missing."
     path = Path(path)
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        why = "no permission" if nearest.is_dir() else "Not a directory"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
         raise OutputError(
-            f"the folder cannot be written to ({why})",
+            f"the folder cannot be written to ({e.strerror})",
             code="folder-not-writable",
             path=path,
             remedy="choose another folder",
-        )
-    if make:
-        path.mkdir(parents=True, exist_ok=True)
+        ) from e
     return path
 
 
@@ -245,19 +201,15 @@ def total_for_training(
     n_training: int,  # recordings in the training split
 ) -> int:  # recordings of the smallest synthetic set that has as many
     "Return the size of a synthetic data set by the size of its training split."
-    from leakmel.audio.synth import split_counts
-
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
 
 
 def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
-    log: LogLine = log_nothing,
+    log: Callable[[str], object] = print,
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
-    from leakmel.audio.synth import WAV_BYTES, write_demo
-
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():
         log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
@@ -274,44 +226,18 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-STAGES = ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")
-
-
-def build_once(
+def run_build(
     root: Path,  # data folder
     folder: Path,  # of the data sets; older ones in it are removed
     words: Iterable[str],  # options of `leakmel build`
     n_files: int,  # recordings of the set; memory of their size is touched first
-) -> dict[str, float]:  # seconds, bytes and files/s; those of a stage are of the first split
-    "Build new data sets with the command line, and return the figures of the build."
-    from leakmel.audio.synth import WAV_BYTES
-
+) -> ProcessRun:
+    "Build new data sets with the command line."
     for old in folder.glob("*.H5"):
         old.unlink()
     touch_memory(n_files * WAV_BYTES)
     target = folder if "all" in words else folder / "TRAINING_DATASET.H5"
-    done = run_leakmel("build", str(root), "--out", str(target), *words)
-    splits = done.body.get("splits", [done.body])
-    spans = read_timeline(splits[0]["timeline_path"]).spans
-    listed_s = next(s.start_s for s in spans if s.stage == "start_up" and s.lane == "main")
-    first_s = min(s.start_s for s in spans if s.stage in ("read", "stage"))
-    found, work_s = sum(s["found"] for s in splits), done.body["seconds"] - (first_s - listed_s)
-    figures = {
-        "seconds": done.body["seconds"],
-        "files_per_s": done.body["files_per_s"],
-        "work_s": work_s,
-        "work_files_per_s": found / work_s,
-        "process_s": done.wall_s,
-        "cpu_s": done.cpu_s,
-        "peak_rss_bytes": done.peak_rss_bytes,
-        "start_up_s": splits[0]["start_up_s"],
-        "to_first_batch_s": min(s.end_s for s in spans if s.stage == "compute"),
-        "found": found,
-    }
-    for stage in STAGES:
-        some = [s for s in spans if s.stage == stage]
-        figures |= {f"{stage}_s": covered_s(some), f"{stage}_bytes": sum(s.n_bytes for s in some)}
-    return figures
+    return run_leakmel("build", str(root), "--out", str(target), *words)
 
 
 def verify_all(
@@ -338,22 +264,22 @@ def bench_build(
     *,
     n_files: int = 8000,  # recordings of the training split; the set has a third more
     rounds: int = 5,  # counted rounds of each setting
-    log: LogLine = log_nothing,
+    log: Callable[[str], object] = print,
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
-    require_rounds(rounds)
+    if rounds < 1:
+        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
     root = synthetic_set_of_size(folder, total_for_training(n_files), log)
     out = Path(folder) / "built"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
-        for name, kept in runs.items():
-            place = out / name.replace(", ", "-").replace(" ", "-")
-            figures = build_once(root, place, SETTINGS[name], n_files)
-            if i >= 0:
-                kept.append(figures)
+        for name, words in SETTINGS.items():
+            done = run_build(root, out / name.replace(", ", "-").replace(" ", "-"), words, n_files)
+            figures = {key: done.body[key] for key in ("seconds", "files_per_s", "found")}
+            figures |= {"process_s": done.wall_s, "cpu_s": done.cpu_s, "peak_rss_bytes": done.peak_rss_bytes}
+            runs[name] += [figures] if i >= 0 else []
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
-            rate, cpu_s = figures["files_per_s"], figures["cpu_s"]
-            log(f"{when}: {name}: {rate:,.0f} files/s, {cpu_s:.2f} s of CPU")
+            log(f"{when}: {name}: {figures['files_per_s']:,.0f} files/s, {done.cpu_s:.2f} s of CPU")
     log("verify: recomputing every row")
     return record_head("build") | {
         "n_files": n_files,
@@ -373,35 +299,34 @@ def build_table(
     if figures is None:
         return "not measured"
     rows: list[tuple[str, ...]] = [("setting", "files/s", "range", "CPU s", "peak MB")]
-    for name, f in figures["figures"].items():
-        rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append((name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"))
+    rows += [
+        (
+            name,
+            f"{f['files_per_s']['median']:,.0f}",
+            range_text(f["files_per_s"]),
+            f"{f['cpu_s']['median']:.2f}",
+            f"{f['peak_rss_bytes']['median'] / 1e6:,.0f}",
+        )
+        for name, f in figures["figures"].items()
+    ]
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
-    lines = [aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
     checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
-    lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")
-    return "\n".join(lines)
+    return (
+        f"{aligned(rows)}\n{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})\n"
+        f"{checked}, largest difference {v['max_abs_db']:.4f} dB"
+    )
 
 # %% ../../nbs/ops/bench.ipynb #0b1232d2
 def store(
     figures: dict[str, Any],
     folder: str | os.PathLike,  # usually runs/benchmarks
 ) -> Path:
-    "Write a record named by suite, date and commit, and by a number if that name exists; a later state of the same record replaces it."
-    folder = work_folder(folder)
-    date, short = figures["made_utc"][:10].replace("-", ""), (figures["commit"] or "unknown")[:8]
-    stem = f"{figures['suite']}-{date}-{short}"
-    for n in itertools.count(1):
-        path = folder / f"{stem}{'' if n == 1 else f'-{n}'}.json"
-        if not path.exists() or _read(path)["made_utc"] == figures["made_utc"]:
-            break
-    return write_whole(path, json.dumps(figures, indent=1) + "\n", sync=False)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    "Write a record named by suite, time and commit; a later state of the same record replaces it."
+    made = figures["made_utc"][:19].replace("-", "").replace(":", "")
+    name = f"{figures['suite']}-{made}-{(figures['commit'] or 'unknown')[:8]}.json"
+    return write_whole(work_folder(folder) / name, json.dumps(figures, indent=1) + "\n", sync=False)
 
 
 def newest(
@@ -410,9 +335,10 @@ def newest(
     device: str = "",  # "cuda" or "cpu": figures of such a device only, where a suite notes one
 ) -> dict[str, Any] | None:  # None: not measured
     "Return the newest record of a suite, without rehearsals."
+    records = (json.loads(path.read_text("utf-8")) for path in Path(folder).glob(f"{suite}-*.json"))
     found = [
         f
-        for f in map(_read, Path(folder).glob(f"{suite}-*.json"))
+        for f in records
         if f["suite"] == suite
         and not f.get("rehearsal")
         and f.get("finished", True)
@@ -421,9 +347,6 @@ def newest(
     return max(found, key=lambda f: f["made_utc"], default=None)
 
 # %% ../../nbs/ops/bench.ipynb #0cd22ab5
-MOVED = {"gpu": "bench_gpu.py", "train": "bench_train.py"}  # suites that are scripts in nbs/benchmarks
-
-
 def measure(
     suite: str,  # "build"
     folder: str | os.PathLike,  # work folder
@@ -433,16 +356,15 @@ def measure(
     **options: Any,  # of `bench_build`
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
     "Measure builds and store the record; raises UsageError for a suite that does not exist, OutputError for folders that cannot be written."
-    if suite in MOVED:
-        raise UsageError(
-            f"the suite {suite} is a script of the checkout",
-            code="unknown-suite",
-            remedy=f"run python nbs/benchmarks/{MOVED[suite]} WORK",
-        )
     if suite != "build":
-        raise UsageError(f"suite {answer_unknown(suite, ['build', *MOVED])}", code="unknown-suite")
+        raise UsageError(
+            f"suite {answer_unknown(suite, ['build'])}",
+            code="unknown-suite",
+            remedy="those for a GPU and for training are scripts of the checkout: nbs/benchmarks/bench_gpu.py WORK and "
+            "nbs/benchmarks/bench_train.py WORK",
+        )
     for place in (folder, out):
-        work_folder(place, make=False)
+        work_folder(place)
     record = bench_build(folder, **options)
     record["commit"] = record["commit"] or commit_id
     return record, store(record, out)

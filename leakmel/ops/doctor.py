@@ -6,229 +6,83 @@
 __all__ = []
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
-import configparser, contextlib, math, os, platform, re, shlex, tempfile, time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib, itertools, math, os, platform, tempfile, time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import leakmel
-from leakmel.core.errors import DataError, EngineError, missing_remedy, show_path
+from leakmel.core.errors import DataError, missing_remedy, show_path
 from leakmel.core.locks import lock_kind
-from leakmel.core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
-from leakmel.core.monitor import free_memory, size_text, usable_cores, wsl_version
+from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, size_text, usable_cores, wsl_version
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-# %% ../../nbs/ops/doctor.ipynb #dfead063
-STATUSES = ("ok", "warn", "missing")
-NOT_MEASURED = "not measured"
-
-
-@dataclass(frozen=True)
-class Check:
-    "Result of one check, and advice."
-
-    key: str  # one of CHECKS
-    status: str  # one of STATUSES
-    found: str  # text; "not measured" if it could not be measured
-    advice: str = ""  # one sentence; empty if the status is ok
-    blocks: bool = False  # a build needs this, and it is missing or wrong
-    figures: Mapping[str, Any] = field(default_factory=dict)  # keys as in FIGURES
-
-    @property
-    def title(self) -> str:
-        "Title of the line in the report."
-        return CHECKS[self.key].title
-
-
-def make_check(
-    key: str, found: str, figures: Mapping[str, Any], advice: str = "", blocks: bool = False
-) -> Check:
-    "Return a check: a warning if it has advice, otherwise ok."
-    return Check(key, "warn" if advice else "ok", found, advice, blocks, figures)
-
-# %% ../../nbs/ops/doctor.ipynb #1d8eb475
-OPTIONAL = ("dev", "search", "cluster", "store", "onnx", "sets", "formats")  # extras that are not checked
-
-
-@cache
-def requirements() -> Mapping[str, str]:
-    "Return the version range of each package of leakmel, and of Python under `python`."
-    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
-    parser.read(Path(leakmel.__file__).parent.parent / "settings.ini", encoding="utf-8")
-    settings = parser["DEFAULT"]
-    if settings.get("lib_name") == "leakmel":
-        keys = [k for k in settings if k.endswith("requirements") and not k.startswith(OPTIONAL)]
-        lines = [line for key in keys for line in settings[key].split()]
-        lines.append("python>=" + settings["min_python"])
-    else:
-        known = metadata.metadata("leakmel")
-        every = [line.partition(";") for line in known.get_all("Requires-Dist") or ()]
-        lines = [line for line, _, marker in every if not any(name in marker for name in OPTIONAL)]
-        lines.append("python" + (known["Requires-Python"] or ""))
-    pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line.strip()) for line in lines)
-    return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
-
-# %% ../../nbs/ops/doctor.ipynb #13ba1f9e
-NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
-LINES = {
-    "packages": (*NEEDED_PACKAGES, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging", "jinja2"),
-    "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
-    "torch": ("torch", "torchaudio", "scikit-learn", "scipy", "joblib", "threadpoolctl"),
-    "compiled": ("numba",),
-    "gpu": ("nvidia-ml-py",),
-    "engine_triton": ("triton",),
-}
-_WITHOUT = {
-    "packages": "pandas is needed for tables, soundfile to convert other formats, soxr for resampling, "
-    "psutil and tqdm for monitoring and progress bars",
-    "front_end": "the notebooks need these packages, the command line does not",
-    "torch": "training and engines on a GPU need torch, the compiled engine does not",
-    "compiled": "without numba a build is several times slower",
-}
-
-
-def package_check(
-    key: str,  # one of LINES
-    names: Sequence[str],
-    *,
-    wanted: Mapping[str, str] | None = None,  # ranges; None: `requirements`
-    load: bool = False,  # load them too
-) -> Check:
-    "Compare the versions of packages with their ranges."
     from packaging.specifiers import SpecifierSet
 
-    ranges = requirements() if wanted is None else wanted
-    words, bad, versions = list[str](), list[str](), dict[str, str | None]()
-    for name in names:
-        trouble, needed, version = "", ranges.get(name, ""), None
+# %% ../../nbs/ops/doctor.ipynb #13ba1f9e
+Figures = dict[str, Any]  # keys as in FIGURES; None: not known
+
+
+def requirements(extra: str = "") -> "dict[str, SpecifierSet]":
+    "Return the version range of each package that leakmel needs, or that an extra adds."
+    from packaging.requirements import Requirement
+
+    found = map(Requirement, metadata.requires("leakmel") or ())
+    return {
+        r.name: r.specifier for r in found if (r.marker.evaluate({"extra": extra}) if r.marker else not extra)
+    }
+
+
+def measure_packages(extra: str = "", load: bool = False) -> Figures:
+    "Compare the versions of packages with their ranges, and load them."
+    versions, wrong = dict[str, str | None](), dict[str, str]()
+    for name, wanted in requirements(extra).items():
+        versions[name] = None
         try:
-            version = metadata.version(name)
+            versions[name] = version = metadata.version(name)
             if load:
                 import_module(name)
-            if not SpecifierSet(needed).contains(version, prereleases=True):
-                trouble = f" ({needed} is needed)"
-        except metadata.PackageNotFoundError:
-            trouble = " is not installed"
+            if not wanted.contains(version, prereleases=True):
+                wrong[name] = f"{wanted} is needed"
         except Exception as e:
-            trouble = f" (cannot be loaded: {type(e).__name__}: {e})"
-        versions[name] = version
-        words.append(" ".join(filter(None, (name, version))) + trouble)
-        bad += [name] if trouble else []
-    found, figures = ", ".join(words), {"versions": versions}
-    if not bad:
-        return Check(key, "ok", found, figures=figures)
-    pip = " ".join(f"'{name}{ranges.get(name, '')}'" for name in bad)
-    advice = "; ".join(filter(None, [f"Install the required versions: pip install {pip}", _WITHOUT.get(key)]))
-    status = "missing" if None in versions.values() else "warn"
-    return Check(key, status, found, advice, any(name in NEEDED_PACKAGES for name in bad), figures)
+            wrong[name] = f"{type(e).__name__}: {e}"
+    return {"versions": versions, "wrong": wrong}
 
 
-def examine_python() -> Check:
+def measure_python() -> Figures:
     "Compare the version of Python with the minimum version."
     from packaging.specifiers import SpecifierSet
 
-    wanted, version = requirements()["python"], platform.python_version()
-    found = f"{platform.python_implementation()} {version} on {platform.system()}, {platform.machine()}"
-    advice = "" if SpecifierSet(wanted).contains(version, prereleases=True) else f"Use Python {wanted}"
-    return make_check("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
+    wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
+    wrong = {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"}
+    return {"versions": {"python": version}, "wrong": wrong}
 
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
-MIN_FREE_BYTES = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
-MIN_OPEN_FILES, MIN_THREADS = 256, 256
+def measure_memory() -> Figures:
+    "Measure the free memory, the memory of the machine, and the limit of the control group."
+    return {
+        "free_bytes": free_memory(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "limit_bytes": min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"]), default=None),
+    }
 
 
-def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
-    "Compare the cores of the machine, those this process may use, and the quota of its control group."
-    cores, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(root, own)
-    found, advice = f"{usable} of {cores} usable", ""
-    if quota is not None:
-        found += f", with a quota of {quota:g} cores' time"
-    if quota is not None and quota < cores and usable == max(1, math.ceil(quota)):
-        advice = "Raise the CPU quota of the container: it bounds the threads of a build"
-    elif usable < cores:
-        advice = "Let the process use all cores (taskset, or an option of the batch system)"
-    return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
-
-
-def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
-    "Check the free memory, the memory of the machine, and the limit of its control group."
-    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = min(free_memory(root, own), limit or 1 << 62)
-    found = f"{size_text(free)} free of {size_text(total)}"
-    found += f", limit of the control group {size_text(limit)}" if limit else ""
-    slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
-    advice = f"Close programs that use memory, or give {slots}" if free < MIN_FREE_BYTES else ""
-    return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
-
-
-def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
-    "Check the limits of open files and threads."
+def measure_limits() -> Figures:
+    "Read the limits of open files and threads."
     import resource
 
-    soft = [resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
-    files, processes = (None if n in (-1, resource.RLIM_INFINITY) else n for n in soft)
-    limits = [processes, *cgroup_limits("pids", ["pids.max"], root, own)]
-    threads = min((n for n in limits if n is not None), default=None)
-    words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
-    remedies = (
-        (files, MIN_OPEN_FILES, "ulimit -n 4096 for more open files"),
-        (threads, MIN_THREADS, "ulimit -u 4096, or a larger pids limit of the container, for more threads"),
-    )
-    advice = " and ".join(remedy for n, least, remedy in remedies if n is not None and n < least)
-    found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
-    return make_check("limits", found, figures, advice and f"Set {advice}")
+    files, processes = (resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    threads = [n for n in (processes, *cgroup_limits("pids", ["pids.max"])) if n != resource.RLIM_INFINITY]
+    return {
+        "open_files": None if files == resource.RLIM_INFINITY else files,
+        "threads": min(threads, default=None),
+    }
 
 # %% ../../nbs/ops/doctor.ipynb #efceb173
-MOUNTS, OS_RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
 WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
-
-
-def mount_of(
-    folder: str | os.PathLike,
-    mounts: str | os.PathLike = MOUNTS,
-) -> tuple[str, str]:  # mount point and type; empty if unknown
-    "Return the file system that a folder lies on."
-    place, best, lines = os.fsencode(os.path.realpath(folder)), (b"", b""), list[bytes]()
-    with contextlib.suppress(OSError):
-        lines = Path(mounts).read_bytes().splitlines()
-    for _, at, kind, *_ in (line.split(b" ") for line in lines if line.count(b" ") >= 2):
-        at = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), at)  # blanks are written as \040
-        if len(at) >= len(best[0]) and (place + b"/").startswith(at.rstrip(b"/") + b"/"):
-            best = at, kind
-    return os.fsdecode(best[0]), os.fsdecode(best[1])
-
-
-def examine_wsl(
-    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = OS_RELEASE
-) -> Check:
-    "Check whether this is WSL, and whether the folder is on a disk of Windows."
-    text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
-    version = wsl_version(text)
-    figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
-    where = (
-        f"{show_path(folder)} lies on {show_path(at) or 'an unknown file system'} ({kind or NOT_MEASURED})"
-    )
-    found, advice = f"WSL{version}; {where}", ""
-    if not version:
-        found = "this is not WSL"
-    elif version == 1:
-        advice = "Change to WSL2 (wsl --set-version NAME 2): WSL1 translates each system call"
-    elif kind in WINDOWS_FILE_SYSTEMS:
-        found += ", a disk of Windows"
-        advice = (
-            "Move the recordings into the Linux file system, because opening a file on a Windows disk is slow, or build with "
-            "--mode memmap, which reads the recordings only once"
-        )
-    return make_check("wsl", found, figures, advice)
-
-# %% ../../nbs/ops/doctor.ipynb #4a811d5e
 # fmt: off
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
@@ -237,367 +91,319 @@ NETWORK_FILE_SYSTEMS = (
 DISK_KINDS = dict.fromkeys(NETWORK_FILE_SYSTEMS, "network") | {"tmpfs": "memory", "ramfs": "memory"}
 
 
-@contextlib.contextmanager
-def scratch(folder: str | os.PathLike) -> Iterator[Path]:
-    "Create a temporary folder in a folder, or in the system's temporary folder if that folder is not writable."
-    try:
-        made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-", dir=folder)
-    except OSError:
-        made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-")
-    with made as path:
-        yield Path(path)
+def mount_of(folder: str | os.PathLike) -> tuple[str | None, str]:  # mount point and type; None: not known
+    "Return the file system that a folder lies on."
+    import psutil
 
-# %% ../../nbs/ops/doctor.ipynb #831e4edf
-MAX_ENTRIES = 5000  # folder entries that are searched for recordings
+    place = Path(os.path.realpath(folder))
+    mounts = ((p.mountpoint, p.fstype) for p in psutil.disk_partitions(all=True))
+    above = sorted((m for m in mounts if place.is_relative_to(m[0])), key=lambda m: len(m[0]))
+    return above[-1] if above else (None, "")  # of several at one place the last counts
 
 
-def has_recordings(folder: str | os.PathLike[str]) -> bool:
-    "Return whether a recording lies below a folder, among its first MAX_ENTRIES entries."
-    from leakmel.audio.listing import is_recording_name, is_system_folder
-
-    n_seen = 0
-    for place, folders, names in os.walk(os.fspath(folder)):
-        folders[:] = [name for name in folders if not is_system_folder(name)]
-        n_seen += len(folders) + len(names)
-        if any(is_recording_name(os.fsencode(name)) and Path(place, name).is_file() for name in names):
-            return True
-        if n_seen >= MAX_ENTRIES:
-            break
-    return False
-
-
-def examine_disk(folder: str | os.PathLike) -> Check:
-    "Check the kind of disk that a folder lies on."
-    kind = DISK_KINDS.get(mount_of(folder)[1], "local disk")
-    advice = "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one"
-    return make_check("disk", kind, {"kind": kind}, advice if kind == "network" else "")
+def measure_wsl(folder: Path) -> Figures:
+    "Find out whether this is WSL, and on which file system the folder lies."
+    at, kind = mount_of(folder)
+    return {"wsl": wsl_version(), "mount": at and show_path(at), "file_system": kind or None}
 
 # %% ../../nbs/ops/doctor.ipynb #b034cb5f
-def examine_recordings(folder: str | os.PathLike) -> Check:
-    "Check whether the recordings of a folder can be built with inferred settings."
+MAX_ENTRIES = 5000  # files and folders that are searched for recordings
+
+
+def measure_recordings(folder: Path) -> Figures:
+    "Find out whether the recordings of a folder can be built with inferred settings."
+    from leakmel.audio.listing import is_recording_name, is_system_folder
     from leakmel.audio.manifest import scan
     from leakmel.dataset.run.inputs import propose_build
 
-    if not has_recordings(folder):
-        return Check("recordings", "ok", "the folder has no recordings")
-    proposal = propose_build(scan(folder, progress="none"), os.fspath(folder))
-    advice = (
-        proposal.command
-        if proposal.alternatives
-        else ""
-        if proposal.command
-        else f"leakmel scan {shlex.quote(show_path(folder))} shows the whole report"
-    )
-    return make_check(
-        "recordings", proposal.reason, {"command": proposal.command, "groups": proposal.groups}, advice
-    )
+    if not any(
+        is_recording_name(os.fsencode(path.name))
+        and path.is_file()
+        and not any(map(is_system_folder, path.relative_to(folder).parts[:-1]))
+        for path in itertools.islice(folder.rglob("*"), MAX_ENTRIES)
+    ):
+        return {"reason": f"no recording among the first {MAX_ENTRIES:,} files and folders", "sure": True}
+    p = propose_build(scan(folder, progress="none"), os.fspath(folder))
+    sure = bool(p.command and not p.alternatives)
+    return {"reason": p.reason, "sure": sure, "command": p.command, "groups": p.groups}
 
 # %% ../../nbs/ops/doctor.ipynb #ac8c14b9
-def examine_hdf5(folder: str | os.PathLike) -> Check:
-    "Check the HDF5 library: version, locking, and a file that is written and read."
+def measure_hdf5(folder: Path) -> Figures:
+    "Write a file and read it: in the folder, or in the system's temporary folder if that is not writable."
     import h5py
     import numpy as np
 
     from leakmel.dataset.file.schema import memory_file, new_file, open_file
 
-    setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
-    same, result = False, "the values that were read differ from those that were written"
-    with scratch(folder) as place:
-        try:
-            with memory_file() as memory:
-                with new_file(memory) as f:
-                    f["segments_mel"] = values
-                (place / "x.h5").write_bytes(memory.read_bytes())
-            with open_file(place / "x.h5", examine=False) as f:
-                same = np.array_equal(f["segments_mel"][:], values)
-        except Exception as e:
-            result = f"a file cannot be written and read: {type(e).__name__}: {e}"
-        lock, elsewhere = lock_kind(place), not os.path.samefile(place.parent, folder)
-    right = "a file was written and read"
-    troubles = (  # the first that is true counts
-        (
-            not same,
-            result,
-            "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)",
-        ),
-        (
-            not lock,
-            "the file system does not lock files",
-            "Write data sets to another disk: a build needs locks",
-        ),
-        (
-            lock == "owner",
-            f"{right}; the file system does not lock files, so links name who writes a file",
-            "Mount the file system with locks (Lustre: -o flock; NFS: its lock service): else the link of a computer that failed has "
-            "to be deleted by hand",
-        ),
-        (elsewhere, f"{right} in the system's temporary folder, because the folder is not writable", ""),
-        (True, right, ""),
-    )
-    result, advice = next((said, what) for is_true, said, what in troubles if is_true)
-    figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
-    figures |= {"hdf5_same": same, "kernel_locks": lock == "flock", "lock": lock}
-    found = (
-        f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}; {result}"
-    )
-    return make_check("hdf5", found, figures, advice, blocks=not same)
-
-# %% ../../nbs/ops/doctor.ipynb #48b4e2fd
-def _can_write(folder: str | os.PathLike) -> bool:
-    "Return whether a file can be created in a folder, or in its nearest existing parent."
-    try:
-        tempfile.TemporaryFile(
-            dir=next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
-        ).close()
-    except OSError:
-        return False
-    return True
+    here = folder if os.access(folder, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".leakmel-doctor-", dir=here) as place:
+        path = Path(place, "x.h5")
+        with memory_file() as memory:
+            with new_file(memory) as f:
+                f["segments_mel"] = values
+            path.write_bytes(memory.read_bytes())
+        with open_file(path, examine=False) as f:
+            same = np.array_equal(f["segments_mel"][:], values)
+        lock = lock_kind(path.parent)
+    return {
+        "hdf5_version": h5py.version.hdf5_version,
+        "hdf5_locking": os.environ.get("HDF5_USE_FILE_LOCKING"),
+        "hdf5_same": same,
+        "folder_writable": here is not None,
+        "kernel_locks": lock == "flock",
+        "lock": lock,
+    }
 
 
-def examine_compiled() -> Check:
-    "Check numba, its vector instructions, and the folders of its compiled code."
-    package = package_check("compiled", LINES["compiled"])
-    if package.status == "missing":
-        return package
+def measure_compiled() -> Figures:
+    "Read the vector instructions of numba, and find out whether its compiled code can be stored."
     from numba.core.registry import cpu_target
     from leakmel.audio import native
     from leakmel.mel import cpu_engine
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
-    codes = (native.CODE, cpu_engine.CODE)
-    folders = sorted({code.path.parent for code in codes if code.path is not None})
-    shut = [show_path(p) for p in folders if not _can_write(p)]
-    shown = [show_path(p) for p in folders]
-    where, advice = f"stored in {', '.join(shown)}", package.advice
-    if shut or not folders:
-        where = "compiled code cannot be stored" + (f" in {', '.join(shut)}" if shut else "")
-        advice = "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds"
-    figures = {"lanes": cpu_engine.LANES, "vectors": vectors, "cache_folders": shown}
-    found = f"{package.found}; {vectors}, {cpu_engine.LANES} lanes; {where}"
-    return make_check("compiled", found, {**package.figures, **figures}, advice)
-
-# %% ../../nbs/ops/doctor.ipynb #30142e2e
-def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
-    "Return driver, clocks, power and bus of the first GPU."
-    from leakmel.core.monitor import _gpu_handle
-
-    try:
-        import pynvml as nv
-
-        gpu = _gpu_handle()
-    except Exception as e:
-        return {"nvml": f"{type(e).__name__}: {e}"}
-    questions: dict[str, Callable[[], Any]] = {
-        "name": lambda: nv.nvmlDeviceGetName(gpu),
-        "driver": lambda: nv.nvmlSystemGetDriverVersion(),
-        "cuda_driver": lambda: nv.nvmlSystemGetCudaDriverVersion_v2(),
-        "vram_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(gpu).total,
-        "sm_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_SM),
-        "sm_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(gpu, nv.NVML_CLOCK_SM),
-        "memory_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_MEM),
-        "power_limit_w": lambda: nv.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
-        "power_w": lambda: nv.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        "temperature_c": lambda: nv.nvmlDeviceGetTemperature(gpu, nv.NVML_TEMPERATURE_GPU),
-        "throttled_for": lambda: nv.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
-        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
-        "pcie_lanes": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(gpu),
-        "ecc": lambda: bool(nv.nvmlDeviceGetEccMode(gpu)[0]),
+    folders = sorted({code.path.parent for code in (native.CODE, cpu_engine.CODE) if code.path is not None})
+    there = [next(p for p in (folder, *folder.parents) if p.exists()) for folder in folders]
+    return {
+        "lanes": cpu_engine.LANES,
+        "vectors": vectors,
+        "can_store": bool(there) and all(os.access(place, os.W_OK) for place in there),
+        "cache_folders": [show_path(p) for p in folders],
     }
-    facts = dict[str, Any].fromkeys(questions)
-    for name, question in questions.items():
-        with contextlib.suppress(Exception):  # not reported by this driver or GPU
-            value = question()
-            facts[name] = value.decode() if isinstance(value, bytes) else value
-    return facts
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
-def examine_torch() -> Check:
-    "Check torch, and whether it was built for CUDA if a driver is installed."
-    from leakmel.mel.engines import may_have_cuda
-
-    package = package_check("torch", LINES["torch"])
-    if package.status == "missing":
-        return package
-    import torch
-
-    cuda, advice = torch.version.cuda, package.advice
-    if may_have_cuda() and cuda is None:
-        advice = "This machine has a CUDA driver: install a CUDA build of torch, as pytorch.org describes"
-    found = f"{package.found}; built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
-    return make_check("torch", found, {**package.figures, "cuda_build": cuda}, advice)
-
-
-def examine_gpu() -> Check:
-    "Check GPU and driver, and whether torch can use them."
-    from leakmel.mel.engines import may_have_cuda
-
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        found, advice = "CUDA_VISIBLE_DEVICES hides every GPU", "Unset CUDA_VISIBLE_DEVICES to use a GPU"
-        return Check("gpu", "missing", found, advice)
-    if not may_have_cuda():
-        advice = "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong"
-        return Check("gpu", "missing", "no CUDA driver (libcuda.so.1)", advice)
-    facts, names = card_facts(), list[str]()
-    cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
-    with contextlib.suppress(ImportError):
-        import torch
-
-        if torch.cuda.is_available():
-            names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    words = [facts.get("name") or "GPU without a name", f"driver {facts.get('driver') or NOT_MEASURED}"]
-    if "nvml" in facts:
-        words = [f"driver {NOT_MEASURED}: {facts['nvml']}"]
-    words += [f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else []
-    words += [size_text(vram)] if vram else []
-    words.append(f"torch sees {', '.join(names)}" if names else "torch cannot use a GPU")
-    figures = {"driver": facts.get("driver"), "driver_cuda": cuda, "gpu_name": facts.get("name")}
-    figures |= {"vram_bytes": vram, "usable_by_torch": bool(names)}
-    advice = "" if names else "Install a CUDA build of torch that fits the driver, or update the driver"
-    return make_check("gpu", ", ".join(words), figures, advice)
-
-# %% ../../nbs/ops/doctor.ipynb #e53c0130
-MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 BUS_BYTES, BUS_COPIES = 16 << 20, 50  # of a measurement
 
 
-def examine_bus(device: str = "cuda") -> Check:
-    "Measure the rates of copies from pinned memory to the device and from the device; raises EngineError."
+def measure_gpu() -> Figures:
+    "Read what driver and torch tell of the first GPU; raises EngineUnavailable without a driver."
+    import torch
+    from leakmel.mel.engines import EngineUnavailable, may_have_cuda
+
+    if not may_have_cuda():
+        raise EngineUnavailable("no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU", code="no-device")
+    figures = dict.fromkeys(("driver", "driver_cuda", "gpu_name", "vram_bytes"))
+    with contextlib.suppress(Exception):  # no nvidia-ml-py, or not reported by this driver
+        import pynvml
+
+        pynvml.nvmlInit()
+        figures |= {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "driver_cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
+        }
+    if usable := torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        figures |= {"gpu_name": card.name, "vram_bytes": card.total_memory}
+    return figures | {"usable_by_torch": usable, "cuda_build": torch.version.cuda}
+
+
+def measure_bus(device: str = "cuda") -> Figures:
+    "Measure the rates of copies from pinned memory to the device and from the device; raises EngineUnavailable."
+    import torch
     from leakmel.mel.device import open_devices
-    from leakmel.mel.engines import EngineUnavailable
 
-    try:
-        import torch
-
-        on = open_devices(device)[0]
-    except (EngineUnavailable, ImportError) as e:
-        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
-    rates = []
-    try:
+    rates = list[float]()
+    with contextlib.closing(open_devices(device)[0]) as on:
         host, there = on.pinned((BUS_BYTES,), torch.uint8), on.empty((BUS_BYTES,), torch.uint8)
-        if not on.is_pinned(host):
-            raise EngineError(
-                "CUDA cannot pin host memory", code="device-failed", found=f"{BUS_BYTES:,} bytes"
-            )
+        is_pinned = on.is_pinned(host)
         for target, source in ((there, host), (host, there)):
-            for k in range(-3, BUS_COPIES):  # the first few are not counted
-                if k == 0:
-                    on.synchronize()
-                    began = time.perf_counter()
+            on.synchronize()
+            began = time.perf_counter()
+            for _ in range(BUS_COPIES):
                 target.copy_(source, non_blocking=True)
             on.synchronize()
             rates.append(BUS_BYTES * BUS_COPIES / (time.perf_counter() - began))
         on.unpin(host)
-    finally:
-        on.close()
-    into, out = rates
-    figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
-    found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
-    slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
-    return make_check("bus", found, figures, slow if min(rates) < MIN_BUS_RATE else "")
+    return {"pinned": is_pinned, "to_device_bytes_per_s": rates[0], "from_device_bytes_per_s": rates[1]}
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
-def parity(
-    engine: Any,  # mel.engines.Engine
-) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
-    "Compare an engine with the float64 reference, twice from each kind of samples."
-    import numpy as np
-    from leakmel.mel.engines import check_recording, compute_in_lane
-    from leakmel.mel.reference import compare, reference_features
-
-    spec, samples = engine.spec, check_recording(engine.spec)
-    right, lanes = reference_features(samples, spec), 1 if engine.device == "cpu" else engine.n_lanes
-    calls = [
-        (k, x) for k in range(lanes) for x in [samples, samples.astype(np.float32) / np.float32(32_768)] * 2
-    ]
-    return [compare(compute_in_lane(engine, k, x), right, spec) for k, x in calls]
-
-
-def examine_engine(
+def measure_engine(
     name: str,  # one of ENGINES
     device: str = "cpu",  # as for `build`
-) -> Check:
-    "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
-    from leakmel.mel.engines import EngineUnavailable, load_class
+) -> Figures:
+    "Compare an engine with the reference; raises EngineUnavailable."
+    import numpy as np
+    from leakmel.mel.engines import check_recording, compute_in_lane, load_class
+    from leakmel.mel.reference import compare, reference_features
     from leakmel.mel.spec import MelSpec
 
-    key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
-    compared, identity = list[Any](), ""
-    try:
-        for preset in ("disjoint", "overlap"):
-            with load_class(name)(MelSpec.preset(preset, duration_s=2), device=device) as engine:
-                compared += parity(engine)
-                identity = engine.identity
-    except (EngineUnavailable, ImportError) as e:
-        found, advice = str(e), "Nothing is wrong unless you want this engine"
-        package = package_check(key, LINES.get(key, ()))
-        if package.status == "missing":
-            found, advice = package.found, package.advice
-        return Check(key, "missing", f"cannot run on this machine: {found}", advice, name == "reference")
-    except Exception as e:
-        advice = "Remove the compiled code (__pycache__/leakmel*.o), which may be damaged; if that does not help, install leakmel again"
-        return Check(key, "warn", f"failed: {type(e).__name__}: {e}", advice, name == "reference")
-    wrong, n_values = sum(c.n_wrong for c in compared), sum(c.n_values for c in compared)
-    figures = {
-        "identity": identity,
+    began, compared = time.perf_counter(), list[Any]()
+    for preset in ("disjoint", "overlap"):
+        with load_class(name)(MelSpec.preset(preset, duration_s=2), device=device) as engine:
+            spec, samples = engine.spec, check_recording(engine.spec)
+            right = reference_features(samples, spec)
+            kinds = (samples, samples.astype(np.float32) / np.float32(32_768))
+            lanes = range(1 if engine.device == "cpu" else engine.n_lanes)
+            compared += [
+                compare(compute_in_lane(engine, k, x), right, spec) for k in lanes for x in kinds * 2
+            ]
+    return {
+        "identity": engine.identity,
+        "right": all(c.ok for c in compared),
         "max_abs_db": max(c.max_abs_db for c in compared),
         "mean_db": max((c.mean_db for c in compared), key=abs),
-        "n_values": n_values,
-        "n_wrong": wrong,
+        "n_values": sum(c.n_values for c in compared),
+        "n_wrong": sum(c.n_wrong for c in compared),
         "with_loading_s": time.perf_counter() - began,
     }
-    text = (
-        f"{identity}: largest difference {figures['max_abs_db']:.3f} dB in {n_values:,} values, "
-        f"{figures['with_loading_s']:.2f} s including start and comparison"
-    )
-    if all(c.ok for c in compared):
-        return make_check(key, text, figures)
-    text = f"WRONG: {wrong:,} values are outside the tolerance; {text}"
-    return make_check(key, text, figures, "Use another engine and report this error", blocks=True)
 
-# %% ../../nbs/ops/doctor.ipynb #64630002
-def examine_choice(
+
+def measure_choice(
     folder: Path,  # for which `tune` may have measured rates
-) -> Check:
-    "Report which engine `auto` takes for listings of a few sizes."
+) -> Figures:
+    "Return which engine `auto` takes for listings of a few sizes (preset disjoint)."
     from leakmel.dataset.run.config import find_tuned
     from leakmel.dataset.run.engine_choice import SIZES, break_even, engine_costs
     from leakmel.mel.engines import may_have_cuda
     from leakmel.mel.spec import MelSpec
 
     has_gpu, rates = may_have_cuda(), (find_tuned(folder) or {}).get("rates")
-    costs = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    costs = {(c.engine, c.device): c for c in found}
+    size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
     engines = [
         asdict(c)
         | {"is_here": has_gpu or c.device == "cpu", "seconds": {str(n): c.seconds(n) for n in SIZES}}
-        for c in costs
+        for c in costs.values()
     ]
-    cpu, gpu = (next(c for c in costs if c.engine == name) for name in ("cpu", "triton"))
-    size = break_even(cpu, gpu) if has_gpu else math.inf
-    why = "a GPU is not faster" if has_gpu else "no GPU"
-    found, n_files = f"takes the cpu engine for any number of recordings: {why}", None
-    if math.isfinite(size):
-        found = f"takes the cpu engine for fewer than {size:,.0f} recordings, a GPU for more"
-        n_files = math.ceil(size)
-    figures = {"engines": engines, "gpu_from_files": n_files}
-    return make_check("engine_auto", f"{found} (preset disjoint)", figures)
+    return {"gpu_from_files": None if size == math.inf else math.ceil(size), "engines": engines}
+
+# %% ../../nbs/ops/doctor.ipynb #ea0e4c69
+class Line(NamedTuple):
+    "A line of the report."
+
+    title: str
+    measure: Callable[[Path], Figures]
+    is_right: Callable[[Figures], bool]
+    remedy: str  # a sentence
+    needed: bool = False  # by a build: where the measurement itself fails, it blocks
+    blocks: Callable[[Figures], bool] = lambda f: False  # the figures are wrong for a build
 
 
-def engine_table(
-    engines: Sequence[Mapping[str, Any]],  # of `examine_choice`
-) -> str:
-    "Return the expected cost of each engine as a text table."
-    from leakmel.insight.diagnose import aligned
+NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
+MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
-    sizes = list(engines[0]["seconds"])
-    rows = [("engine", "start-up s", "files/s", *(f"s for {int(n):,}" for n in sizes), "rate")]
-    for e in engines:
-        name = f"{e['engine']} on {e['device']}{'' if e['is_here'] else ' (not here)'}"
-        source = e["source"].removeprefix("measured by ")
-        seconds = (f"{e['seconds'][n]:,.1f}" for n in sizes)
-        rows.append((name, f"{e['start_s']:g}", f"{e['files_per_s']:,.0f}", *seconds, source))
-    return aligned(rows)
+
+def _engine_line(title: str, name: str, device: str = "cpu", needed: bool = False) -> Line:
+    "Return the line of an engine."
+    return Line(
+        title,
+        lambda folder: measure_engine(name, device),
+        lambda f: f["right"],
+        "The values are WRONG: use another engine and report this error",
+        needed,
+        lambda f: not f["right"],
+    )
+
+
+CHECKS = {
+    "python": Line(
+        "Python",
+        lambda folder: measure_python(),
+        lambda f: not f["wrong"],
+        "Use a newer Python",
+        needed=True,
+        blocks=lambda f: bool(f["wrong"]),
+    ),
+    "packages": Line(
+        "packages",
+        lambda folder: measure_packages(load=True),
+        lambda f: not f["wrong"],
+        "Run pip install --upgrade leakmel; pandas is needed for tables, soundfile to convert other formats, soxr for resampling, "
+        "psutil and tqdm for monitoring and progress bars; without numba a build is several times slower",
+        needed=True,
+        blocks=lambda f: any(name in f["wrong"] for name in NEEDED_PACKAGES),
+    ),
+    "front_end": Line(
+        "front end",
+        lambda folder: measure_packages("notebook"),
+        lambda f: not f["wrong"],
+        "Run pip install --upgrade 'leakmel[notebook]'; only the notebooks need these packages",
+    ),
+    "cores": Line(
+        "cores",
+        lambda folder: {
+            "cores": os.cpu_count() or 1,
+            "usable_cores": usable_cores(),
+            "quota_cores": cpu_quota(),
+        },
+        lambda f: f["usable_cores"] >= f["cores"],
+        "Let the process use all cores: raise the CPU quota of the container, or see taskset or the options of the batch system",
+    ),
+    "memory": Line(
+        "memory",
+        lambda folder: measure_memory(),
+        lambda f: f["free_bytes"] >= 1_500_000_000,  # by default the slots of a build take at most 1 GiB
+        "Close programs that use memory, or give a build --max-bytes-in-flight of a quarter of the free bytes",
+    ),
+    "limits": Line(
+        "limits",
+        lambda folder: measure_limits(),
+        # a build opens one or two files in each thread
+        lambda f: min(f["open_files"] or 256, f["threads"] or 256) >= 256,
+        "Raise the limits: ulimit -n 4096 for open files; ulimit -u 4096, or the pids limit of the container, for threads",
+    ),
+    "wsl": Line(
+        "WSL",
+        measure_wsl,
+        lambda f: f["wsl"] == 0 or (f["wsl"] == 2 and f["file_system"] not in WINDOWS_FILE_SYSTEMS),
+        "WSL1 translates each system call: change to WSL2 (wsl --set-version NAME 2); opening a file on a Windows disk is slow: move the "
+        "recordings into the Linux file system, or build with --mode memmap, which reads them only once",
+    ),
+    "disk": Line(
+        "disk",
+        lambda folder: {"kind": DISK_KINDS.get(mount_of(folder)[1], "local disk")},
+        lambda f: f["kind"] != "network",
+        "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one",
+    ),
+    "recordings": Line(
+        "recordings", measure_recordings, lambda f: f["sure"], "leakmel scan FOLDER shows the whole report"
+    ),
+    "hdf5": Line(
+        "HDF5",
+        measure_hdf5,
+        lambda f: f["hdf5_same"] and f["kernel_locks"],
+        "If the values that were read are not the same, check the disk or reinstall h5py. A build needs locks: mount the file system "
+        "with them (Lustre: -o flock; NFS: its lock service); where a link is the lock, that of a computer that failed has to be deleted by hand",
+        needed=True,
+        blocks=lambda f: not f["hdf5_same"],
+    ),
+    "compiled": Line(
+        "compiled code",
+        lambda folder: measure_compiled(),
+        lambda f: f["can_store"],
+        "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds",
+    ),
+    "torch": Line(
+        "torch",
+        lambda folder: measure_packages("learn"),
+        lambda f: not f["wrong"],
+        "Run pip install --upgrade 'leakmel[learn]'; only training and engines on a GPU need these packages",
+    ),
+    "gpu": Line(
+        "GPU, driver",
+        lambda folder: measure_gpu(),
+        lambda f: f["usable_by_torch"],
+        "Install a CUDA build of torch that fits the driver (pytorch.org), or update the driver",
+    ),
+    "bus": Line(
+        "pinned memory, bus",
+        lambda folder: measure_bus(),
+        lambda f: (
+            f["pinned"] and min(f["to_device_bytes_per_s"], f["from_device_bytes_per_s"]) > MIN_BUS_RATE
+        ),
+        "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link",
+    ),
+    "engine_reference": _engine_line("engine reference", "reference", needed=True),
+    "engine_cpu": _engine_line("engine cpu", "cpu"),
+    "engine_torch": _engine_line("engine torch", "torch"),
+    "engine_torch_cuda": _engine_line("engine torch, GPU", "torch", "cuda"),
+    "engine_torchaudio": _engine_line("engine torchaudio", "torchaudio"),
+    "engine_triton": _engine_line("engine triton", "triton", "cuda"),
+    "engine_auto": Line("engine auto", measure_choice, lambda f: True, ""),
+}  # by key, in the order of the report
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
 REPORT_KEYS = {
@@ -610,6 +416,7 @@ REPORT_KEYS = {
 }
 FIGURES = {
     "versions": "version of each package of this line; None where it is not installed",
+    "wrong": "packages of another version, or that cannot be loaded, and why",
     "cores": "cores of the machine",
     "usable_cores": "cores that this process may use",
     "quota_cores": "CPU quota of its control groups, in cores",
@@ -622,15 +429,19 @@ FIGURES = {
     "mount": "where the folder's file system is mounted",
     "file_system": "its type",
     "kind": "kind of disk: memory, network or local disk",
+    "reason": "why the recordings can be built with these settings, or why not",
+    "sure": "there are no recordings, or one build fits all of them",
     "command": "leakmel build command for the folder's recordings",
     "groups": "number of sensors, sessions and folders in their names",
     "hdf5_version": "version of the HDF5 library",
     "hdf5_locking": "HDF5_USE_FILE_LOCKING",
     "hdf5_same": "the values that were read are those that were written",
+    "folder_writable": "the file was written in the folder, and not in the system's temporary folder",
     "kernel_locks": "files can be locked by the kernel",
     "lock": "lock that works in the folder: flock, owner (a link that names the owner), or empty",
     "lanes": "float32 numbers in a vector of the compiled code",
     "vectors": "vector instructions of the compiled code",
+    "can_store": "compiled code can be stored",
     "cache_folders": "folders of compiled code",
     "cuda_build": "version of CUDA that torch was built for",
     "driver": "version of the GPU's driver",
@@ -642,6 +453,7 @@ FIGURES = {
     "to_device_bytes_per_s": "rate of copies from pinned memory to the GPU",
     "from_device_bytes_per_s": "rate of copies from the GPU",
     "identity": "name, version, device and processor of an engine",
+    "right": "all values are within the tolerance",
     "max_abs_db": "largest difference from the float64 reference in the upper 90 dB",
     "mean_db": "largest mean difference of a recording",
     "n_values": "values compared",
@@ -651,7 +463,34 @@ FIGURES = {
     "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
 
+
+def figure_text(name: str, value: Any) -> str:
+    "Return the name and the value of a figure as text; of several values all."
+    shown = "none" if value is None else str(value)
+    if isinstance(value, Mapping):
+        shown = ", ".join(f"{key} {each or 'missing'}" for key, each in value.items()) or "none"
+    elif isinstance(value, list):
+        shown = ", ".join(str(each) for each in value)
+    elif value is not None and name.endswith(("_bytes", "_bytes_per_s")):
+        shown = size_text(value) + "/s" * name.endswith("_per_s")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+    return f"{name.removesuffix('_bytes_per_s').removesuffix('_bytes').replace('_', ' ')}: {shown}"
+
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
+@dataclass(frozen=True)
+class Check:
+    "Result of one check, and advice."
+
+    key: str  # one of CHECKS
+    title: str  # of the line in the report
+    status: str  # ok, warn or missing
+    found: str  # the figures as text, or why they could not be measured
+    advice: str = ""  # one sentence; empty if the status is ok
+    blocks: bool = False  # a build needs this, and it is missing or wrong
+    figures: Figures = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Report:
     "Results of all checks."
@@ -668,15 +507,14 @@ class Report:
     @property
     def counts(self) -> dict[str, int]:
         "Number of checks of each status."
-        return {s: sum(c.status == s for c in self.checks) for s in STATUSES}
+        return {s: sum(c.status == s for c in self.checks) for s in ("ok", "warn", "missing")}
 
     @property
     def title(self) -> str:
         "Verdict and counts in a line."
         bad = ", ".join(c.title for c in self.checks if c.blocks)
         counts = ", ".join(f"{n} {s}" for s, n in self.counts.items() if n)
-        verdict = "ready to build" if self.ok else f"NOT ready to build: {bad}"
-        return f"{verdict} ({counts}; {self.seconds:.1f} s)"
+        return f"{f'NOT ready to build: {bad}' if bad else 'ready to build'} ({counts}; {self.seconds:.1f} s)"
 
     def to_dict(self) -> dict[str, Any]:
         "Return a dictionary for JSON, with the keys of REPORT_KEYS and FIGURES."
@@ -685,7 +523,7 @@ class Report:
             "folder": show_path(self.folder),
             "seconds": self.seconds,
             "counts": self.counts,
-            "checks": [vars(c) | {"title": c.title, "figures": dict(c.figures)} for c in self.checks],
+            "checks": [vars(c) for c in self.checks],
         }
 
     def __repr__(self) -> str:
@@ -696,60 +534,44 @@ class Report:
         columns: int = 100,  # of a line, characters
     ) -> str:
         "Return the checks as lines, each followed by its advice."
-        width, lines = max((len(c.title) for c in self.checks), default=0), []
+        width, lines = max((len(c.title) for c in self.checks), default=0), list[str]()
         indent = " " * (width + 11)
+        wrapper = TextWrapper(
+            columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
         for check in self.checks:
-            parts = [(f"{check.status:>7}  {check.title:<{width}}  ", check.found)]
-            parts += [(f"{indent}-> ", f"{check.advice}.")] if check.advice else []
-            for head, words in parts:
-                options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-                lines.append(fill(words, columns, initial_indent=head, subsequent_indent=indent, **options))
-            if engines := check.figures.get("engines"):
-                lines += [f"    {line}" for line in engine_table(engines).splitlines()]
+            wrapper.initial_indent = f"{check.status:>7}  {check.title:<{width}}  "
+            lines += wrapper.wrap(check.found)
+            if check.advice:
+                wrapper.initial_indent = f"{indent}-> "
+                lines += wrapper.wrap(f"{check.advice}.")
         return "\n".join([*lines, self.title])
 
-# %% ../../nbs/ops/doctor.ipynb #ea0e4c69
-class Line(NamedTuple):
-    "A line of the report."
-
-    title: str
-    probe: Callable[[Path], Check]
-    needed: bool = False  # by a build: where the check itself fails, it blocks
-
-
-CHECKS = {
-    "python": Line("Python", lambda folder: examine_python(), True),
-    "packages": Line(
-        "packages", lambda folder: package_check("packages", LINES["packages"], load=True), True
-    ),
-    "front_end": Line("front end", lambda folder: package_check("front_end", LINES["front_end"])),
-    "cores": Line("cores", lambda folder: examine_cores()),
-    "memory": Line("memory", lambda folder: examine_memory()),
-    "limits": Line("limits", lambda folder: examine_limits()),
-    "wsl": Line("WSL", lambda folder: examine_wsl(folder)),
-    "disk": Line("disk", lambda folder: examine_disk(folder)),
-    "recordings": Line("recordings", lambda folder: examine_recordings(folder)),
-    "hdf5": Line("HDF5", lambda folder: examine_hdf5(folder), True),
-    "compiled": Line("compiled code", lambda folder: examine_compiled()),
-    "torch": Line("torch", lambda folder: examine_torch()),
-    "gpu": Line("GPU, driver", lambda folder: examine_gpu()),
-    "bus": Line("pinned memory, bus", lambda folder: examine_bus()),
-    "engine_reference": Line("engine reference", lambda folder: examine_engine("reference"), True),
-    "engine_cpu": Line("engine cpu", lambda folder: examine_engine("cpu")),
-    "engine_torch": Line("engine torch", lambda folder: examine_engine("torch")),
-    "engine_torch_cuda": Line("engine torch, GPU", lambda folder: examine_engine("torch", "cuda")),
-    "engine_torchaudio": Line("engine torchaudio", lambda folder: examine_engine("torchaudio")),
-    "engine_triton": Line("engine triton", lambda folder: examine_engine("triton", "cuda")),
-    "engine_auto": Line("engine auto", lambda folder: examine_choice(folder)),
-}  # by key, in the order of the report
+# %% ../../nbs/ops/doctor.ipynb #b9d9d2f5
+def check_line(key: str, folder: Path) -> Check:
+    "Measure and judge what a line of CHECKS is about."
+    line = CHECKS[key]
+    try:
+        figures = line.measure(folder)
+    except Exception as e:
+        is_absent = isinstance(e, ImportError) or getattr(e, "code", "") in ("engine-missing", "no-device")
+        found = "not measured: " + f"{type(e).__name__}: {e}".rstrip(": ")
+        advice = "Correct the cause that the error names, then run leakmel doctor again"
+        if is_absent and not line.needed:
+            advice = "Nothing is wrong unless you want to use it"
+        return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)
+    advice = "" if line.is_right(figures) else line.remedy
+    is_missing = None in figures.get("versions", {}).values()
+    status = "missing" if is_missing else "warn" if advice else "ok"
+    found = "; ".join(figure_text(name, value) for name, value in figures.items() if name != "engines")
+    return Check(key, line.title, status, found, advice, line.blocks(figures), figures)
 
 
 def examine(
     folder: str | os.PathLike | None = None,  # folder whose disk is examined; None: the current folder
     *,
-    progress: Callable[[int, str], object] = lambda done, title: (
-        None
-    ),  # called before each check, and at the end
+    # called before each check, and at the end
+    progress: Callable[[int, str], object] = lambda done, title: None,
 ) -> Report:
     "Examine this machine; raises DataError if the folder does not exist."
     place, began, found = Path(folder or Path.cwd()), time.perf_counter(), list[Check]()
@@ -762,37 +584,23 @@ def examine(
         )
     for key, line in CHECKS.items():
         progress(len(found), line.title)
-        try:
-            found.append(line.probe(place))
-        except Exception as e:
-            what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
-            advice = "Correct the cause that the error names, then run leakmel doctor again"
-            found.append(Check(key, "warn", what, advice, line.needed))
+        found.append(check_line(key, place))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
 
 # %% ../../nbs/ops/doctor.ipynb #d0a6e5c9
-def agreement_plot(
-    report: Report,
-) -> "go.Figure":
+def agreement_plot(report: Report) -> "go.Figure":
     "Draw the largest difference of each engine from the float64 reference."
     import plotly.graph_objects as go
     from leakmel.insight.plots import label_colour, f32, styled_figure
 
-    found = {
-        c.figures["identity"]: c.figures["max_abs_db"] for c in report.checks if "max_abs_db" in c.figures
-    }
-    if not found:
-        return styled_figure([], "No engine was compared", height=120)
-    worst = max(found, key=lambda name: found[name])
-    bars = go.Bar(
-        x=f32(list(found.values())), y=list(found), orientation="h", marker=dict(color=label_colour(0))
-    )
+    compared = [c.figures for c in report.checks if "max_abs_db" in c.figures]
+    largest, names = [f["max_abs_db"] for f in compared], [f["identity"] for f in compared]
     return styled_figure(
-        [bars],
-        f"Engines differ from the reference by at most {found[worst]:.3f} dB",
+        [go.Bar(x=f32(largest), y=names, orientation="h", marker=dict(color=label_colour(0)))],
+        f"Engines differ from the reference by at most {max(largest, default=0.0):.3f} dB",
         "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
-        height=130 + 30 * len(found),
+        height=130 + 30 * len(compared),
         xaxis=dict(title=dict(text="largest difference (dB)"), rangemode="tozero"),
         yaxis=dict(title=dict(text=""), autorange="reversed"),
     )

@@ -225,8 +225,8 @@ class Review(Operation):
     def _check(self) -> None:
         "Report errors of the arguments now, not in the notebook."
         from leakmel.learn.model.detector import load_detector
-        from leakmel.learn.model.locate import model_file
-        from leakmel.learn.review.recordings import read_score_table
+        from leakmel.learn.model.files import model_file
+        from leakmel.learn.review.session import read_score_table
 
         folder = user_path(self.folder)
         if not folder.is_dir():
@@ -234,21 +234,17 @@ class Review(Operation):
             raise DataError(
                 "the folder does not exist", code="no-such-folder", path=self.folder, remedy=remedy
             )
-        tables = [read_score_table(user_path(table)) for table in self.scores]
-        has_scores = any(not (t.is_held_out or t.is_suggestions) for t in tables)
+        kinds = {read_score_table(user_path(table))[0] for table in self.scores}
         if self.model is not None:
             load_detector(model_file(user_path(self.model)))
-            has_scores = True
+            kinds.add("predictions")
         needs = {
-            "errors": (any(t.is_held_out for t in tables), "--scores cross_validation.csv"),
-            "suggested": (
-                any(t.is_suggestions for t in tables),
-                "--scores with the table of leakmel suggest",
-            ),
-            "threshold": (has_scores, "--model, or --scores with a table of leakmel predict"),
+            "errors": ("held out", "--scores cross_validation.csv"),
+            "suggested": ("suggestions", "--scores with the table of leakmel suggest"),
+            "threshold": ("predictions", "--model, or --scores with a table of leakmel predict"),
         }
-        has, expected = needs.get(self.queue or "", (True, ""))
-        if not has:
+        kind, expected = needs.get(self.queue or "", ("", ""))
+        if kind and kind not in kinds:
             raise UsageError(
                 f"the queue {self.queue} needs scores", code="invalid-arguments", expected=expected
             )
@@ -490,7 +486,7 @@ class Export(Operation):
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
-        from leakmel.learn.model.locate import MODEL
+        from leakmel.learn.model.files import MODEL
         from leakmel.learn.nightly.history import export_history, is_state_folder
 
         given = Path(self.file)

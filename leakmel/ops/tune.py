@@ -7,8 +7,8 @@ __all__ = []
 
 # %% ../../nbs/ops/tune.ipynb #37782420
 import math, os, random, shlex, tempfile, time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from leakmel.core.monitor import usable_cores
-from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress
-from leakmel.core.run_plan import RowTable, run_folder, write_summary
 from leakmel.dataset.run.config import (
     SCHEMA,
     PipelineConfig,
@@ -41,14 +39,12 @@ from leakmel.dataset.run.config import (
     this_machine,
     write_tuned,
 )
-from leakmel.dataset.run.engine_choice import choose_engine
+from leakmel.dataset.run.engine_choice import open_chosen
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
-from leakmel.dataset.run.pipeline import build_defaults, build_kinds, find_data, spec_changes
 from leakmel.dataset.run.publish import BuildResult
 from leakmel.insight.diagnose import aligned
 from leakmel.insight.plots import label_colour, f32, styled_figure
-from leakmel.mel.engines import may_have_cuda, open_engine
-from leakmel.ops.bench import evict, is_cached, range_text, read_into_cache, record_head
+from leakmel.ops.bench import evict, range_text, read_into_cache, record_head
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -72,9 +68,8 @@ def take_sample(
             remedy=f"check the folder: leakmel scan {shlex.quote(show_path(x.folder))}",
         )
     if n < len(usable):
-        lengths = [len(part) for part in np.array_split(np.arange(n), SAMPLE_RUNS)]
-        starts = np.arange(SAMPLE_RUNS) * len(usable) // SAMPLE_RUNS
-        usable = usable[np.concatenate([start + np.arange(k) for start, k in zip(starts, lengths)])]
+        runs = np.array_split(usable, SAMPLE_RUNS)
+        usable = np.concatenate([run[: math.ceil((n - k) / SAMPLE_RUNS)] for k, run in enumerate(runs)])
     present, numbers = np.unique(x.label_ids[usable], return_inverse=True)
     part = replace(
         x,
@@ -85,84 +80,25 @@ def take_sample(
         parts=None if x.parts is None else tuple(x.parts[i] for i in usable),
         extra={},
     )
-    names = tuple(manifest.label_names[i] for i in present)
-    given = {"notes": (), "unmatched": (), "seconds": 0.0, "content": None, "table_path": None}
-    return replace(manifest, listings=(part,), label_names=names, **given)  # type: ignore[arg-type]
-
-
-def paths_of(sample: Manifest) -> list[str]:
-    "Return the file paths of the recordings of a sample."
-    x = sample.listings[0]
-    return [os.fsdecode(x.full_path(i)) for i in range(len(x))]
+    return replace(
+        manifest,
+        listings=(part,),
+        label_names=tuple(manifest.label_names[i] for i in present),
+        notes=(),
+        unmatched=(),
+        seconds=0.0,
+        content=None,
+        table_path=None,
+    )
 
 # %% ../../nbs/ops/tune.ipynb #e6660e37
 CACHES = ("cold", "warm")
-MAX_WRONG_SHARE = 0.02  # share of the files that may be in the wrong state
 
 
 class StateError(MachineError):
     "The page cache could not be made cold or warm; the trial does not count."
 
 
-def make_cache_state(
-    files: list[str],
-    cache: str,  # "cold" or "warm"
-) -> None:  # raises StateError if the state cannot be reached or checked
-    "Evict files from the page cache or read them into it, and check some of them."
-    (read_into_cache if cache == "warm" else evict)(files)
-    some = files[:: max(16, len(files) // 64)]
-    told = [is_cached(path) for path in some]
-    if cache == "cold":
-        evict(some)
-    if None in told and cache == "warm":
-        return  # not reported by the file system, but the files have just been read
-    if None in told:
-        raise StateError(
-            "the file system does not report which files are in the page cache", code="cache-state"
-        )
-    share = sum(map(bool, told)) / len(told)
-    if (share if cache == "cold" else 1 - share) > MAX_WRONG_SHARE:
-        raise StateError(
-            f"the page cache could not be made {cache}",
-            code="cache-state",
-            found=f"{share:.0%} of {len(files):,} files in the page cache",
-            remedy="close programs that read the recordings" if cache == "cold" else "free some memory",
-        )
-
-# %% ../../nbs/ops/tune.ipynb #d83028dd
-DEFAULT = "default"
-
-
-def candidates(
-    workers: Workers,  # default of a build of the sample
-    full: Workers,  # default of a build of all recordings
-    on_device: bool,  # a GPU computes
-    n_files: int,  # of the sample
-    cores: int | None = None,
-) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
-    "Return the settings to try on this machine."
-    cores = cores or usable_cores()
-    half = max(1, cores // 2)
-    tried: list[dict[str, int]] = [{"read_ahead": n} for n in (1024, 0, 256)]
-    if on_device:
-        sizes = (256, 1024, 128, 2048)
-        tried += [{"read_workers": half}, {"read_workers": 2 * cores}, {"write_workers": half}]
-        tried += [
-            {"gpu_streams": 1},
-            {"gpu_streams": 4},
-            {"slots": 2 * workers.slots},
-            {"batch_accumulation": 2},
-        ]
-    else:
-        sizes = (64, 256, 32, 8)
-        tried += [{"compute_workers": 2 * cores}, {"compute_workers": half}, {"read_workers": cores}]
-        tried += [{"read_workers": 2 * cores, "slots": 8 * cores}]
-    if workers.files_per_batch == full.files_per_batch:  # a small sample cannot tell about large batches
-        tried += [{"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files]
-    other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
-    return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}
-
-# %% ../../nbs/ops/tune.ipynb #f052316f
 @dataclass(frozen=True)
 class BuildTrials:
     "Sample and settings that all trial builds share."
@@ -199,25 +135,53 @@ class BuildTrials:
     def run(self, changes: Mapping[str, int], cache: str) -> float:  # seconds; raises LeakmelError, OSError
         "Build the sample once, from a cold or a warm page cache."
         config = PipelineConfig(**changes, device=self.device, fsync=False, monitor_interval_s=0.0)  # type: ignore[arg-type]
-        make_cache_state(paths_of(self.sample), cache)
+        x = self.sample.listings[0]
+        files = [os.fsdecode(x.full_path(i)) for i in range(len(x))]
+        (read_into_cache if cache == "warm" else evict)(files)
         done = self.build("trial", config)
-        if cache == "cold" and done.summary["cache"] == "warm":
+        found = done.summary["cache"]  # unknown: the system does not tell, but files that were read are there
+        if found != cache and (cache, found) != ("warm", "unknown"):
             raise StateError(
-                "the trial did not count: evicted recordings were read from the page cache",
+                f"the page cache could not be made {cache}",
                 code="cache-state",
+                found=f"a {found} cache",
+                remedy="close programs that read files or use memory",
             )
         return done.seconds
 
+# %% ../../nbs/ops/tune.ipynb #d83028dd
+DEFAULT = "default"
+
+
+def candidates(
+    workers: Workers,  # default of a build of the sample
+    full: Workers,  # default of a build of all recordings
+    on_device: bool,  # a GPU computes
+    n_files: int,  # of the sample
+) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
+    "Return the settings to try on this machine."
+    cores, half = usable_cores(), max(1, usable_cores() // 2)
+    sizes = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
+    is_small = workers.files_per_batch != full.files_per_batch  # it cannot tell about large batches
+    gpu = [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}, {"batch_accumulation": 2}]
+    gpu += [{"read_workers": half}, {"read_workers": 2 * cores}, {"write_workers": half}]
+    cpu = [{"compute_workers": 2 * cores}, {"compute_workers": half}, {"read_workers": cores}]
+    cpu += [{"read_workers": 2 * cores, "slots": 8 * cores}]
+    tried: list[dict[str, int]] = [
+        *({"read_ahead": n} for n in (1024, 0, 256)),
+        *(gpu if on_device else cpu),
+        *(
+            {"files_per_batch": n}
+            for n in sizes
+            if not is_small and 2 * workers.compute_workers * n <= n_files
+        ),
+    ]
+    other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
+    return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}
+
 # %% ../../nbs/ops/tune.ipynb #72b41bea
 Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
-
-
-@dataclass
-class TrialTimes:
-    "Durations of the trials of one setting."
-
-    seconds: list[float] = field(default_factory=list)
-    failure: str = ""  # why it is not tried again, or why a trial did not count
+Times = dict[Key, list[float]]  # seconds of the trials of each setting
 
 
 def sweep(
@@ -226,27 +190,24 @@ def sweep(
     rounds: int,
     ends_s: float,  # end of the sweep, on the clock `time.monotonic`
     tell: Callable[[int, str], None] = lambda n_done, what: None,
-) -> dict[Key, TrialTimes]:
+) -> tuple[Times, dict[Key, str]]:  # and why trials failed or did not count
     "Run trials in interleaved rounds; store the failures of leakmel and the system, raise other errors."
-    found, longest_s, n_done = {key: TrialTimes() for key in trials}, 0.0, 0
+    found, failures, longest_s, n_done = {key: list[float]() for key in trials}, dict[Key, str](), 0.0, 0
     for i in range(rounds):
         order = random.Random(i).sample(list(trials), len(trials))
         for key in sorted(order, key=lambda key: i == 0 and key[0] != DEFAULT):
-            runs, began_s = found[key], time.monotonic()
+            began_s = time.monotonic()
             if began_s + longest_s > ends_s and (i or key[0] != DEFAULT):
-                return found
-            if runs.failure and not runs.seconds and i:
-                continue
+                return found, failures
             tell(n_done, ", ".join(key))
             try:
-                runs.seconds.append(trials[key]())
-            except StateError as e:
-                runs.failure = str(e)  # the state may be reached in another round
+                found[key].append(trials[key]())
             except (LeakmelError, OSError, MemoryError) as e:
-                runs.seconds, runs.failure = [], f"{type(e).__name__}: {e}"
+                failures[key] = f"{type(e).__name__}: {e}"
+                if not isinstance(e, StateError):  # the state may be reached in another round
+                    found[key].clear()
             longest_s, n_done = max(longest_s, time.monotonic() - began_s), n_done + 1
-    tell(n_done, "")
-    return found
+    return found, failures
 
 # %% ../../nbs/ops/tune.ipynb #a38a33f2
 MIN_ROUNDS = 5  # for a comparison
@@ -257,17 +218,19 @@ Score = dict[str, Any]  # of one setting, from one state of the page cache
 
 
 def scores_of(
-    found: Mapping[Key, TrialTimes],
+    found: Times,
+    failures: Mapping[Key, str],
     cache: str,
     n_files: int,
 ) -> list[Score]:  # fastest first, those without a round last
     "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
-    scores = list[Score]()
-    for (name, state), runs in found.items():
-        if state == cache:
-            rates = [n_files / f(runs.seconds) if runs.seconds else 0.0 for f in (median, max, min)]
-            score = {"name": name, "rounds": len(runs.seconds), "failure": runs.failure}
-            scores.append(score | dict(zip(("files_per_s", "least", "most"), rates)))
+    kinds = (("files_per_s", median), ("least", max), ("most", min))
+    scores = [
+        {"name": name, "rounds": len(seconds), "failure": failures.get((name, cache), "")}
+        | {key: n_files / f(seconds) if seconds else 0.0 for key, f in kinds}
+        for (name, state), seconds in found.items()
+        if state == cache
+    ]
     return sorted(scores, key=lambda s: -s["files_per_s"])
 
 
@@ -279,10 +242,8 @@ def gain(
     product, clear = 1.0, False
     for scores in states.values():
         by_name = {s["name"]: s for s in scores if s["rounds"]}
-        if DEFAULT not in by_name:
-            continue
-        it, default = by_name.get(name), by_name[DEFAULT]
-        if it is None or default["least"] > it["most"]:
+        it, default = by_name.get(name), by_name.get(DEFAULT)
+        if it is None or default is None or default["least"] > it["most"]:
             return 0.0
         factor = it["files_per_s"] / default["files_per_s"]
         enough = min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
@@ -296,13 +257,11 @@ def best_candidate(
     names: Sequence[str],  # of the settings
 ) -> str:  # DEFAULT: no setting is clearly faster
     "Return the setting with the largest clear speed-up over the defaults."
-    best = max(names, key=partial(gain, states))
-    return best if gain(states, best) else DEFAULT
+    return max((DEFAULT, *names), key=lambda name: gain(states, name) or float(name == DEFAULT))
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
 FIRST_FILES = 1024  # recordings of the build that measures the duration
-_PLANNED_SHARE = 0.7  # of the time; the rest is for slower rounds and for the check
 
 
 def sample_size(
@@ -312,29 +271,33 @@ def sample_size(
     seconds: float,  # available time
 ) -> int:
     "Return the number of recordings with which MIN_ROUNDS rounds fit into the time."
-    fitting = int(_PLANNED_SHARE * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
+    planned_s = 0.7 * seconds  # the rest is for slower rounds and for the check
+    fitting = int(planned_s / (MIN_ROUNDS * n_trials * seconds_per_file))
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../nbs/ops/tune.ipynb #74100e7e
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
-    pool, notes, config = trials.sample, list[str](), PipelineConfig(device=trials.device)
-    first, states = replace(trials, sample=take_sample(pool, FIRST_FILES)), list(CACHES)
-    first.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
-    began_s = time.monotonic()
-    try:
-        first.run({}, "cold")
-    except (StateError, UsageError) as e:
-        notes.append(f"cold: not measured, {e}")
-        states.remove("cold")
+    pool, notes, states = trials.sample, list[str](), list(CACHES)
+    config = PipelineConfig(device=trials.device)
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
-    with open_engine(trials.engine, spec, device=trials.device) as engine:
+    engine, _ = open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
+    with engine:
         on_device = engine.device.split(":")[0]
+    device = on_device if trials.device == "auto" else trials.device
+    trials = replace(trials, engine=engine.name, device=device)
     full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
         return candidates(plan_workers(config, spec, engine, n), full, on_device != "cpu", n)
 
+    first = replace(trials, sample=take_sample(pool, FIRST_FILES))
+    first.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
+    began_s = time.monotonic()
+    try:
+        first.run({}, "cold")
+    except (StateError, UsageError) as e:
+        notes, states = [f"cold: not measured, {e}"], ["warm"]
     now_s = time.monotonic()
     per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)
     n_files = sample_size(len(pool), len(states) * len(offer(len(pool))), per_file_s, ends_s - now_s)
@@ -342,11 +305,13 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     work = {(n, cache): partial(trials.run, c, cache) for n, c in tried.items() for cache in states}
     over_s = ends_s - 2 * per_file_s * n_files  # for the check
     with Progress(MAX_ROUNDS * len(work), unit="trials", label="tune", show=progress) as bar:
-        found = sweep(work, rounds=MAX_ROUNDS, ends_s=over_s, tell=bar.update)
-    builds = {cache: scores_of(found, cache, n_files) for cache in states}
-    if (rounds := min(len(found[DEFAULT, cache].seconds) for cache in states)) < MIN_ROUNDS:
+        found, failures = sweep(work, rounds=MAX_ROUNDS, ends_s=over_s, tell=bar.update)
+    builds = {cache: scores_of(found, failures, cache, n_files) for cache in states}
+    if (rounds := min(len(found[DEFAULT, cache]) for cache in states)) < MIN_ROUNDS:
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
+    advice = f"{best} is clearly faster: leakmel build ... {options}"
     rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
         "leakmel_version": lm.__version__,
@@ -365,26 +330,12 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "settings": tried[best],
         # from a warm page cache, for the choice of engines
         "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
-        "advice": _advice(best, tried[best]),
+        "advice": advice
+        if options
+        else "no setting is clearly faster than the defaults, so builds need no options",
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }
-
-
-def _engine_of_all(spec: SpecLike, manifest: Manifest, pool: Manifest) -> tuple[str, str]:
-    "Return name and device of the engine that `auto` takes for all recordings; for the sample it may be another."
-    wanted = decide_spec(spec, [pool.listings[0]]).spec
-    choice = choose_engine(wanted, len(manifest), root=manifest.root)
-    with open_engine("auto", wanted, order=choice.order) as opened:
-        return opened.name, "cpu" if opened.device == "cpu" else "cuda"
-
-
-def _advice(best: str, changes: Mapping[str, int]) -> str:
-    "Return the recommendation as a sentence."
-    if best == DEFAULT:
-        return "no setting is clearly faster than the defaults, so builds need no options"
-    given = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items()]
-    return f"{best} is clearly faster: leakmel build ... {' '.join(given)}"
 
 
 def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[str, Any]:
@@ -400,9 +351,8 @@ def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[st
             found=", ".join(f"{name} {value}" for name, value in changes.items()),
             remedy="build with the defaults and report this error",
         )
-    report = done.verified
-    found = {"ok": report.ok, "rows": done.rows, "checked": report.checked}
-    return found | {"same_bytes": True, "verdict": report.verdict}
+    facts = {"ok": done.verified.ok, "checked": done.verified.checked, "verdict": done.verified.verdict}
+    return facts | {"rows": done.rows, "same_bytes": True}
 
 # %% ../../nbs/ops/tune.ipynb #018b0a73
 def tune(
@@ -414,16 +364,16 @@ def tune(
     with_waveforms: bool = False,  # as for `build`
     manifest: Manifest | None = None,  # result of `scan`; None: list the folder
     budget_s: float = 60.0,  # time limit, seconds
-    work_dir: str
-    | os.PathLike
-    | None = None,  # for temporary data sets, best on the disk of the real data sets
+    # for temporary data sets, best on the disk of the real data sets
+    work_dir: str | os.PathLike | None = None,
     keep: bool = True,  # write the settings file for later builds
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> dict[str, Any]:  # figures and settings; raises LeakmelError
     "Measure the speed of build settings on a sample of the user's recordings, and store the best for later builds."
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
-        text = "budget_s must be a number of seconds above 0"
-        raise UsageError(text, code="invalid-effort", found=budget_s)
+        raise UsageError(
+            "budget_s must be a number of seconds above 0", code="invalid-effort", found=budget_s
+        )
     check_manifest(manifest)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MAX_FILES)
@@ -431,24 +381,24 @@ def tune(
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
         cause, remedy = explain(e, work_dir or "", writing=True)
-        why = f"the folder for trials cannot be created ({cause})"
-        remedy = f"{remedy} (work_dir, --work-dir)"
-        raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
+        raise UsageError(
+            f"the folder for trials cannot be created ({cause})",
+            code="no-work-folder",
+            path=work_dir,
+            remedy=f"{remedy} (work_dir, --work-dir)",
+        ) from e
     with folder as work:
-        named, where = engine, device
-        if (engine, device) == ("auto", "auto") and may_have_cuda():
-            named, where = _engine_of_all(spec, manifest, pool)
-        trials = BuildTrials(pool, Path(work), spec, named, where, with_waveforms)
+        trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
         figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
         facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
-        facts |= {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
-        rate = figures["rate"]
-        made = {key: figures[name] for key, name in (("made_utc", "made_utc"), ("spec", "fingerprint"))}
-        new = {rate["engine"]: made | {"files_per_s": rate["files_per_s"]}} if rate["files_per_s"] else {}
-        # beside those of other engines, measured before
-        facts |= {"rates": (find_tuned(manifest.root) or {}).get("rates", {}) | new, "measured": figures}
+        facts |= {"schema": SCHEMA, "machine": this_machine(), "measured": figures}
+        rates = (find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
+        if rate := figures["rate"]["files_per_s"]:
+            own = {"made_utc": figures["made_utc"], "spec": figures["fingerprint"], "files_per_s": rate}
+            rates |= {figures["rate"]["engine"]: own}
+        facts |= {"engine": engine, "device": device, "rates": rates}
         try:
             figures["path"] = show_path(write_tuned(manifest.root, facts))
         except OutputError as e:
@@ -466,72 +416,14 @@ def tune_table(
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
         rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
-        for x in scores:
-            rows.append((f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}"))
+        rows += [
+            (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}") for x in scores
+        ]
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
-    verified = f"{f['verified']['verdict']}, with the same bytes as the defaults"
-    lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]
-    lines.append(f"{f['seconds']:.1f} s; {f['advice']}")
-    return "\n".join(lines + ([f"stored for later builds in {f['path']}"] if "path" in f else []))
-
-# %% ../../nbs/ops/tune.ipynb #7f4db3ee
-_OF_BUILD = {"split", "mode", "check", "tuned", "fresh", "analysis"} | {
-    f.name for f in fields(PipelineConfig)
-}
-
-
-def tune_kinds() -> Kinds:
-    "Return names and types of the parameters of tune.ipynb."
-    same = {name: kinds for name, kinds in build_kinds().items() if name not in _OF_BUILD}
-    return same | {"device": (str,), "budget_s": (float,), "work_dir": (str, None)}
-
-
-@dataclass(frozen=True, repr=False)
-class TunePlan(RowTable):
-    "Plan of a measurement of build settings, shown before it begins."
-
-    manifest: Manifest
-    data_note: str  # origin of the folder
-    windows: str  # the features in samples, ms and Hz
-    out: Path  # folder of the summary
-    given: Mapping[str, Any]  # arguments of `tune`
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
-        yield "data", f"{show_path(self.manifest.root)}: {self.data_note}"
-        yield "recordings", f"{len(self.manifest):,}, of which a sample is built"
-        yield "windows", self.windows
-        yield "engine", f"{self.given['engine']} on device {self.given['device']}"
-        yield "time limit", f"{self.given['budget_s']:g} s"
-        yield "to", show_path(self.out)
-
-
-def plan_tune(
-    parameters: dict[str, Any],  # of those that tune_kinds lists; the others have their defaults
-    *,
-    progress: str = "auto",  # progress display of writing a demo set
-) -> TunePlan:  # raises LeakmelError for invalid parameters
-    "Find the recordings, resolve the spec, and choose the folder."
-    p = build_defaults() | {"budget_s": 60.0, "work_dir": None} | parameters
-    root, note = find_data(p["data_root"], progress=progress)
-    manifest = lm.scan(root, table=p["table"], columns=p["columns"] or None, pattern=p["pattern"])
-    spec, _ = spec_changes(p)
-    windows = decide_spec(spec, list(manifest.listings)).spec.windows_text
-    same = ("engine", "device", "with_waveforms", "budget_s", "work_dir")
-    given = {"spec": spec, "manifest": manifest} | {name: p[name] for name in same}
-    return TunePlan(manifest, note, windows, run_folder(p["out"], "tune"), given)
-
-
-def run_tune_plan(
-    plan: TunePlan,
-    *,
-    progress: str = "auto",
-) -> dict[str, Any]:  # as `tune` returns, and "ok"
-    "Measure, store the settings for later builds, and write summary.json."
-    figures = {"ok": True} | tune(plan.manifest.root, progress=progress, **plan.given)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    write_summary(plan.out, figures)
-    return figures
+    verdict = f"{f['verified']['verdict']}, with the same bytes as the defaults"
+    stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
+    lines += ["", *f["notes"], f"sample built with the recommended settings: {verdict}"]
+    return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
 
 # %% ../../nbs/ops/tune.ipynb #2d74a1c9
 def tune_plot(
@@ -544,7 +436,7 @@ def tune_plot(
     scores = [s for s in figures["builds"][cache] if s["rounds"]]
     if not scores:
         return styled_figure([], "No setting was measured", height=120)
-    rates, n = [s["files_per_s"] for s in scores], figures["n_files"]
+    rates = [s["files_per_s"] for s in scores]
     bars = go.Bar(
         x=f32(rates),
         y=[s["name"] for s in scores],
@@ -560,7 +452,7 @@ def tune_plot(
     return styled_figure(
         [bars],
         f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
-        f"Median of the rounds, {n:,} recordings; lines: slowest and fastest round",
+        f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
         height=130 + 26 * len(scores),
         xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
         yaxis=dict(title=dict(text=""), autorange="reversed"),

@@ -6,9 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/ops/working_folder.ipynb #78a193a1
-import importlib.util
-import os
-import shlex
+import importlib.util, os, shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from leakmel.core.run_plan import user_path
 
 # %% ../../nbs/ops/working_folder.ipynb #093ce7e2
 NOTEBOOKS = Path(leakmel.__file__).parent / "notebooks"  # installed with the package
-START = "start.ipynb"  # the notebook to open first
 
 
 def start_kinds() -> Kinds:
@@ -56,17 +53,23 @@ class WorkingFolder:
     @property
     def summary(self) -> dict[str, Any]:
         "Return the result as plain values."
-        names = {"created": list(self.created), "kept": list(self.kept)}
-        return {"folder": show_path(self.folder), **names, "next": self.command}
+        return {
+            "folder": show_path(self.folder),
+            "created": list(self.created),
+            "kept": list(self.kept),
+            "next": self.command,
+        }
 
     def __repr__(self) -> str:
         lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
         if self.kept:
-            lines.append(f"  existing notebooks were not changed: {', '.join(self.kept)}")
-            lines.append("  To get a new copy of one, rename it and run the command again.")
+            lines += [
+                f"  existing notebooks were not changed: {', '.join(self.kept)}",
+                "  To get a new copy of one, rename it and run the command again.",
+            ]
         if importlib.util.find_spec("jupyterlab") is None:
             lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
-        return "\n".join([*lines, f"next: {self.command}, then open {START} and run its cells"])
+        return "\n".join([*lines, f"next: {self.command}, then open start.ipynb and run its cells"])
 
 # %% ../../nbs/ops/working_folder.ipynb #912c046d
 def make_working_folder(
@@ -85,16 +88,14 @@ def make_working_folder(
             path=target,
             remedy="name a new folder",
         )
-    created, kept = list[str](), list[str]()
+    names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+    kept = tuple(name for name in names if os.path.lexists(target / name))
+    created = tuple(name for name in names if name not in kept)
     try:
         (target / "runs").mkdir(parents=True, exist_ok=True)
-        for source in sorted(NOTEBOOKS.glob("*.ipynb")):
-            if os.path.lexists(target / source.name):
-                kept.append(source.name)
-                continue
-            with replacing(target / source.name) as new:
-                new.write_bytes(source.read_bytes())
-            created.append(source.name)
+        for name in created:
+            with replacing(target / name) as new:
+                new.write_bytes((NOTEBOOKS / name).read_bytes())
     except OSError as e:
         path = e.filename or target
         cause, remedy = explain(e, path, writing=True)
@@ -104,4 +105,4 @@ def make_working_folder(
             path=path,
             remedy=remedy,
         ) from e
-    return WorkingFolder(target, tuple(created), tuple(kept))
+    return WorkingFolder(target, created, kept)

@@ -9,6 +9,7 @@ __all__ = []
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from leakmel.core.errors import UsageError
 from leakmel.core.parameters import answer_unknown
@@ -142,26 +143,19 @@ _SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
 _LOGGER = re.compile(r"\d+_(\d+)-(\d{4})(\d\d)(\d\d).*", re.ASCII)
 
 
-def _material(folders: Parts) -> dict[str, str]:
-    "Return the material of the pipe where a folder names it."
-    text = "/".join(map(squeezed, folders))
-    return {"material": "nonmetal" if "nonmetal" in text else "metal"} if "metal" in text else {}
-
-
-def parse_hongkong_hydrophone(parts: Parts) -> NamedRecording | None:
-    "Read a name like `1.3.02.0345.wav`; the label is that of the folder."
-    found = _SITE.fullmatch(_stem(parts, "wav"))
-    label = label_of_folders(parts[:-1], LEAK_FOLDERS)
-    return NamedRecording(label, found[1], _material(parts[:-1])) if found else None
-
-
-def parse_hongkong_logger(parts: Parts) -> NamedRecording | None:
-    "Read a name like `003_05593-20180927.wav`; the label is that of the folder."
-    found = _LOGGER.fullmatch(_stem(parts, "wav"))
+def parse_hongkong(
+    name: re.Pattern[str],  # of a file: its group, and perhaps a date
+    parts: Parts,
+) -> NamedRecording | None:
+    "Read a name like `1.3.02.0345.wav` or `003_05593-20180927.wav`; label and material are those of the folders."
+    found = name.fullmatch(_stem(parts, "wav"))
     if not found:
         return None
-    label = label_of_folders(parts[:-1], LEAK_FOLDERS)
-    return NamedRecording(label, found[1], {"date": "-".join(found.groups()[1:])} | _material(parts[:-1]))
+    group, *date = found.groups()
+    columns, text = {"date": "-".join(date)} if date else {}, "/".join(map(squeezed, parts[:-1]))
+    if "metal" in text:
+        columns["material"] = "nonmetal" if "nonmetal" in text else "metal"
+    return NamedRecording(label_of_folders(parts[:-1], LEAK_FOLDERS), group, columns)
 
 # %% ../../nbs/sets/catalogue.ipynb #57a21e95
 _MENDELEY = "https://data.mendeley.com/public-api/datasets"
@@ -170,109 +164,111 @@ _HONGKONG_CITATION = (
     "Distribution Networks. Mendeley Data, V1. https://doi.org/10.17632/hkn8mxcjyz.1"
 )
 
-AGHASHAHI = LeakSet(
-    name="aghashahi",
-    title="Dataset of Leak Simulations in Experimental Testbed Water Distribution System (hydrophones)",
-    doi="10.17632/tbrnp6vrnj.1",
-    citation="Aghashahi, M., Sela, L., Banks, M. K. (2022): Dataset of Leak Simulations in Experimental Testbed Water Distribution "
-    "System. Mendeley Data, V1. https://doi.org/10.17632/tbrnp6vrnj.1",
-    size="64.0 MB",
-    record=f"{_MENDELEY}/tbrnp6vrnj",
-    version=1,
-    wanted=r"hydrophone[^/]*\.(zip|rar)$|hydrophone.*\.raw$",
-    parse=parse_aghashahi,
-    group_rule="one group is one physical test: the name without the hydrophone and without N or NN; both hydrophones belong together",
-    groupings=("recording", "group", "flow", "topology"),
-    stated={
-        "recordings": 120,
-        "recordings without a label": 2,
-        "groups": 40,
-        "groups of NOLEAK": 8,
-        "clipped files": 44,
-    },
-    faults=(
-        "44 files clip.",
-        "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
-        "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
-        "Some accelerometer files of the looped network hold interference; they are not fetched.",
-        "Three CSV files (accelerometer and pressure) are cut at the row limit of a spreadsheet; they are not fetched.",
-        "The sample rate of accelerometers and pressure sensors is 51.2 kHz by the paper and 25.6 kHz by the time column; they are not fetched.",
+_SETS = (
+    LeakSet(
+        name="aghashahi",
+        title="Dataset of Leak Simulations in Experimental Testbed Water Distribution System (hydrophones)",
+        doi="10.17632/tbrnp6vrnj.1",
+        citation="Aghashahi, M., Sela, L., Banks, M. K. (2022): Dataset of Leak Simulations in Experimental Testbed Water Distribution "
+        "System. Mendeley Data, V1. https://doi.org/10.17632/tbrnp6vrnj.1",
+        size="64.0 MB",
+        record=f"{_MENDELEY}/tbrnp6vrnj",
+        version=1,
+        wanted=r"hydrophone[^/]*\.(zip|rar)$|hydrophone.*\.raw$",
+        parse=parse_aghashahi,
+        group_rule="one group is one physical test: the name without the hydrophone and without N or NN; both hydrophones belong together",
+        groupings=("recording", "group", "flow", "topology"),
+        stated={
+            "recordings": 120,
+            "recordings without a label": 2,
+            "groups": 40,
+            "groups of NOLEAK": 8,
+            "clipped files": 44,
+        },
+        faults=(
+            "44 files clip.",
+            "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
+            "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
+            "Some accelerometer files of the looped network hold interference; they are not fetched.",
+            "Three CSV files (accelerometer and pressure) are cut at the row limit of a spreadsheet; they are not fetched.",
+            "The sample rate of accelerometers and pressure sensors is 51.2 kHz by the paper and 25.6 kHz by the time column; they are not fetched.",
+        ),
+        spec={"sample_rate": 8000, "duration_s": 30.0},
+        headerless=True,
     ),
-    spec={"sample_rate": 8000, "duration_s": 30.0},
-    headerless=True,
-)
-DONGGUAN = LeakSet(
-    name="dongguan",
-    title="Acoustic data for 'Self-supervised acoustic leakage detection for water distribution systems'",
-    doi="10.5281/zenodo.18631450",
-    citation="Wang, Q., Mei, Z., Zhan, F., Chen, J. (2026): Acoustic data for the manuscript entitled 'Self-supervised acoustic leakage "
-    "detection for water distribution systems: A real-time diagnosis framework under data scarcity'. Zenodo. "
-    "https://doi.org/10.5281/zenodo.18631450",
-    size="about 6 MB",
-    record="https://zenodo.org/api/records/18631450",
-    version=0,
-    wanted=r"\.(zip|rar|wav)$",
-    parse=parse_dongguan,
-    group_rule="the name without the second w0-w1 and the number _N; groups that share byte-equal files are joined",
-    groupings=("recording", "group", "region", "material"),
-    stated={
-        "recordings": 1000,
-        "LEAK": 500,
-        "NOLEAK": 386,
-        "NOISE": 114,
-        "groups of LEAK": 271,
-        "groups of NOLEAK": 18,
-        "groups of NOISE": 33,
-        "byte-equal pairs": 36,
-        "byte-equal pairs of two groups by name": 6,
-        "8000 Hz": 1000,
-        "of 1 s": 1000,
-        "mono 16-bit PCM": 1000,
-    },
-    faults=(
-        "36 pairs of files are byte-equal, 6 of them under names of different groups: these groups are joined in the table.",
-        "Pressure and flow are in the names of leaks only: a file name gives the label away. They are not in the table.",
-        "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
+    LeakSet(
+        name="dongguan",
+        title="Acoustic data for 'Self-supervised acoustic leakage detection for water distribution systems'",
+        doi="10.5281/zenodo.18631450",
+        citation="Wang, Q., Mei, Z., Zhan, F., Chen, J. (2026): Acoustic data for the manuscript entitled 'Self-supervised acoustic leakage "
+        "detection for water distribution systems: A real-time diagnosis framework under data scarcity'. Zenodo. "
+        "https://doi.org/10.5281/zenodo.18631450",
+        size="about 6 MB",
+        record="https://zenodo.org/api/records/18631450",
+        version=0,
+        wanted=r"\.(zip|rar|wav)$",
+        parse=parse_dongguan,
+        group_rule="the name without the second w0-w1 and the number _N; groups that share byte-equal files are joined",
+        groupings=("recording", "group", "region", "material"),
+        stated={
+            "recordings": 1000,
+            "LEAK": 500,
+            "NOLEAK": 386,
+            "NOISE": 114,
+            "groups of LEAK": 271,
+            "groups of NOLEAK": 18,
+            "groups of NOISE": 33,
+            "byte-equal pairs": 36,
+            "byte-equal pairs of two groups by name": 6,
+            "8000 Hz": 1000,
+            "of 1 s": 1000,
+            "mono 16-bit PCM": 1000,
+        },
+        faults=(
+            "36 pairs of files are byte-equal, 6 of them under names of different groups: these groups are joined in the table.",
+            "Pressure and flow are in the names of leaks only: a file name gives the label away. They are not in the table.",
+            "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
+        ),
+        spec={"sample_rate": 8000, "duration_s": 1.0},
+        labels=(LEAK, NO_LEAK, NOISE),
     ),
-    spec={"sample_rate": 8000, "duration_s": 1.0},
-    labels=(LEAK, NO_LEAK, NOISE),
-)
-HONGKONG_HYDROPHONES = LeakSet(
-    name="hongkong-hydrophones",
-    title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
-    doi="10.17632/hkn8mxcjyz.1",
-    citation=_HONGKONG_CITATION,
-    size="10.7 MB",
-    record=f"{_MENDELEY}/hkn8mxcjyz",
-    version=1,
-    wanted=r"hydrophone.*\.(zip|rar|wav)$",
-    parse=parse_hongkong_hydrophone,
-    group_rule="the site: the beginning of the name, 1.1 to 3.3",
-    groupings=("recording", "group"),
-    stated={"recordings": 80, "LEAK": 40, "NOLEAK": 40, "LEAK at 4096 Hz": 28, "NOLEAK at 8092 Hz": 40},
-    faults=(
-        "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
-        "resampling, because the upper band is missing in the slower files.",
+    LeakSet(
+        name="hongkong-hydrophones",
+        title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
+        doi="10.17632/hkn8mxcjyz.1",
+        citation=_HONGKONG_CITATION,
+        size="10.7 MB",
+        record=f"{_MENDELEY}/hkn8mxcjyz",
+        version=1,
+        wanted=r"hydrophone.*\.(zip|rar|wav)$",
+        parse=partial(parse_hongkong, _SITE),
+        group_rule="the site: the beginning of the name, 1.1 to 3.3",
+        groupings=("recording", "group"),
+        stated={"recordings": 80, "LEAK": 40, "NOLEAK": 40, "LEAK at 4096 Hz": 28, "NOLEAK at 8092 Hz": 40},
+        faults=(
+            "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
+            "resampling, because the upper band is missing in the slower files.",
+        ),
+        spec={"sample_rate": 4096, "duration_s": 10.0},
     ),
-    spec={"sample_rate": 4096, "duration_s": 10.0},
+    LeakSet(
+        name="hongkong-loggers",
+        title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
+        doi="10.17632/hkn8mxcjyz.1",
+        citation=_HONGKONG_CITATION,
+        size="7.4 MB",
+        record=f"{_MENDELEY}/hkn8mxcjyz",
+        version=1,
+        wanted=r"logger.*\.(zip|rar|wav)$",
+        parse=partial(parse_hongkong, _LOGGER),
+        group_rule="the number of the logger",
+        groupings=("recording", "group"),
+        stated={"recordings": 60, "byte-equal pairs": 1},
+        faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
+        spec={"sample_rate": 4096, "duration_s": 10.0},
+    ),
 )
-HONGKONG_LOGGERS = LeakSet(
-    name="hongkong-loggers",
-    title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
-    doi="10.17632/hkn8mxcjyz.1",
-    citation=_HONGKONG_CITATION,
-    size="7.4 MB",
-    record=f"{_MENDELEY}/hkn8mxcjyz",
-    version=1,
-    wanted=r"logger.*\.(zip|rar|wav)$",
-    parse=parse_hongkong_logger,
-    group_rule="the number of the logger",
-    groupings=("recording", "group"),
-    stated={"recordings": 60, "byte-equal pairs": 1},
-    faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
-    spec={"sample_rate": 4096, "duration_s": 10.0},
-)
-SETS = {s.name: s for s in (AGHASHAHI, DONGGUAN, HONGKONG_HYDROPHONES, HONGKONG_LOGGERS)}
+SETS = {s.name: s for s in _SETS}
 
 
 def set_named(name: str) -> LeakSet:  # raises UsageError

@@ -7,7 +7,7 @@ __all__ = ['SET_FILE', 'README', 'FetchedSet', 'fetch']
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import os, re, shutil, sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,16 @@ from leakmel.core.files import (
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.run_plan import user_path
-from leakmel.sets.archives import checked_parts, read_members
 from leakmel.sets.catalogue import LeakSet, set_named
-from leakmel.sets.convert import Conversion, RECORDINGS, TABLE, convert, equal_pairs
+from leakmel.sets.convert import (
+    RECORDINGS,
+    TABLE,
+    Conversion,
+    checked_parts,
+    convert,
+    equal_pairs,
+    read_members,
+)
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
 @dataclass(frozen=True)
@@ -50,16 +57,15 @@ class RemoteFile:
 
 
 _CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-_TIMEOUT_S = (15, 60)  # to connect, and between two blocks
 _HEADERS = {"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"}
 MAX_FILES = 2_000
 
 
 def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> RemoteFile:
     "Check the facts of a file of a record."
-    at, there = urlsplit(record), urlsplit(str(url))
-    is_near = (there.scheme, there.netloc) == (at.scheme, at.netloc)
-    if not isinstance(size, int) or size < 0 or not (there.scheme == "https" or is_near):
+    there = urlsplit(str(url))
+    is_safe = there.scheme == "https" or there[:2] == urlsplit(record)[:2]
+    if not isinstance(size, int) or size < 0 or not is_safe:
         raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
     path.encode()  # a lone surrogate is an error here, and not later in the name of a file
     text = str(checksum or "").lower()
@@ -67,13 +73,11 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
     return RemoteFile(name, str(url), size, text if _CHECKSUM.fullmatch(text) else "")
 
 
-def _mendeley_path(folders: dict[str, Any], key: str) -> str:
-    "Return the path of a folder, with / at its end."
-    names: list[str] = []
-    while key in folders and len(names) < 20:
-        names.insert(0, folders[key]["name"])
-        key = folders[key].get("parent_id") or ""
-    return "".join(f"{name}/" for name in names)
+def _folder_path(folders: dict[str, Any], key: str) -> str:
+    "Return the path of a folder of Mendeley Data, with / at its end; a circle is a RecursionError."
+    if key not in folders:
+        return ""
+    return f"{_folder_path(folders, folders[key].get('parent_id'))}{folders[key]['name']}/"
 
 # %% ../../nbs/sets/fetch.ipynb #e62de70d
 def _by_hand(s: LeakSet) -> str:
@@ -81,40 +85,28 @@ def _by_hand(s: LeakSet) -> str:
     return f"or download the files from {s.page} by hand and give them: --from PATH"
 
 
-def _requests() -> Any:  # raises MissingPackageError
-    "Import the package for HTTP."
+def _request(
+    s: LeakSet,
+    url: str,
+    stream: bool = False,  # the content is not read yet
+) -> Any:  # an answer of requests
+    "Request a record or a file; raises MachineError if no server answers, DataError if it answers with something else."
     try:
         import requests
+
+        answer = requests.get(url, headers=_HEADERS, timeout=(15, 60), stream=stream)
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
-    return requests
-
-
-def _request(s: LeakSet, url: str, more: Mapping[str, str] | None = None) -> Any:  # answer of requests
-    """Request a record or, with more headers, a file.
-
-    Raises MachineError if no server answers, DataError if it answers with something else, and an error of `requests`
-    if the answer with a file breaks off.
-    """
-    requests = _requests()
-    server = urlsplit(url).netloc
-    is_file = more is not None
-    try:
-        answer = requests.get(url, headers=_HEADERS | dict(more or {}), timeout=_TIMEOUT_S, stream=is_file)
     except requests.RequestException as e:
-        ended = requests.packages.urllib3.exceptions.ProtocolError  # a connection that was there
-        is_broken = isinstance(e, requests.ReadTimeout) or any(isinstance(x, ended) for x in e.args)
-        if is_file and is_broken:
-            raise
         raise MachineError(
-            f"the server {server} cannot be reached ({type(e).__name__})",
+            f"the server {urlsplit(url).netloc} cannot be reached ({type(e).__name__})",
             code="set-unreachable",
-            remedy=f"check the network and run the same command again, which continues, {_by_hand(s)}",
+            remedy=f"check the network and run the same command again, {_by_hand(s)}",
         ) from e
-    if answer.status_code not in ((200, 206, 416) if is_file else (200,)):
+    if answer.status_code != 200:
         answer.close()
         raise DataError(
-            f"the server {server} refused the request",
+            f"the server {urlsplit(url).netloc} refused the request",
             code="set-refused",
             found=f"HTTP status {answer.status_code}",
             remedy=f"try again later, {_by_hand(s)}",
@@ -133,9 +125,8 @@ def _listed(s: LeakSet) -> list[RemoteFile]:
     found: list[RemoteFile] = []
     for key in ("root", *folders):
         for f in _request(s, f"{s.record}/files?folder_id={key}&version={s.version}").json():
-            about = f["content_details"]
-            path, size = f"{_mendeley_path(folders, key)}{f['filename']}", f.get("size", about.get("size"))
-            checksum = f"sha256:{about.get('sha256_hash')}"
+            about, path = f["content_details"], f"{_folder_path(folders, key)}{f['filename']}"
+            size, checksum = f.get("size", about.get("size")), f"sha256:{about.get('sha256_hash')}"
             found.append(_remote_file(path, about["download_url"], size, checksum, s.record))
     return found
 
@@ -146,7 +137,7 @@ def published_files(
     "Read from the record of a set which files to download."
     try:
         files = _listed(s)
-        wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
+        found = f"{len(files):,} files" + "".join(f", {f.path}" for f in files[:5])
     except (
         ValueError,
         KeyError,
@@ -154,147 +145,94 @@ def published_files(
         AttributeError,
         RecursionError,
     ) as e:  # not the JSON that is known
-        raise DataError(
-            f"the record of the set has another form than expected ({type(e).__name__}: {e})",
-            code="set-changed",
-            path=s.record,
-            remedy=f"look for a new version of leakmel, {_by_hand(s)}",
-        ) from e
+        files, found = [], f"{type(e).__name__}: {e}"
+    wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
     if not wanted or len(wanted) > MAX_FILES:
         raise DataError(
-            "the record of the set lists no file of recordings, or too many",
+            "the record of the set has another form than expected: no files of recordings, or too many",
             code="set-changed",
             path=s.record,
-            found=f"{len(wanted):,} of {len(files):,} files" + "".join(f", {f.path}" for f in files[:5]),
+            found=found,
             remedy=f"look for a new version of leakmel, {_by_hand(s)}",
         )
     return wanted
 
 # %% ../../nbs/sets/fetch.ipynb #4bb3e13a
-_MAX_STALLS = 3  # attempts that bring nothing new
+_ATTEMPTS = 4
 
 
-class _Download:
-    "Download of a file that keeps what has arrived."
+def _download(
+    s: LeakSet, file: RemoteFile, target: Path, bar: Progress
+) -> None:  # raises LeakmelError, OSError
+    "Request a file until it is as long as published; a longer one is not read to its end."
+    from requests import RequestException
 
-    def __init__(self, s: LeakSet, file: RemoteFile, target: Path, bar: Progress):
-        self.set, self.file, self.target, self.bar = s, file, target, bar
-        self.partial = target.with_name(f"{target.name}.partial")
-        self.state = target.with_name(f"{target.name}.partial.json")
-        self.n_before = bar.n_done
-
-    def run(self) -> None:
-        "Request the file until it is complete, and give it its name."
-        stalls, best = 0, -1
-        reached = self.known()[0]
-        while reached < self.file.size or not self.partial.exists():
-            reached = self.attempt()
-            stalls, best = (0, reached) if reached > best else (stalls + 1, best)
-            if stalls >= _MAX_STALLS:
-                raise DataError(
-                    "the download broke off several times",
-                    code="download-interrupted",
-                    path=self.file.path,
-                    found=f"{best:,} bytes",
-                    expected=f"{self.file.size:,} bytes",
-                    remedy=f"run the same command again, which continues, {_by_hand(self.set)}",
-                )
-        os.replace(self.partial, self.target)
-        self.state.unlink(missing_ok=True)
-
-    def known(self) -> tuple[int, str]:
-        "Bytes that arrived and the validator of their version; 0 and empty where that is not known."
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            state = read_own_json(self.state)
-            if state["url"] == self.file.url and state["validator"]:
-                return self.partial.stat().st_size, state["validator"]
-        return 0, ""
-
-    def attempt(self) -> int:
-        "Request what is missing; return the number of bytes that have arrived, fewer than all if the answer broke off."
-        have, validator = self.known()
-        ask = {"Range": f"bytes={have}-", "If-Range": validator} if have else {}
-        with suppress(_requests().RequestException), _request(self.set, self.file.url, ask) as answer:
-            if answer.status_code == 200:
-                have, tag = 0, answer.headers.get("ETag", "")
-                # a weak one does not promise the same bytes
-                validator = (
-                    tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
-                )
-                about = sealed_json({"url": self.file.url, "validator": validator})
-                self.state.write_text(about.decode(), "utf-8")
-            elif not (have and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")):
-                self.partial.unlink(missing_ok=True)  # the part does not fit: from the first byte
-                return 0
-            with self.partial.open("ab" if have else "wb") as f:
-                for block in answer.iter_content(1 << 14):
-                    if have + len(block) > self.file.size:
-                        self.partial.unlink()
-                        found = f"more than {self.file.size:,} bytes"
-                        raise _differs(self.set, self.file, "the file is longer than published", found)
-                    have += f.write(block)
-                    self.bar.update(self.n_before + have)
-        return have  # where the answer broke off, the next attempt goes on
-
-
-def _differs(s: LeakSet, file: RemoteFile, message: str, found: str) -> DataError:  # to be raised
-    "Error for a file that is not the published one."
-    return DataError(
-        message,
-        code="checksum-differs",
+    before = bar.n_done
+    for _ in range(_ATTEMPTS):
+        n_bytes = 0
+        answer = _request(s, file.url, stream=True)
+        with answer, target.open("wb") as f, suppress(RequestException):  # the answer breaks off
+            for block in answer.iter_content(1 << 14):
+                n_bytes += f.write(block)
+                bar.update(before + n_bytes)
+                if n_bytes > file.size:
+                    return
+        if n_bytes == file.size:
+            return
+    raise DataError(
+        "the download broke off several times",
+        code="download-interrupted",
         path=file.path,
-        found=found,
-        expected=file.checksum or None,
-        remedy=f"it was deleted; run the same command again, {_by_hand(s)}",
+        found=f"{n_bytes:,} bytes",
+        expected=f"{file.size:,} bytes",
+        remedy=f"run the same command again, {_by_hand(s)}",
     )
 
 # %% ../../nbs/sets/fetch.ipynb #967bba53
-def _difference(file: RemoteFile, path: Path) -> tuple[str, str] | None:  # property, and what was found
+def _difference(file: RemoteFile, path: Path) -> str:  # what was found; empty: nothing differs
     "Compare a file with the published size and checksum."
     if (size := path.stat().st_size) != file.size:
-        return "size", f"{size:,} bytes"
-    if not file.checksum:
-        return None
+        return f"a file of {size:,} bytes, not {file.size:,} bytes"
     kind = file.checksum.partition(":")[0]
-    found = f"{kind}:{digest_of_file(path, kind)}"
-    return None if found == file.checksum else ("checksum", found)
+    found = f"{kind}:{digest_of_file(path, kind)}" if kind else ""
+    return "" if found == file.checksum else found
 
 
-def require_checksums(
+def download_files(
+    s: LeakSet,
     files: Sequence[RemoteFile],
-    is_accepted: bool,  # downloads that cannot be compared
-) -> None:  # raises UsageError
-    "Refuse files without a published checksum, unless that was accepted."
+    folder: Path,  # where complete files stay
+    *,
+    accept_unverified: bool = False,  # also files without a published checksum
+    progress: str = "auto",  # as for `core.progress.Progress`
+) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
+    "Download what is missing in the folder, and compare each file with its published checksum."
     unknown = [f.path for f in files if not f.checksum]
-    if unknown and not is_accepted:
+    if unknown and not accept_unverified:
         raise UsageError(
             f"the record publishes no checksum for {len(unknown):,} of {len(files):,} files, so a download cannot be compared with it",
             code="checksum-unknown",
             found=", ".join(map(show_path, unknown[:3])),
             remedy="accept that, and leakmel records the digests of what it gets (--accept-unverified, accept_unverified=True)",
         )
-
-
-def download_files(
-    s: LeakSet,
-    files: Sequence[RemoteFile],
-    folder: Path,  # where complete and incomplete files stay
-    *,
-    progress: str = "auto",  # as for `core.progress.Progress`
-) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
-    "Download what is missing in the folder, and compare each file with its published checksum."
     facts, done = [], 0
     with Progress(sum(f.size for f in files), unit="bytes", label=s.name, show=progress) as bar:
         for file in files:
             target = folder / file.path
-            bar.n_done = done
             with write_errors(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists() or _difference(file, target):
-                    _Download(s, file, target, bar).run()
-                    if found := _difference(file, target):
-                        target.unlink()
-                        raise _differs(s, file, f"the {found[0]} differs from the published one", found[1])
+                    _download(s, file, target, bar)
+                if found := _difference(file, target):
+                    target.unlink()
+                    raise DataError(
+                        "the file differs from the published one",
+                        code="checksum-differs",
+                        path=file.path,
+                        found=found,
+                        expected=file.checksum or None,
+                        remedy=f"it was deleted; run the same command again, {_by_hand(s)}",
+                    )
                 sha256 = digest_of_file(target, "sha256")
             done += file.size
             bar.update(done)
@@ -364,44 +302,42 @@ class FetchedSet:
     @property
     def commands(self) -> list[str]:
         "Commands that look at the set, build a data set and compare splits."
-        s = set_named(self.name)
-        root, table, out = (
-            quote(show_path(p))
-            for p in (self.recordings, self.table, self.path.with_name(f"{self.path.name}.h5"))
-        )
-        spec = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in s.spec.items())
-        folds = quote(show_path(self.path.with_name(f"{self.path.name}-folds")))
+        s, stem = set_named(self.name), self.path.name
+        root, table = quote(show_path(self.recordings)), quote(show_path(self.table))
+        out, folds = (quote(show_path(self.path.with_name(f"{stem}{end}"))) for end in (".h5", "-folds"))
+        spec = (f"--{name.replace('_', '-')} {value:g}" for name, value in s.spec.items())
         return [
             f"leakmel scan {root} --table {table} --content",
-            f"leakmel build {root} --table {table} --out {out} {spec}",
+            f"leakmel build {root} --table {table} --out {out} {' '.join(spec)}",
             f"leakmel train {out} --cross-validate --group {','.join(s.groupings)} --kind binary --out {folds}",
         ]
 
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values, for machines."
-        here = {
-            "path": show_path(self.path),
-            "recordings": show_path(self.recordings),
-            "table": show_path(self.table),
-        }
+        here = {name: show_path(getattr(self, name)) for name in ("path", "recordings", "table")}
         return here | dict(self.facts) | {"was_complete": self.was_complete, "commands": self.commands}
 
     def __repr__(self) -> str:
-        counts = self.facts["counts"]
+        f, counts = self.facts, self.facts["counts"]
         labels = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name.isupper())
-        lines = [
-            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
-            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {self.facts['group_rule']}",
-        ]
-        if unchecked := [f["name"] for f in self.facts["files"] if not f["published"]]:
-            lines.append(
-                f"  not compared with a published checksum: {len(unchecked):,} files; their digests are in {SET_FILE}"
-            )
-        lines += [f"  DIFFERENT from the description: {text}" for text in self.facts["differences"]]
-        lines += [f"  warning: {text}" for text in self.facts["warnings"]]
-        lines += [f"  known fault: {text}" for text in self.facts["known_faults"]]
-        return "\n".join([*lines, "next:", *(f"  {command}" for command in self.commands)])
+        n_unchecked = sum(not file["published"] for file in f["files"])
+        notes = {
+            f"not compared with a published checksum: {n_unchecked:,} files; their digests are in": [SET_FILE]
+            * bool(n_unchecked),
+            "DIFFERENT from the description:": f["differences"],
+            "warning:": f["warnings"],
+            "known fault:": f["known_faults"],
+        }
+        return "\n".join(
+            [
+                f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
+                f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
+                *(f"  {head} {text}" for head, texts in notes.items() for text in texts),
+                "next:",
+                *(f"  {command}" for command in self.commands),
+            ]
+        )
 
 
 def _facts_of(
@@ -452,41 +388,15 @@ def _readme(found: FetchedSet) -> str:
     )
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
-def _existing(target: Path, s: LeakSet) -> FetchedSet | None:  # raises OutputError
-    "Return the set if the folder is complete; refuse a folder with other content."
-    try:
+def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
+    "Return the set if the folder is complete."
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         facts = read_own_json(target / SET_FILE)
-        if facts["name"] == s.name and (target / TABLE).is_file():
-            n = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
-            if n == facts["counts"]["recordings"]:
-                return FetchedSet(target, s.name, facts, was_complete=True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    is_empty = target.is_dir() and not target.is_symlink() and not os.listdir(target)
-    if os.path.lexists(target) and not is_empty:
-        raise OutputError(
-            "the folder exists and is not a complete copy of this set",
-            code="output-exists",
-            path=target,
-            remedy="name a new folder (--out DIR), or move this one elsewhere",
-        )
+        n_files = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
+        found = (facts["name"], n_files, (target / TABLE).is_file())
+        if found == (s.name, facts["counts"]["recordings"], True):
+            return FetchedSet(target, s.name, facts, was_complete=True)
     return None
-
-
-def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
-    "Describe the archives that the user downloaded, by their digests."
-    try:
-        return [
-            {
-                "name": show_path(p.name),
-                "bytes": p.stat().st_size,
-                "sha256": digest_of_file(p, "sha256"),
-                "published": "",
-            }
-            for p in sorted(archives)
-        ]
-    except OSError as e:
-        raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
 
 
 def _make(
@@ -506,8 +416,15 @@ def _make(
         skip_with=SET_FILE,
     )
     done = convert(s, members, made, progress=progress)
-    if files is None:
-        files = _given_files(done.archives)
+    files = files or [
+        {
+            "name": show_path(p.name),
+            "bytes": p.stat().st_size,
+            "sha256": digest_of_file(p, "sha256"),
+            "published": "",
+        }
+        for p in sorted(done.archives)
+    ]
     found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
     (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
     (made / README).write_text(_readme(found), "utf-8")
@@ -525,18 +442,16 @@ def fetch(
     show: Callable[[str], object] | None = None,  # how licence and size are shown; None: printed
 ) -> FetchedSet:  # raises UsageError, DataError, OutputError, MachineError, MissingPackageError
     "Fetch a public set of leak recordings under CC BY 4.0: WAV files, and a table of labels and groups."
-    s = set_named(name)
-    target = user_path(name if out is None else out)
+    s, target = set_named(name), user_path(name if out is None else out)
     if (existing := _existing(target, s)) is not None:
         return existing
     given = None if source is None else user_path(source)
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
-    if (existing := _existing(target, s)) is not None:  # of another process meanwhile
-        return existing
     if given is not None and not given.exists():
-        remedy = missing_remedy(given)
-        raise DataError("the source does not exist", code="no-such-source", path=given, remedy=remedy)
+        raise DataError(
+            "the source does not exist", code="no-such-source", path=given, remedy=missing_remedy(given)
+        )
     if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
         raise OutputError(
             "the new folder lies inside the source",
@@ -546,13 +461,14 @@ def fetch(
         )
     downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
     with new_folder(target) as made:
-        if given is not None:
-            found = _make(s, given, None, show_path(given), made, target, progress)
-        else:
+        if given is None:
             remote = published_files(s)
-            require_checksums(remote, accept_unverified)
             require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
-            files = download_files(s, remote, downloads, progress=progress)
+            files = download_files(
+                s, remote, downloads, accept_unverified=accept_unverified, progress=progress
+            )
             found = _make(s, downloads, files, s.page, made, target, progress)
+        else:
+            found = _make(s, given, None, show_path(given), made, target, progress)
     shutil.rmtree(downloads.parent, ignore_errors=True)
     return found

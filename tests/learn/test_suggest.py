@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typing import Any
 from each import each
 from spreadsheets import NAMED, saved_again
 from test_learn_predict import made_detector, noise, put

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from typing import Any
 from each import each
 from house import BUDGETS, RINGS, compound_lines, measure, places, ring_of, sources
 from readme import readme_text

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/dataset/check/consistency.ipynb #e4a2f11b
 import json, os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from leakmel.audio.listing import (
 from leakmel.audio.naming import SPLITS, Naming
 from leakmel.audio.tables import NameTable, paths_below_root
 from leakmel.audio.wav import DIGEST_ALGORITHM, Recording, read_wav
-from leakmel.core.errors import LeakmelError, MachineError, RecordingError, show_path
+from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
@@ -48,12 +48,18 @@ from leakmel.dataset.file.schema import (
     name_columns,
     new_file,
     read_column,
+    scales,
     write_metadata,
 )
 from leakmel.mel.reference import Bounds, bounds_of, reference_features
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #7f2e7605
+def _full_scale(samples: np.ndarray) -> np.ndarray:
+    "Return samples as float64 with full scale 1."
+    return samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
+
+
 def expected_row(
     recording: Recording,
     spec: MelSpec,
@@ -69,7 +75,7 @@ def expected_row(
         parts.append("identical_channels")
     elif channels > 1:
         parts.append("downmixed")
-        wide = samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
+        wide = _full_scale(samples)
         mean = wide.sum(axis=1) / channels
         if (mean**2).sum() < 0.01 * (wide**2).sum() / channels:
             parts.append("opposite_phase")
@@ -78,20 +84,17 @@ def expected_row(
     if recording.sample_rate != spec.sample_rate:
         if spec.rate == "reject":
             raise RecordingError("wrong_rate", f"{recording.sample_rate} Hz")
-        soxr = import_soxr()
+        rates = recording.sample_rate, spec.sample_rate
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
-        wide = row.astype(np.float64) / (32_768 if row.dtype == np.int16 else 1)
-        row = soxr.resample(wide, recording.sample_rate, spec.sample_rate, quality="VHQ").astype(np.float32)
+        row = import_soxr().resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
         parts.append("resampled")
     if n < spec.n_samples and spec.short == "reject":
         raise RecordingError("too_short", f"{n} samples")
     if n > spec.n_samples and spec.long == "reject":
         raise RecordingError("too_long", f"{n} samples")
     parts += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
-    out = np.zeros(spec.n_samples, row.dtype)
     kept = row[: min(n, spec.n_samples)]
-    out[: len(kept)] = kept
-    return out, "+".join(parts) or "ok"
+    return np.pad(kept, (0, spec.n_samples - len(kept))), "+".join(parts) or "ok"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #866248d1
 @dataclass(eq=False, repr=False)
@@ -110,7 +113,7 @@ class Source:
 def read_source(
     path: bytes,
     spec: MelSpec,
-) -> Source:  # raises LeakmelError where the file cannot be used
+) -> Source:  # raises RecordingError where the file cannot be used, MachineError
     "Read a recording and compute the expected content of its row."
     recording = read_wav(path)
     try:
@@ -138,7 +141,7 @@ def expected_bounds(
     if new := [s for s in sources if s.bounds is None]:
         rows = [s.samples for s in new if s.samples is not None]
         if any(x.dtype != np.int16 for x in rows):
-            rows = [x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows]
+            rows = list(map(_full_scale, rows))
         group = bounds_of(reference_features(np.stack(rows), spec), spec)
         for place, s in enumerate(new):
             s.bounds = Bounds(*(x[place] for x in group))
@@ -186,12 +189,8 @@ class Sources:
             with self.copies.of(paths[start : start + together]) as files:
                 for path, full in files.items():
                     stamp = _stamp(full)
-                    try:
+                    with suppress(RecordingError):
                         read[path] = stamp, read_source(full, self.spec)
-                    except MachineError:
-                        raise
-                    except LeakmelError:
-                        continue
             if some := [source for _, source in read.values() if source.samples is not None]:
                 expected_bounds(some, self.spec)
             for source in some if not self.keep_samples else []:
@@ -201,39 +200,37 @@ class Sources:
 
     @contextmanager
     def at_hand(self, paths: Sequence[bytes]) -> Iterator[None]:
-        "Download recordings together that `get` will be asked for; without effect for a local folder."
-        with self.copies.of(
-            [p for p in paths if p not in self.known] if self.copies.is_remote else []
-        ) as files:
-            self._at_hand = files
-            try:
-                yield
-            finally:
-                self._at_hand = {}
+        "Make recordings that `get` will be asked for available on the local disk."
+        wanted = [p for p in paths if not self.copies.is_remote or p not in self.known]
+        with self.copies.of(wanted) as self._at_hand:
+            yield
 
     def get(self, path: bytes) -> Source:
-        "Return the expected row of a recording, computed in advance if its file has not changed; raises LeakmelError if it cannot be used."
-        full = os.path.join(self.folder, path)
+        "Return the expected row of a recording, computed in advance if its file has not changed; raises RecordingError if it cannot be used."
         stamp, source = self.known.get(path, (None, None))
-        if self.copies.is_remote:
-            if source is not None:  # read from an object; another version has another digest
-                return source
-            if path not in self._at_hand:
-                with self.at_hand([path]):
-                    return self.get(path)
-            try:
-                return read_source(self._at_hand[path], self.spec)
-            except RecordingError as e:
-                raise RecordingError(e.reject_code, e.message, path=full) from e
+        if source is not None and self.copies.is_remote:  # another version of an object has another digest
+            return source
+        full = self._at_hand.get(path, os.path.join(self.folder, path))
         if source is not None and stamp is not None and stamp == _stamp(full):
             return source
-        return read_source(full, self.spec)
+        try:
+            return read_source(full, self.spec)
+        except RecordingError as e:  # named by its object, not by its copy
+            own = os.path.join(self.folder, path)
+            raise RecordingError(e.reject_code, e.message, path=own, remedy=e.remedy) from e
 
     def close(self) -> None:
         "Remove downloaded copies."
         self.copies.close()
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
+def _sentences(found: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
+    "Yield of how many paths each statement is true, and the first of them."
+    for statement, paths in found.items():
+        if paths:
+            yield f"{len(paths)} {statement}, first {show_path(paths[0])}"
+
+
 def label_mismatches(
     paths: Sequence[bytes] | np.ndarray,  # B, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
@@ -246,30 +243,27 @@ def label_mismatches(
     if naming.source == "table":
         return
     array = np.asarray(paths)
-    mislabelled, of_other_split = list[bytes](), list[bytes]()
     free = np.zeros(len(array), bool) if by_people is None else by_people
-    left = np.ones(len(array), bool) if naming.base == "root" else ~free
-    # nearly all agree, and are passed over at once
-    if naming.source == "folders" and len(array) and array.dtype.kind == "S":
+    left = ~free | (naming.base == "root")
+    if naming.source == "folders" and len(array):  # nearly all agree, and are passed over at once
         names = [name.encode(errors="surrogatepass") for name in labels]
         starts = np.array([name + b"/" for name in names])
         is_plain = np.array([b"/" not in n and show_path(n) == name for n, name in zip(names, labels)])
         left &= ~(is_plain[ids] & np.strings.startswith(array, starts[ids]))
+    mislabelled, of_other_split = list[bytes](), list[bytes]()
     for k in np.flatnonzero(left).tolist():
-        path = array[k]
-        found = naming.read(path) if naming.source == "pattern" else None
-        label = path.split(b"/", 1)[0] if found is None else found.label
-        if naming.base == "root" and found is not None and found.split != split:
-            of_other_split.append(path)
-        if not free[k] and (label is None or show_path(label) != labels[ids[k]]):
-            mislabelled.append(path)
-    if of_other_split:
-        first = show_path(of_other_split[0])
-        yield f"{len(of_other_split)} rows belong to another split according to the pattern, first {first}"
-    if mislabelled:
-        source = "folder" if naming.labels_by_folder else "file name (pattern)"
-        first = show_path(mislabelled[0])
-        yield f"{len(mislabelled)} rows have a label that differs from their {source}, first {first}"
+        found = naming.read(array[k])
+        if naming.base == "root" and found.split != split:
+            of_other_split.append(array[k])
+        if not free[k] and (found.label is None or show_path(found.label) != labels[ids[k]]):
+            mislabelled.append(array[k])
+    source = "folder" if naming.labels_by_folder else "file name (pattern)"
+    yield from _sentences(
+        {
+            "rows belong to another split according to the pattern": of_other_split,
+            f"rows have a label that differs from their {source}": mislabelled,
+        }
+    )
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
 _LABEL_COLUMNS_BY_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
@@ -291,77 +285,84 @@ def table_mismatches(
 ) -> Iterator[str]:  # sentences
     "Yield labels, splits and parsed names that differ from the table."
     paths = file["files/path"][:].tolist()
-    ids = file["labels"][:]
-    rejected = file["rejected/path"][:].tolist()
-    table = paths_below_root(table, {*paths, *rejected})
+    lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
+    table = paths_below_root(table, {*paths, *lost})
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
-    if stray := [p for p in [*paths, *rejected] if p not in entry]:
-        yield f"{len(stray)} recordings of the data set are not in the table for this split, first {show_path(stray[0])}"
-    if lost := sorted(entry.keys() - set(paths) - set(rejected)):
-        yield f"{len(lost)} recordings of the table are neither rows nor rejected, first {show_path(lost[0])}"
     rows = [k for k, p in enumerate(paths) if p in entry]
-    stored = [labels[k] for k in ids.tolist()]
+    places = [entry[paths[k]] for k in rows]
+    stored = [labels[k] for k in file[LABELS][:].tolist()]
+    by_people = set[bytes]()
     if (people := labelled_by_people(file)) is not None:
         earlier = read_column(file[f"files/{EXTRA}/{BEFORE_COLUMN}"]).tolist()
         stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist())]
-    if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != stored[k]]:
-        yield f"{len(wrong)} rows have a label that differs from the table, first {show_path(paths[wrong[0]])}"
-    by_people = set() if people is None else {paths[k] for k in np.flatnonzero(people).tolist()}
-    unlabelled = {p for p in entry if not table.labels[entry[p]]} - by_people
-    codes = file["rejected/code"][:].tolist()
-    if odd := [
-        p
-        for p, code in zip(rejected, codes)
-        if (code == b"no_label") != (p in unlabelled)
-        and p in entry
-        and (people is None or code == b"no_label")  # people may have labelled a file that was rejected
-    ]:
-        yield f"{len(odd)} recordings have a label in only one of the data set and the table, first {show_path(odd[0])}"
-    if wet := [
-        p
-        for p, code in zip(rejected, codes)
-        if code == b"dry" and p in entry and table.parts[entry[p]].gain != 1
-    ]:
-        yield f"{len(wet)} recordings were rejected as dry, but have another gain in the table, first {show_path(wet[0])}"
-    right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
-    extra = extra_columns({n: [texts[entry[paths[k]]] for k in rows] for n, texts in table.extra.items()})
-    if (
-        names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _LABEL_COLUMNS_BY_PEOPLE
-    ) != extra.keys():
-        yield f"the other columns of the data set ({', '.join(sorted(names)) or 'none'}) differ from those of the table ({', '.join(extra) or 'none'})"
-        extra = {}
+        by_people = {paths[k] for k in np.flatnonzero(people).tolist()}
+    unlabelled = {p for p, i in entry.items() if not table.labels[i]} - by_people
+    named = {p: code for p, code in lost.items() if p in entry}
+    yield from _sentences(
+        {
+            "recordings of the data set are not in the table for this split": [
+                p for p in (*paths, *lost) if p not in entry
+            ],
+            "recordings of the table are neither rows nor rejected": sorted(
+                entry.keys() - {*paths} - lost.keys()
+            ),
+            "rows have a label that differs from the table": [
+                paths[k] for k, i in zip(rows, places) if show_path(table.labels[i]) != stored[k]
+            ],
+            "recordings have a label in only one of the data set and the table": [
+                p
+                for p, code in named.items()
+                if (code == b"no_label") != (p in unlabelled)
+                and (people is None or code == b"no_label")  # people may have labelled a rejected file
+            ],
+            "recordings were rejected as dry, but have another gain in the table": [
+                p for p, code in named.items() if code == b"dry" and table.parts[entry[p]].gain != 1
+            ],
+        }
+    )
+    right = name_columns([paths[k] for k in rows], [table.parts[i] for i in places])
+    extra = extra_columns({n: [texts[i] for i in places] for n, texts in table.extra.items()})
+    own = {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _LABEL_COLUMNS_BY_PEOPLE
+    if others := own ^ extra.keys():
+        yield f"only one of the data set and the table has the other columns {', '.join(sorted(others))}"
     for name, values in (right | extra).items():
-        stored = file[f"files/{name}"][:][rows]
-        bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
-        if len(bad):
-            yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
+        if name not in others:
+            stored = file[f"files/{name}"][:][rows]
+            bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
+            if len(bad):
+                first = show_path(paths[rows[bad[0]]])
+                yield f"{name} of {len(bad)} rows differs from the table, first {first}"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
-    is_remote = is_url(os.fsdecode(folder))
-    lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
-    if naming.source == "table":
-        lost = {p: code for p, code in lost.items() if code != b"unreadable"}
-    known = set(file["files/path"][:].tolist()) | set(lost)
-    there = set[bytes]()
-    if is_remote:
+    is_table = naming.source == "table"
+    lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist())
+    known = {p for p, code in lost if not (is_table and code == b"unreadable")}
+    known.update(file["files/path"][:].tolist())
+    if is_remote := is_url(os.fsdecode(folder)):
         url = store_path(os.fsdecode(folder))
         there = set(found_below(url, url, named=known)[0].paths)
-    for at, folders, names in os.walk(folder) if not is_remote else ():  # not through links
-        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-        there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
+    else:
+        there = set[bytes]()
+        for at, folders, names in os.walk(folder):  # not through links
+            folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
+            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
-    if gone := sorted(p for p in known - there if is_remote or not os.path.isfile(os.path.join(folder, p))):
-        yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
-    if naming.source == "table":
-        return  # other recordings in the folder are of no interest
-    full = {os.path.join(folder, p): p for p in there - known}
-    if new := sorted(
-        p for at, p in full.items() if is_remote or (os.path.isfile(at) and not os.path.islink(at))
-    ):
-        yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
+    gone = known - there
+    new = there - known
+    if not is_remote:
+        gone = {p for p in gone if not os.path.isfile(os.path.join(folder, p))}
+        full = {os.path.join(folder, p): p for p in new}
+        new = {p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)}
+    yield from _sentences(
+        {
+            "recordings of the data set no longer exist in the folder": sorted(gone),
+            # beside a table, other recordings in the folder are of no interest
+            "recordings in the folder are neither rows nor rejected": [] if is_table else sorted(new),
+        }
+    )
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #a8970f23
 def path_problems(
@@ -414,7 +415,7 @@ def attribute_problems(
             yield f"the attribute {name} is {found!r:.80}, expected {wanted!r:.80}"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #b29a4d3f
-_ROUNDING = 1e-12  # of a band centre, relative
+_ROUNDING = {"mel_hz": 1e-12}  # of a band centre, relative
 
 
 def scale_problems(
@@ -422,18 +423,10 @@ def scale_problems(
     spec: MelSpec,
 ) -> Iterator[str]:  # sentences
     "Yield dimension scales of the rows that do not match the settings."
-    n_long, n_short, _ = spec.grid.shape
-    right = {
-        "long_start_s": np.array([i * spec.long_hop / spec.sample_rate for i in range(n_long)]),
-        "short_start_s": np.array([j * spec.short_hop / spec.sample_rate for j in range(n_short)]),
-        "mel_hz": spec.mel_hz,
-    }
-    for name, values in right.items():
-        stored = columns[name]
-        rounding = _ROUNDING if name == "mel_hz" else 0.0
-        if (stored.dtype, stored.shape) != (np.float64, values.shape) or not np.allclose(
-            stored[()], values, rounding, 0
-        ):
+    for name, right in scales(spec).items():
+        found = columns[name]
+        is_alike = (found.dtype, found.shape) == (right.dtype, right.shape)
+        if not is_alike or not np.allclose(found[()], right, _ROUNDING.get(name, 0.0), 0):
             yield f"{name} does not match the settings of the data set"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
@@ -444,16 +437,15 @@ def structure_problems(
     attributes: Mapping[str, Any],  # of the root
 ) -> Iterator[str]:  # sentences
     "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
-    plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()}
     row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
-    lost = [b"x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
+    lost = ["x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
     meta = Metadata(
         spec,
-        plain,
+        {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()},
         row[LABELS],
         {name.removeprefix("files/"): values for name, values in row.items() if name.startswith("files/")},
         row["digests/rows"],
-        (Rejected(lost[0], lost[1].decode(), lost[2].decode()),),
+        (Rejected(lost[0].encode(), *lost[1:]),),
         row.get("digests/waveforms"),
     )
     with memory_file() as memory, new_file(memory) as right:
@@ -473,18 +465,14 @@ def pick_numbers(
     n: int,  # choose from 0 to n - 1
     sample: int | None,  # wanted; None: all
     special: Sequence[int],  # to take first, as far as `sample` goes
-    preferred: Sequence[int] = (),  # to take before others
 ) -> np.ndarray:  # ascending
-    "Choose a reproducible sample of numbers: special ones, then preferred ones, then random ones."
+    "Choose a reproducible sample of numbers: special ones, then random ones."
     if sample is None or sample >= n:
         return np.arange(n)
-    chosen = list(dict.fromkeys(special))[:sample]
-    others = np.ones(n, bool)
-    others[chosen] = False
-    chosen += [i for i in preferred if others[i]][: sample - len(chosen)]
-    others[chosen] = False
-    more = np.random.default_rng(n).choice(np.flatnonzero(others), sample - len(chosen), replace=False)
-    return np.sort(np.concatenate([chosen, more]).astype(np.int64))
+    chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
+    others = np.delete(np.arange(n), chosen)
+    more = np.random.default_rng(n).choice(others, sample - len(chosen), replace=False)
+    return np.sort(np.concatenate([chosen, more]))
 
 
 def pick_rejected(
@@ -494,8 +482,7 @@ def pick_rejected(
     "Choose the rejected files to read again."
     able = np.flatnonzero(codes != b"changed")
     ends = [0, len(able) - 1] if len(able) else []
-    of_codes = np.unique(codes[able], return_index=True)[1].tolist()
-    return able[pick_numbers(len(able), sample, [*ends, *of_codes])]
+    return able[pick_numbers(len(able), sample, [*ends, *np.unique(codes[able], return_index=True)[1]])]
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
 def rejected_problems(
@@ -519,21 +506,13 @@ def rejected_problems(
     with copies.of([paths[k] for k in picked]) as files:
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
-            whole = files[path]
-            if not (copies.is_remote or is_inside(whole, os.path.realpath(root))):
+            file = files[path]
+            if not (copies.is_remote or is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
-            if os.path.lexists(whole):
-                gives = _rejected_now(whole, path, code, spec, naming, labels, by_people)
-                sentence = (
-                    f"{show_path(path)}: the file was rejected as {code}, but it now {gives}: "
-                    "either the rejection was wrong, or the file was repaired later"
-                )
-            else:
-                gives = "" if code == "unreadable" else "no longer exists"
-                sentence = f"{show_path(path)}: the file was rejected as {code} and {gives}"
-            if gives and (not os.path.lexists(whole) or is_changed(path)):
-                moved.append(sentence)
-            if gives:
+            if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
+                sentence = f"{show_path(path)}: the file was rejected as {code}{now}"
+                if not os.path.lexists(file) or is_changed(path):
+                    moved.append(sentence)
                 yield sentence
 
 
@@ -545,12 +524,15 @@ def _rejected_now(
     naming: Naming,
     labels: Sequence[str],
     by_people: bool,
-) -> str:  # empty: it must be rejected with this code
+) -> str:  # end of a sentence; empty: it must be rejected with this code
     "Return what a build would do with a rejected file now."
+    if not os.path.lexists(file):
+        return "" if code == "unreadable" else " and no longer exists"
     if naming.source == "table" and code in ("no_label", "dry"):
         return ""  # the table was compared
     if code == "dry" and naming.read(path).parts.gain == 1:
         return ""  # it was not read
+    now = "is valid"
     try:
         if naming.source != "table" and (code == "no_label" or not by_people):
             label = naming.read(path).label
@@ -560,8 +542,10 @@ def _rejected_now(
         if row.dtype != np.int16:
             check_range(row)
     except RecordingError as e:
-        return "" if e.reject_code == code else f"must be rejected as {e.reject_code}"
-    return "is valid"
+        if e.reject_code == code:
+            return ""
+        now = f"must be rejected as {e.reject_code}"
+    return f", but it now {now}: either the rejection was wrong, or the file was repaired later"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
 def accounting_problems(
@@ -571,10 +555,10 @@ def accounting_problems(
     counts = {name: columns[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
         yield f"the columns of the rejected files differ in length: {counts}"
-    lost = columns["rejected/path"][:]
-    if (lost[:-1] >= lost[1:]).any():
-        yield "the paths of rejected files are not sorted by bytes, or one occurs twice"
-    if not len(lost):
-        return
-    if both := set(lost.tolist()).intersection(columns["files/path"][:].tolist()):
-        yield f"{len(both)} files are both rows and rejected files, first {show_path(min(both))}"
+    paths = {"rows": columns["files/path"][:], "rejected files": columns["rejected/path"][:]}
+    for what, some in paths.items():
+        if (some[:-1] >= some[1:]).any():
+            yield f"the paths of {what} are not sorted by bytes, or one occurs twice"
+    lost = set(paths["rejected files"].tolist())
+    both = lost.intersection(paths["rows"].tolist()) if lost else set()
+    yield from _sentences({"files are both rows and rejected files": sorted(both)})

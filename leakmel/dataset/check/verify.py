@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import h5py
 import numpy as np
@@ -23,9 +23,17 @@ from leakmel.audio.conform import digests_in_file, digests_of
 from leakmel.audio.listing import existing_folder, split_folders
 from leakmel.audio.naming import Naming
 from leakmel.audio.tables import NameTable, read_table
-from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
+from leakmel.core.errors import (
+    REJECT_CODES,
+    DataError,
+    LeakmelError,
+    MachineError,
+    RecordingError,
+    UsageError,
+    show_path,
+)
 from leakmel.core.monitor import usable_cores
-from leakmel.core.store import StorePath, absolute_folder
+from leakmel.core.store import StorePath
 from leakmel.dataset.check import consistency
 from leakmel.dataset.check.consistency import Source, Sources, expected_bounds
 from leakmel.dataset.file.reader import read_rows
@@ -51,9 +59,6 @@ from leakmel.mel.reference import compare_each
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
-_NOT_COMPLETED = "the check could not be completed"
-
-
 @dataclass
 class VerifyReport:
     "Result of a verification: what was checked, and the problems found."
@@ -78,16 +83,15 @@ class VerifyReport:
     @property
     def verdict(self) -> str:
         "The result in one line."
-        if self.problems and self.problems[0].startswith(_NOT_COMPLETED):
-            return self.problems[0]
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
-        labels = "; labels and names were not compared: give the table (table=, --table)"
-        if self.labels_compared:
-            labels = ""
         if self.scope == "integrity only":
-            return f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording){labels}"
-        return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
+            found = f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording)"
+        else:
+            found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
+        if self.labels_compared:
+            return found
+        return f"{found}; labels and names were not compared: give the table (table=, --table)"
 
     def _note_moved(self, problem: str) -> None:
         "Add a problem caused by a recording that was removed or changed."
@@ -132,9 +136,6 @@ def _structure(
     yield from consistency.attribute_problems(attributes, spec, n)
     yield from consistency.scale_problems(columns, spec)
     yield from consistency.accounting_problems(columns)
-    paths = columns["files/path"][:]
-    if (paths[:-1] >= paths[1:]).any():
-        yield "the paths of rows are not sorted by bytes, or one occurs twice"
     for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
     labels = json.loads(attributes["labels_json"])
@@ -144,7 +145,9 @@ def _structure(
     else:
         naming = Naming.from_json(attributes["naming_json"])
         people = consistency.labelled_by_people(f)
-        yield from consistency.label_mismatches(paths, ids, labels, naming, attributes["split"], people)
+        yield from consistency.label_mismatches(
+            columns["files/path"][:], ids, labels, naming, attributes["split"], people
+        )
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
 def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
@@ -224,9 +227,9 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
     report.n_rows = len(f[ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
-        blocks.append(_row_problems(pool, f, ROWS, columns["digests/rows"], unread))
-        if WAVEFORMS in f and "digests/waveforms" in columns:
-            blocks.append(_row_problems(pool, f, WAVEFORMS, columns["digests/waveforms"], unread))
+        for name, digests in ((ROWS, "digests/rows"), (WAVEFORMS, "digests/waveforms")):
+            if name in f and digests in columns:
+                blocks.append(_row_problems(pool, f, name, columns[digests], unread))
         report.problems += _structure(f, stored_spec(f), columns, attributes)
         if not report.problems:
             with HDF5_TURN:
@@ -246,23 +249,18 @@ def pick_rows(
     preferred: Sequence[int] = (),  # rows to take before others: their sources are known
 ) -> np.ndarray:  # ascending
     "Choose the numbers of the rows to recompute."
-    ends = [0, n_rows - 1] if n_rows else []
-    extremes = [int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
-    of_labels = np.unique(labels, return_index=True)[1].tolist()
-    special = [*ends, *extremes, *of_labels, *(i for i in edges if 0 <= i < n_rows)]
-    return consistency.pick_numbers(n_rows, sample, special, preferred)
+    extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
+    first_of_label = np.unique(labels, return_index=True)[1]
+    special = [*extremes, *first_of_label, *(i for i in (*edges, *preferred) if 0 <= i < n_rows)]
+    return consistency.pick_numbers(n_rows, sample, special)
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
-@dataclass(frozen=True)
-class _Checked:
+class _Checked(NamedTuple):
     "A row and its recording, which can be compared."
 
     row: int
     name: str  # for messages
     source: Source
-
-
-_FAULTS = {b"unread_samples", b"stalled"}
 
 
 def _find_source(
@@ -271,9 +269,7 @@ def _find_source(
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
         source = sources.get(facts["path"])
-    except MachineError:
-        raise
-    except LeakmelError as e:
+    except RecordingError as e:
         report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
@@ -286,8 +282,6 @@ def _find_source(
         return None
     for column, right in (source.facts | from_name).items():
         found = facts[column]
-        if column == "status" and not _FAULTS & {*found.split(b"+")}:  # an earlier version did not note them
-            right = b"+".join(word for word in right.split(b"+") if word not in _FAULTS) or b"ok"
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
             report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
@@ -300,11 +294,10 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
     for c in some:
         x = cast(np.ndarray, c.source.samples)
-        full_scale = x.astype(np.float32) / np.float32(32_768 if x.dtype == np.int16 else 1)
+        is_whole = x.dtype == np.int16
+        full_scale = x.astype(np.float32) / np.float32(32_768 if is_whole else 1)
         right = full_scale[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
-        stored = f[WAVEFORMS][c.row]
-        wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
-        if n := int(wrong.sum()):
+        if n := int((~(np.abs(f[WAVEFORMS][c.row] - right) <= (0 if is_whole else 1e-6))).sum()):
             yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
@@ -330,8 +323,7 @@ def _compare_rows(
 ) -> None:
     "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
-    columns = {name: read_column(every[f"files/{name}"])[picked] for name in FILE_COLUMNS if name != "path"}
-    columns["path"] = every["files/path"][picked]
+    columns = {name: read_column(every[f"files/{name}"])[picked] for name in FILE_COLUMNS}
     paths = columns["path"].tolist()
     names = {}
     if naming.source != "table":
@@ -343,8 +335,7 @@ def _compare_rows(
             with sources.at_hand(paths[start : start + step]):
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
                     name = f"row {row} ({show_path(paths[i])})"
-                    facts = {column: values[i] for column, values in columns.items()}
-                    from_name = {column: values[i] for column, values in names.items()}
+                    facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
                     if (source := _find_source(name, facts, from_name, sources, report)) is not None:
                         some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
@@ -371,31 +362,24 @@ def check_sample(sample: int | None) -> None:
         )
 
 
-class _UnusedTable(UsageError):
-    "A table was given for a data set whose labels do not come from a table."
-
-
 def _recordings_folder(
-    top: Path,
+    root: str | os.PathLike,
     split: str,
     naming: Naming,
     paths: np.ndarray,  # of the rows
-) -> tuple[
-    bytes, str
-]:  # folder that the paths are relative to, and why it cannot be used; raises MachineError
+) -> bytes:  # that the paths are relative to; raises DataError, MachineError
     "Find the folder of the recordings of a data set."
-    try:
-        existing_folder(top)
-        splits = split_folders(top) if naming.base == "split" else {}
-    except DataError as e:
-        return b"", f"the data folder cannot be used; the data set was not compared: {e}"
+    top = existing_folder(root)
+    splits = split_folders(top) if naming.base == "split" else {}
     folder = os.fsencode(splits.get(split, top))
-    is_remote = isinstance(top, StorePath)
-    if is_remote or not len(paths) or any(os.path.lexists(os.path.join(folder, p)) for p in paths):
-        return folder, ""
-    return folder, (
-        f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
-        "give the data folder that the data set was built from"
+    there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
+    if isinstance(top, StorePath) or not len(paths) or any(there):
+        return folder
+    raise DataError(
+        f"the folder contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
+        "give the data folder that the data set was built from",
+        code="no-recordings",
+        path=folder,
     )
 
 
@@ -416,10 +400,11 @@ def _check_origin(
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming, paths = Naming.from_json(f.attrs["naming_json"]), columns["files/path"]
     labels = json.loads(f.attrs["labels_json"])
+    spec = stored_spec(f)
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
-            raise _UnusedTable(
+            raise UsageError(
                 f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
                 code="table-not-used",
                 path=f.filename,
@@ -427,19 +412,18 @@ def _check_origin(
         report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
-    folder, fault = _recordings_folder(absolute_folder(root), f.attrs["split"], naming, paths)
-    if fault:
-        report._note_moved(fault)
+    try:
+        folder = _recordings_folder(root, f.attrs["split"], naming, paths)
+    except DataError as e:
+        report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    spec = stored_spec(f)
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = own.enter_context(closing(Sources(folder, spec)))
     longest = paths.dtype.itemsize  # a longer path, of a rejected recording, would widen a copy of all paths
     known = np.array([path for path in sources.known if len(path) <= longest], paths.dtype)
-    places = np.searchsorted(paths, known).clip(max=max(0, len(paths) - 1))
-    preferred = places[paths[places] == known].tolist() if len(paths) else []
+    preferred = np.searchsorted(paths, known).tolist()
     picked = pick_rows(
         report.n_rows, sample, columns[LABELS][:], columns["files/rms_db"][:], edges, preferred
     )
@@ -501,9 +485,11 @@ def check_data_set(
                     progress,
                     own,
                 )
-    except (MachineError, MemoryError, _UnusedTable):
+    except (MachineError, MemoryError):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
+        if getattr(e, "code", "") == "table-not-used":
+            raise
         if (fault := machine_fault(e, path)) is not e:
             raise fault from e
         reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
@@ -526,5 +512,5 @@ def verify(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
     except (MachineError, MemoryError) as e:
-        problem = f"{_NOT_COMPLETED}: {e}"
-        return VerifyReport(os.fspath(path), labels_compared=False, problems=[problem])
+        problems = [f"the check could not be completed: {e}"]
+        return VerifyReport(os.fspath(path), labels_compared=False, problems=problems)

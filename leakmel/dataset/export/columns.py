@@ -8,12 +8,11 @@ __all__ = []
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540003
 import base64, os, re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from leakmel.audio.conform import digests_of
 from leakmel.core.errors import DataError, VerifyError, missing_package, show_path
-from leakmel.dataset.file.reader import MelDataset, open_dataset, read_rows
+from leakmel.dataset.file.reader import MelDataset, damage_errors, open_dataset, read_rows
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540005
@@ -46,11 +45,6 @@ class ExportSource:
         return int(np.prod(self.data.mels.shape[1:])) * self.data.mels.dtype.itemsize
 
 
-def _damaged(path: str | os.PathLike, text: str, found: str | None = None) -> VerifyError:
-    remedy = "copy the file again, or build the data set again"
-    return VerifyError(text, code="damaged-data-set", path=path, found=found, remedy=remedy)
-
-
 def open_sources(
     path: str | os.PathLike,  # a data set, or a folder with the data sets of the splits
     opened: ExitStack,  # closes them
@@ -59,8 +53,7 @@ def open_sources(
     given = Path(path)
     found = [given]
     if given.is_dir():
-        found = [given / data_set_name(split) for split in SPLITS]
-        found = [file for file in found if file.is_file()]
+        found = [file for split in SPLITS if (file := given / data_set_name(split)).is_file()]
     if not found:
         raise DataError(
             "the folder contains no data set",
@@ -69,105 +62,73 @@ def open_sources(
             expected=", ".join(map(data_set_name, SPLITS)),
             remedy="name the file of a data set",
         )
-    sources = list[ExportSource]()
+    sources: dict[str, ExportSource] = {}
     for file in found:
         data = opened.enter_context(open_dataset(file))
-        stored = data.file.attrs.get(DIGEST_ATTRIBUTE)  # the earlier system stored none
-        if stored is not None and stored != metadata_digest(data.file):
-            raise _damaged(file, "labels, columns or attributes do not match their digest")
+        with damage_errors(file):
+            if data.file.attrs[DIGEST_ATTRIBUTE] != metadata_digest(data.file):
+                raise ValueError("labels, columns or attributes do not match their digest")
         split = str(data.file.attrs.get("split", ""))
         split = split.lower() if _PLAIN.fullmatch(split) else "all"
-        if split in (s.split for s in sources):
+        if split in sources:
             raise DataError(
                 "two data sets of the folder have the same split", code="duplicate-split", path=file
             )
-        sources.append(ExportSource(split, data))
-    return sources
+        sources[split] = ExportSource(split, data)
+    return list(sources.values())
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0540008
 PAGE = 32_768  # recordings of a page
 
 
-def path_base64(
-    path: bytes,
-    shown: str,  # of show_path
-) -> str:
-    "Return a path in base64 if it is shown in another way; else an empty text."
-    return "" if shown.encode() == path else base64.b64encode(path).decode()
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    "Convert errors of reading a damaged data set into VerifyError, so that they are not taken for errors of writing."
-    try:
-        yield
-    except (OSError, KeyError, ValueError, TypeError) as e:
-        raise _damaged(path, "a part of the data set cannot be read", str(e)[:200]) from e
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return show_path(value)
-
-
-def _column(group: h5py.Group, name: str, n: int) -> h5py.Dataset:
-    "Return a column; raises VerifyError for one that does not fit the data set."
-    column = group.get(name)
-    if not isinstance(column, h5py.Dataset) or column.shape != (n,) or column.dtype.kind not in "Siufb":
-        shape = getattr(column, "shape", None)
-        text = f"the column {show_path(name)} is missing or damaged: {shape} instead of {n:,} values"
-        raise _damaged(group.file.filename, text)
-    return column
-
-
 def _values(column: h5py.Dataset, start: int, stop: int) -> Any:
+    "Return some values of a column, as a list of texts or as an array."
     values = column[start:stop]
-    return list(map(_text, values.tolist())) if values.dtype.kind == "S" else values
+    if values.shape != (stop - start,):
+        raise ValueError(f"{column.name} has the shape {column.shape}")
+    if values.dtype.kind != "S":
+        return values
+    return [value.decode("utf-8", "backslashreplace") for value in values.tolist()]
 
 
 def _path_columns(column: h5py.Dataset, start: int, stop: int) -> dict[str, list[str]]:
+    "Return paths as text on one line; in base64 too where that is another text."
     raw = column[start:stop].tolist()
     shown = list(map(show_path, raw))
-    return {"path": shown, "path_base64": list(map(path_base64, raw, shown))}
+    coded = ["" if s.encode() == p else base64.b64encode(p).decode() for p, s in zip(raw, shown)]
+    return {"path": shown, "path_base64": coded}
 
 
 def column_names(data: MelDataset) -> list[str]:
     "Return the names of the columns of `/files`, without the path; other columns of a table as extra/NAME."
-    return sorted(
-        (n for n in file_columns(data.file) if n != "path"), key=lambda n: (n.startswith("extra/"), n)
-    )
+    names = (name for name in file_columns(data.file) if name != "path")
+    return sorted(names, key=lambda name: (name.startswith("extra/"), name))
 
 
-def column_page(
+def columns_of(
     source: ExportSource,
     start: int,  # first row
     stop: int,  # behind the last row
-) -> dict[str, Any]:  # name -> list of texts, or array
-    "Return the columns of some rows; raises VerifyError for a damaged file."
-    data, n = source.data, len(source)
-    stop = min(stop, n)
-    with _reading(data.path):
-        labels, files = data.labels[start:stop], data.file["files"]
-        page: dict[str, Any] = {
-            "row": np.arange(start, stop),
-            "split": [source.split] * (stop - start),
-            "label": [data.class_names[k] for k in labels.tolist()],
-            "label_id": labels.astype(np.int16),
-            **_path_columns(_column(files, "path", n), start, stop),
-            "row_digest": _values(_column(data.file["digests"], "rows", n), start, stop),
-        }
+) -> Iterator[tuple[str, Any]]:  # name, and list of texts or array
+    "Yield the columns of some rows; raises VerifyError for a damaged file."
+    data, file = source.data, source.data.file
+    labels = data.labels[start:stop]
+    yield "row", np.arange(start, stop)
+    yield "split", [source.split] * (stop - start)
+    yield "label", [data.class_names[k] for k in labels.tolist()]
+    yield "label_id", labels.astype(np.int16)
+    with damage_errors(data.path):
+        yield from _path_columns(file["files/path"], start, stop).items()
+        yield "row_digest", _values(file["digests/rows"], start, stop)
         for name in column_names(data):
-            values = _values(_column(files, name, n), start, stop)
-            page[name] = values.astype(bool) if name == "silent" else values
-    return page
+            values = _values(file[f"files/{name}"], start, stop)
+            yield name, values.astype(bool) if name == "silent" else values
 
 
 def column_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
     "Yield the columns page by page."
     for start in range(0, len(source), step):
-        yield column_page(source, start, start + step)
+        yield dict(columns_of(source, start, min(start + step, len(source))))
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f054000a
 def n_rejected(data: MelDataset) -> int:
@@ -177,15 +138,13 @@ def n_rejected(data: MelDataset) -> int:
 
 def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
     "Yield split, path, code and message of the rejected files, page by page."
-    group = source.data.file["rejected"]
-    n = n_rejected(source.data)
+    group, n = source.data.file["rejected"], n_rejected(source.data)
     for start in range(0, n, PAGE):
         stop = min(n, start + PAGE)
-        page: dict[str, Any] = {"split": [source.split] * (stop - start)}
-        with _reading(source.data.path):
-            page |= _path_columns(_column(group, "path", n), start, stop)
-            page |= {name: _values(_column(group, name, n), start, stop) for name in ("code", "message")}
-        yield page
+        with damage_errors(source.data.path):
+            texts = {name: _values(group[name], start, stop) for name in ("code", "message")}
+            paths = _path_columns(group["path"], start, stop)
+        yield {"split": [source.split] * (stop - start)} | paths | texts
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f054000d
 BLOCK_BYTES = 32 << 20  # of mels that are in memory at a time
@@ -198,17 +157,12 @@ def rows_of_block(source: ExportSource, n_bytes: int = BLOCK_BYTES) -> int:
 
 def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n, L, S, M, T] float16
     "Read some rows of mels; raises VerifyError where a row does not match its digest."
-    path, stop = source.data.path, min(stop, len(source))
-    with _reading(path):
+    stop = min(stop, len(source))
+    with damage_errors(source.data.path):
         rows = read_rows(source.data.mels, np.arange(start, stop))
-        right = _column(source.data.file["digests"], "rows", len(source))[start:stop]
-    wrong = np.flatnonzero(digests_of(np.ascontiguousarray(rows)) != right)
-    if len(wrong):
-        raise _damaged(
-            path,
-            "rows do not match their digest",
-            f"{len(wrong):,} wrong rows, the first is row {start + int(wrong[0])}",
-        )
+        wrong = digests_of(np.ascontiguousarray(rows)) != source.data.file["digests/rows"][start:stop]
+        if wrong.any():
+            raise ValueError(f"row {start + int(wrong.argmax())} does not match its digest")
     return rows
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f0850005
@@ -253,45 +207,26 @@ def file_schema(
 ) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of recordings."
     pa = require_package("pyarrow")
-    names = pa.dictionary(pa.int32(), pa.string())
-    fields = {"row": pa.int64(), "split": names, "label": names, "label_id": pa.int16()}
-    fields |= {"path": pa.string(), "path_base64": pa.string(), "row_digest": pa.string()}
+    coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
+    fields = {"row": pa.int64(), "split": coded, "label": coded, "label_id": pa.int16()}
+    fields |= {"path": text, "path_base64": text, "row_digest": text}
     for name in column_names(source.data):
         kind = source.data.file[f"files/{name}"].dtype
-        if name == "start_time":
-            fields |= {name: pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
-        elif name == "silent":
+        fields[name] = text if kind.kind == "S" else pa.from_numpy_dtype(kind.newbyteorder("="))
+        if name == "silent":
             fields[name] = pa.bool_()
-        else:
-            fields[name] = pa.string() if kind.kind in "SO" else pa.from_numpy_dtype(kind.newbyteorder("="))
+        elif name == "start_time":
+            fields |= {name: pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
     return pa.schema(list(fields.items()))
 
-
-def rejected_schema() -> Any:  # pyarrow.Schema; raises MissingPackageError
-    "Return the types of the table of rejected files."
-    pa = require_package("pyarrow")
-    names, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
-    return pa.schema(
-        [("split", names), ("path", text), ("path_base64", text), ("code", names), ("message", text)]
-    )
-
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000b
-def _arrow_array(
-    values: Any,  # list, NumPy array or pyarrow array
-    kind: Any,  # pyarrow.DataType
-) -> Any:  # pyarrow.Array
-    pa = require_package("pyarrow")
-    if isinstance(values, pa.Array):
-        return values
-    if pa.types.is_dictionary(kind):
-        return pa.array(list(values), pa.string()).dictionary_encode().cast(kind)
-    return pa.array(values, kind, from_pandas=isinstance(values, np.ndarray))
-
-
 def record_batch(schema: Any, page: Mapping[str, Any]) -> Any:  # pyarrow.RecordBatch
-    "Convert a page of columns; columns that the schema does not name are left out."
-    arrays = [_arrow_array(page[field.name], field.type) for field in schema]
-    return require_package("pyarrow").RecordBatch.from_arrays(arrays, schema=schema)
+    "Convert a page of columns (lists, or arrays of NumPy or pyarrow); those that the schema does not name are left out."
+    pa = require_package("pyarrow")
+    arrays = [
+        pa.array(page[f.name], f.type, from_pandas=isinstance(page[f.name], np.ndarray)) for f in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 # %% ../../../nbs/dataset/export/columns.ipynb #f09a000e
 Pages = Callable[[], Iterator[Mapping[str, Any]]]  # yields the same pages at each call
@@ -308,24 +243,19 @@ def export_differs(path: Path, found: str) -> VerifyError:
     )
 
 
-def _check(path: Path, schema: Any, pages: Pages, done: Callable[[int], object]) -> None:
+def _check(path: Path, schema: Any, pages: Pages, n_rows: int, done: Callable[[int], object]) -> None:
     "Compare a Parquet file with the pages; raises VerifyError."
     pa = require_package("pyarrow")
     is_coded = pa.types.is_dictionary  # dictionaries are compared as the texts that they stand for
     plain = pa.schema([f.with_type(pa.string()) if is_coded(f.type) else f for f in schema])
     with require_package("pyarrow.parquet").ParquetFile(path) as file:
-        if not file.schema_arrow.equals(schema):
-            raise export_differs(path, "types of the columns")
-        for n, page in enumerate(chain(pages(), [None])):
-            if (n == file.num_row_groups) != (page is None):
-                raise export_differs(path, "number of row groups")
-            if page is not None:
-                found = file.read_row_group(n).cast(plain)
-                right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
-                for name in plain.names:
-                    if not found[name].equals(right[name]):
-                        raise export_differs(path, f"column {name!a} of row group {n}")
-                done(len(right))
+        if not file.schema_arrow.equals(schema) or file.metadata.num_rows != n_rows:
+            raise export_differs(path, "types of the columns, or number of rows")
+        for n, page in enumerate(pages()):
+            right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
+            if not file.read_row_group(n).cast(plain).equals(right):
+                raise export_differs(path, f"row group {n}")
+            done(len(right))
 
 
 def write_table(
@@ -348,5 +278,5 @@ def write_table(
                 done(len(batch))
         f.flush()
         os.fsync(f.fileno())
-    _check(path, schema, pages, done)
+    _check(path, schema, pages, n_rows, done)
     return n_rows

@@ -7,12 +7,12 @@ __all__ = ['FORMATS', 'MARKER', 'ExportResult', 'export_dataset']
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570003
 import io, json, math, os, re, tarfile, time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,14 @@ from leakmel.dataset.export.card import (
 from leakmel.dataset.export.columns import (
     PAGE,
     ExportSource,
-    column_names,
-    column_page,
     column_pages,
+    columns_of,
     export_differs,
     file_schema,
     mel_block,
     n_rejected,
     open_sources,
     rejected_pages,
-    rejected_schema,
     require_package,
     rows_of_block,
     tree_size,
@@ -54,24 +52,25 @@ from leakmel.dataset.export.columns import (
 _Done = Callable[[int], object]  # called with numbers of rows, twice for each
 
 
-def _table_pages(schema: Any, sources: Sequence[ExportSource]) -> Iterator[Mapping[str, Any]]:
-    for source in sources:
-        for page in column_pages(source):
-            missing = [name for name in schema.names if name not in page and name != "start_utc_offset_s"]
-            yield dict.fromkeys(missing, [None] * len(page["row"])) | with_times(page)
-
-
 def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
     """Write files.parquet and rejected.parquet.
 
     Raises VerifyError, MissingPackageError, OSError.
     """
-    schema = require_package("pyarrow").unify_schemas([file_schema(s) for s in sources])
-    write_table(folder / "files.parquet", schema, lambda: _table_pages(schema, sources), done)
+    pa = require_package("pyarrow")
+    schema = pa.unify_schemas([file_schema(s) for s in sources])
+
+    def pages() -> Iterator[dict[str, Any]]:
+        for page in chain.from_iterable(map(column_pages, sources)):
+            yield dict.fromkeys(schema.names, [None] * len(page["row"])) | with_times(page)
+
+    write_table(folder / "files.parquet", schema, pages, done)
+    coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
+    kinds = {"split": coded, "path": text, "path_base64": text, "code": coded, "message": text}
     write_table(
         folder / "rejected.parquet",
-        rejected_schema(),
-        lambda: (page for source in sources for page in rejected_pages(source)),
+        pa.schema(list(kinds.items())),
+        lambda: chain.from_iterable(map(rejected_pages, sources)),
     )
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0430005
@@ -86,8 +85,7 @@ def nested_array(
     pa = require_package("pyarrow")
     array = pa.array(block.reshape(-1))
     for axis in range(block.ndim - 1, 0, -1):
-        n = int(np.prod(block.shape[:axis]))
-        ends = np.arange(n + 1, dtype=np.int32) * np.int32(block.shape[axis])
+        ends = np.arange(0, len(array) + 1, block.shape[axis], dtype=np.int32)
         array = pa.ListArray.from_arrays(pa.array(ends), array)
     return array
 
@@ -108,9 +106,10 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     for field in file_schema(source):
         if field.name not in ("label", "label_id"):
             fields[field.name] = pa.string() if pa.types.is_dictionary(field.type) else field.type
-    names = {"float": "float32", "double": "float64"}
+    words = {name: str(kind).replace("double", "float64") for name, kind in fields.items()}
     features: dict[str, Any] = {
-        name: {"dtype": names.get(str(kind), str(kind)), "_type": "Value"} for name, kind in fields.items()
+        name: {"dtype": "float32" if word == "float" else word, "_type": "Value"}
+        for name, word in words.items()
     }
     features["mel"] = {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"}
     features["label"] = {"names": source.data.class_names, "_type": "ClassLabel"}
@@ -123,7 +122,7 @@ def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str
     step = rows_of_block(source)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        page = with_times(column_page(source, first, last))
+        page = with_times(dict(columns_of(source, first, last)))
         page["label"] = page.pop("label_id").astype(np.int64)
         yield page | {"mel": nested_array(mel_block(source, first, last))}
 
@@ -136,15 +135,15 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
     (folder / "data").mkdir()
     for source in sources:
         schema = _mel_schema(source)
+        step = rows_of_block(source)
         texts = [field.name for field in schema if str(field.type) == "string"]
         coded = [name for name in texts if name not in ("path", "row_digest", "digest")]
-        step = rows_of_block(source)
         n_rows = max(1, _SHARD_BYTES // max(1, step * source.row_bytes)) * step
-        n_shards = max(1, -(-len(source) // n_rows))
-        for k in range(n_shards):
-            path = folder / "data" / f"{_split_name(source, sources)}-{k:05d}-of-{n_shards:05d}.parquet"
-            pages = partial(_mel_pages, source, k * n_rows, min(len(source), (k + 1) * n_rows))
-            write_table(path, schema, pages, done, coded)
+        shards = range(0, max(1, len(source)), n_rows)
+        for k, start in enumerate(shards):
+            pages = partial(_mel_pages, source, start, min(len(source), start + n_rows))
+            name = f"{_split_name(source, sources)}-{k:05d}-of-{len(shards):05d}.parquet"
+            write_table(folder / "data" / name, schema, pages, done, coded)
 
 
 def front_matter(
@@ -156,8 +155,7 @@ def front_matter(
     if license is not None:
         lines += ["license: other", f"license_name: {json.dumps(license)}"]
     lines += ["configs:", "- config_name: default", "  data_files:"]
-    for source in sources:
-        split = _split_name(source, sources)
+    for split in (_split_name(s, sources) for s in sources):
         lines += [f"  - split: {split}", f"    path: data/{split}-*.parquet"]
     return "\n".join([*lines, "---", "", ""])
 
@@ -181,10 +179,10 @@ def _tar_members(
     step = rows_of_block(source)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        rows = json_rows(column_page(source, first, last))
+        rows = json_rows(dict(columns_of(source, first, last)))
         for k, (mel, row) in enumerate(zip(mel_block(source, first, last), rows), first):
             key, npy = f"{source.split}-{k:09d}", io.BytesIO()
-            np.lib.format.write_array(npy, mel, allow_pickle=False)
+            np.save(npy, mel, allow_pickle=False)
             yield f"{key}.mel.npy", npy.getvalue()
             yield f"{key}.cls", b"%d" % row["label_id"]
             yield f"{key}.json", json.dumps(row, allow_nan=False).encode()
@@ -213,37 +211,6 @@ def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done)
 _PLAIN_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
 _CHUNK_BYTES = 4 << 20  # of mels
 _AXES = ("row", "long_start_s", "short_start_s", "mel_hz", "frame")
-_REJECTED = dict.fromkeys(("path", "path_base64", "code", "message"), "string")
-
-
-def array_names(columns: Sequence[str]) -> dict[str, str]:  # column -> name of its array
-    "Name the arrays of columns."
-    return {
-        name: name if _PLAIN_WORD.fullmatch(name) else f"column_{k:04d}" for k, name in enumerate(columns)
-    }
-
-
-def _column_kinds(source: ExportSource) -> dict[str, Any]:
-    "Return the types of the columns of `/files`."
-    kinds: dict[str, Any] = dict.fromkeys(("path", "path_base64", "label", "row_digest"), "string")
-    for name in column_names(source.data):
-        kind = source.data.file[f"files/{name}"].dtype
-        kinds[name] = "string" if kind.kind == "S" else "bool" if name == "silent" else kind.newbyteorder("=")
-    return kinds
-
-
-def _create_columns(group: Any, folder: str, kinds: Mapping[str, Any], n: int) -> None:
-    "Create arrays of one dimension; each holds the name of its column as an attribute."
-    own, names = group.create_group(folder), array_names(list(kinds))
-    for name, kind in kinds.items():
-        own.create_array(
-            names[name],
-            shape=(n,),
-            chunks=(max(1, min(n, PAGE)),),
-            dtype=kind,
-            dimension_names=["row"],
-            attributes={"column": name},
-        )
 
 
 def _attributes(source: ExportSource) -> dict[str, Any]:
@@ -252,78 +219,64 @@ def _attributes(source: ExportSource) -> dict[str, Any]:
     return {name: value.tolist() if hasattr(value, "tolist") else str(value) for name, value in attributes}
 
 
-def _create_store(path: Path, source: ExportSource) -> Any:  # zarr.Group
-    "Create the store of a split with its arrays, which are empty."
-    data, attributes = source.data, _attributes(source)
-    group = require_package("zarr").open_group(str(path), mode="w-", zarr_format=3, attributes=attributes)
-    group.create_array(
-        "segments_mel",
-        shape=data.mels.shape,
-        chunks=(
-            min(rows_of_block(source, _CHUNK_BYTES), max(1, len(source))),
-            *(max(1, k) for k in data.mels.shape[1:]),
-        ),
-        dtype="float16",
-        dimension_names=list(_AXES),
-        attributes={"units": "dB"},
-    )
-    labels = {"names": data.class_names}
-    group.create_array(
-        "labels", shape=(len(source),), dtype="int16", dimension_names=["row"], attributes=labels
-    )
+def _zarr_arrays(source: ExportSource) -> Iterator[tuple[str, np.ndarray, dict[str, Any]]]:
+    "Yield name, values and options of all arrays but the mels, one by one."
+    data = source.data
+    names = {"attributes": {"names": data.class_names}, "dimension_names": ["row"]}
+    yield "labels", data.labels.astype(np.int16), names
     for name in _AXES[1:4]:
-        scale = data.file[name]
-        group.create_array(name, shape=scale.shape, dtype=scale.dtype, dimension_names=[name])
-    _create_columns(group, "files", _column_kinds(source), len(source))
-    _create_columns(group, "rejected", _REJECTED, n_rejected(data))
-    return group
-
-
-def _zarr_blocks(source: ExportSource, done: _Done) -> Iterator[tuple[str, int, np.ndarray]]:
-    "Yield name of an array, first row and values."
-    chunk = rows_of_block(source, _CHUNK_BYTES)
-    step = -(-rows_of_block(source) // chunk) * chunk
-    for start in range(0, len(source), step):
-        block = mel_block(source, start, start + step)
-        yield "segments_mel", start, block
-        done(len(block))
-    yield "labels", 0, source.data.labels.astype(np.int16)
-    for name in _AXES[1:4]:
-        yield name, 0, source.data.file[name][:]
-    for folder, columns, pages in (
-        ("files", list(_column_kinds(source)), column_pages(source)),
-        ("rejected", list(_REJECTED), rejected_pages(source)),
-    ):
-        start = 0
-        for page in pages:
-            for column, name in array_names(columns).items():
-                values = page[column]
-                if not isinstance(values, np.ndarray):
-                    values = np.array(values, np.dtypes.StringDType())
-                yield f"{folder}/{name}", start, values
-            start += len(page["path"])
+        yield name, data.file[name][:], {"dimension_names": [name]}
+    files = (c for c in columns_of(source, 0, len(source)) if c[0] not in ("row", "split", "label_id"))
+    lost = {name: [] for name in ("path", "path_base64", "code", "message")}  # type: dict[str, list[str]]
+    for page in rejected_pages(source):
+        for name, texts in lost.items():
+            texts += page[name]
+    for folder, columns, n in (("files", files, len(source)), ("rejected", lost.items(), n_rejected(data))):
+        options = {"chunks": (max(1, min(n, PAGE)),), "dimension_names": ["row"]}
+        for k, (name, values) in enumerate(columns):
+            if not isinstance(values, np.ndarray):
+                values = np.array(values, np.dtypes.StringDType())
+            plain = name if _PLAIN_WORD.fullmatch(name) else f"column_{k:04d}"
+            yield f"{folder}/{plain}", values, options | {"attributes": {"column": name}}
 
 
 def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
-    """Write the store of each split, and read it back.
+    """Write the store of each split, and read each part back.
 
     Raises VerifyError, MissingPackageError, OSError.
     """
+    zarr = require_package("zarr")
     for source in sources:
         path = folder / f"{source.split}.zarr"
-        group = _create_store(path, source)
-        for name, start, values in _zarr_blocks(source, done):
-            group[name][start : start + len(values)] = values
-        group = require_package("zarr").open_group(str(path), mode="r", zarr_format=3)
-        for name, start, values in _zarr_blocks(source, done):
-            found = group[name][start : start + len(values)]
+        shape = source.data.mels.shape
+        group = zarr.open_group(str(path), mode="w-", zarr_format=3, attributes=_attributes(source))
+        chunk = min(rows_of_block(source, _CHUNK_BYTES), max(1, len(source)))
+        group.create_array(
+            "segments_mel",
+            shape=shape,
+            chunks=(chunk, *shape[1:]),
+            dtype="float16",
+            dimension_names=list(_AXES),
+            attributes={"units": "dB"},
+        )
+        stored = zarr.open_group(str(path), mode="r")
+        step = -(-rows_of_block(source) // chunk) * chunk  # so that each chunk is compressed once
+        for start in range(0, len(source), step):
+            rows = slice(start, min(start + step, len(source)))
+            block = mel_block(source, rows.start, rows.stop)
+            group["segments_mel"][rows] = block
+            if stored["segments_mel"][rows].tobytes() != block.tobytes():
+                raise export_differs(path, f"array segments_mel from row {start}")
+            done(2 * len(block))
+        for name, values, options in _zarr_arrays(source):
+            group.create_array(name, data=values, **options)
+            found = stored[name][:]
             is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
             if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
-                raise export_differs(path, f"array {name} from row {start}")
+                raise export_differs(path, f"array {name}")
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570007
-_Writer = Callable[[Path, Sequence[ExportSource], _Done], None]
-_WRITERS: dict[str, tuple[_Writer, str]] = {  # format -> writer, package that it needs
+_WRITERS: dict[str, tuple[Callable[..., None], str]] = {  # format -> writer, package that it needs
     "parquet": (write_parquet, "pyarrow"),
     "huggingface": (write_huggingface, "pyarrow"),
     "webdataset": (write_webdataset, ""),
@@ -360,20 +313,17 @@ class ExportResult:
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570009
 def _require_alike(sources: Sequence[ExportSource]) -> None:
     "Check that the splits can be one export; raises DataError."
-    for s in sources[1:]:
-        for what, found, expected in (
-            ("labels", s.data.class_names, sources[0].data.class_names),
-            ("row shapes", s.data.mels.shape[1:], sources[0].data.mels.shape[1:]),
-        ):
-            if found != expected:
-                raise DataError(
-                    f"the data sets have different {what}",
-                    code="data-sets-differ",
-                    path=s.data.path,
-                    found=found,
-                    expected=expected,
-                    remedy="export each data set by itself",
-                )
+    facts = [{"labels": s.data.class_names, "row shape": s.data.mels.shape[1:]} for s in sources]
+    for s, found in zip(sources, facts):
+        if found != facts[0]:
+            raise DataError(
+                "the data sets have different labels or row shapes",
+                code="data-sets-differ",
+                path=s.data.path,
+                found=found,
+                expected=facts[0],
+                remedy="export each data set by itself",
+            )
 
 
 def _write_about(
@@ -383,9 +333,9 @@ def _write_about(
     from leakmel import __version__
 
     facts = [data_set_facts(s) for s in sources]
-    card = data_set_card(facts, name=name, license=license)
     head = front_matter(sources, license) if to == "huggingface" else ""
-    (folder / "README.md").write_text(head + card, encoding="utf-8", errors="backslashreplace")
+    card = head + data_set_card(facts, name=name, license=license)
+    (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
     stored = [
         {
             "split": s.split,
@@ -407,23 +357,18 @@ def _write_about(
     (folder / "dataset.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     if to == "zarr":  # its chunks are files of no meaning by themselves
         return
-    suffix, media = (
-        (".tar", "application/x-tar") if to == "webdataset" else (".parquet", "application/x-parquet")
-    )
-    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob(f"*{suffix}"))}
+    kind = "tar" if to == "webdataset" else "parquet"
+    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob(f"*.{kind}"))}
+    read_schema = require_package("pyarrow.parquet").read_schema if kind == "parquet" else None
     found = croissant(
         name,
         f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
         {file: digest_of_file(path, "sha256") for file, path in files.items()},
-        media=media,
+        media=f"application/x-{kind}",
         version=__version__,
         date=datetime.now(UTC).date().isoformat(),
         license=license,
-        record_sets=[
-            record_set(file, require_package("pyarrow.parquet").read_schema(path))
-            for file, path in files.items()
-            if suffix == ".parquet"
-        ],
+        record_sets=[record_set(file, read_schema(path)) for file, path in files.items() if read_schema],
     )
     (folder / "croissant.json").write_text(croissant_text(found), encoding="utf-8")
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e8a30007
 @contextmanager
-def _as_verify_error(path: Path) -> Iterator[None]:
+def damage_errors(path: Path) -> Iterator[None]:
     "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
     try:
         yield
@@ -80,7 +80,7 @@ def read_rows(
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        with _as_verify_error(Path(data.file.filename)):
+        with damage_errors(Path(data.file.filename)):
             for run in consecutive_runs(rows):
                 data.read_direct(whole, np.s_[int(rows[run.start]) : int(rows[run.stop - 1]) + 1], run)
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
@@ -139,10 +139,12 @@ class MelDataset:
         self.chunk_cache_bytes = chunk_cache_bytes
         self.people = people
         self.relabelled: Relabelled | None = None
-        self._open()
+        self._file = open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
+        self._pid = os.getpid()
         self._identity = self._stat()
         try:
-            with _as_verify_error(self.path):
+            with damage_errors(self.path):
+                _require_data_set(self._file, self.path, legacy)
                 self.labels = self._file[LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
@@ -177,17 +179,6 @@ class MelDataset:
             self.labels[i] = number
         self.relabelled = found
 
-    def _open(self) -> None:
-        "Open the file for this process; raises DataError, MachineError, VerifyError."
-        self._file = open_file(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
-        try:
-            with _as_verify_error(self.path):
-                _require_data_set(self._file, self.path, self.legacy)
-        except LeakmelError:
-            self.close()
-            raise
-        self._pid = os.getpid()
-
     def _stored_json(self, name: str, kind: type) -> Any:
         "Read a JSON attribute; a list may also be stored as an array of strings. Raises ValueError for another kind."
         value = self.file.attrs[name]
@@ -204,24 +195,12 @@ class MelDataset:
         s = os.fstat(self._file.id.get_vfd_handle())
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
-    def _require_same(self, identity: tuple[int, ...]) -> None:
-        "Check that the file is the one that was opened before; raises VerifyError."
-        if self._stat() != identity:
-            self.close()
-            raise VerifyError(
-                "the data set file has changed since it was opened",
-                code="data-set-changed",
-                path=self.path,
-                remedy="open the data set again",
-            )
-
     @property
     def file(self) -> h5py.File:
         "The HDF5 file, as this process opened it."
         if self._pid != os.getpid() and self._file:
             self._file.close()  # this process's copy of its parent's
-            self._open()
-            self._require_same(self._identity)
+            self.__setstate__(self.__getstate__())
         return self._file
 
     @property
@@ -251,7 +230,7 @@ class MelDataset:
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        with _as_verify_error(self.path):
+        with damage_errors(self.path):
             return self._stored_json("config_json", dict)
 
     @cached_property
@@ -264,7 +243,7 @@ class MelDataset:
                 path=self.path,
                 remedy="read the settings that it contains from .config",
             )
-        with _as_verify_error(self.path):
+        with damage_errors(self.path):
             return stored_spec(self.file)
 
     @cached_property
@@ -313,7 +292,14 @@ class MelDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         identity = state.pop("identity")
         self.__init__(**state)  # type: ignore[misc]
-        self._require_same(identity)
+        if self._identity != identity:
+            self.close()
+            raise VerifyError(
+                "the data set file has changed since it was opened",
+                code="data-set-changed",
+                path=self.path,
+                remedy="open the data set again",
+            )
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))

@@ -111,11 +111,10 @@ def rows_of_names(
     "Return the same as `name_columns` of k of the paths."
     found = {}
     for name in list(columns):
-        values = columns.pop(name)
-        if values.dtype.kind == "S":  # the longest text may be one that is not kept
-            least = TIME_BYTES if name == "start_time" else 1
-            values = values.astype(f"S{max(least, np.strings.str_len(values)[keep].max(initial=0))}")
-        found[name] = values[keep]
+        found[name] = columns.pop(name)[keep]
+        if found[name].dtype.kind == "S":  # the longest text may be one that is not kept
+            longest = np.strings.str_len(found[name]).max(initial=TIME_BYTES if name == "start_time" else 1)
+            found[name] = found[name].astype(f"S{longest}")
     return found
 
 
@@ -398,7 +397,7 @@ def _all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset | str]]:
             seen.add(item)
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
-def _scales(spec: MelSpec) -> dict[str, np.ndarray]:
+def scales(spec: MelSpec) -> dict[str, np.ndarray]:
     "Return segment start times and band centres, the dimension scales of the rows."
     n_long, n_short, _, _ = spec.row_shape
     return {
@@ -410,16 +409,14 @@ def _scales(spec: MelSpec) -> dict[str, np.ndarray]:
 
 def _columns_of(meta: Metadata) -> dict[str, np.ndarray]:
     "Return the HDF5 data sets of the metadata, without the dimension scales, in the order in which they are written."
-    others = sorted(meta.columns.keys() - set(FILE_COLUMNS))
+    names = (*FILE_COLUMNS, *sorted(meta.columns.keys() - set(FILE_COLUMNS)))
     columns = {LABELS: meta.labels}
-    names = (*(name for name in FILE_COLUMNS if name in meta.columns), *others)
-    columns |= {f"files/{name}": meta.columns[name] for name in names}
+    columns |= {f"files/{name}": meta.columns[name] for name in names if name in meta.columns}
     columns["digests/rows"] = meta.row_digests
     if meta.waveform_digests is not None:
         columns["digests/waveforms"] = meta.waveform_digests
-    columns["rejected/path"] = byte_column([r.path for r in meta.rejected])
-    columns["rejected/code"] = byte_column([r.code.encode() for r in meta.rejected])
-    columns["rejected/message"] = byte_column([r.message.encode() for r in meta.rejected])
+    for name in ("path", "code", "message"):
+        columns[f"rejected/{name}"] = byte_column([os.fsencode(getattr(r, name)) for r in meta.rejected])
     return columns
 
 
@@ -461,7 +458,7 @@ def digest_of_metadata(
     meta: Metadata,
 ) -> str:  # equals `metadata_digest` of a file with these metadata
     "Return the digest of metadata in memory."
-    return _digest(_columns_of(meta) | _scales(meta.spec), meta.attributes)
+    return _digest(_columns_of(meta) | scales(meta.spec), meta.attributes)
 
 
 def metadata_digest(
@@ -495,7 +492,7 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
     "Write segment start times and band centres, and attach them as dimension scales."
     rows = file[ROWS]
     rows.attrs["units"] = "dB"
-    for axis, (name, values) in enumerate(_scales(spec).items(), start=1):
+    for axis, (name, values) in enumerate(scales(spec).items(), start=1):
         scale = file.create_dataset(name, data=values, track_times=False)
         scale.attrs["units"] = "Hz" if name == "mel_hz" else "s"
         scale.make_scale(name)
@@ -516,10 +513,8 @@ MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
 _MAX_CHUNK_BYTES = 64 << 20  # bytes, which the HDF5 library takes at once
-_MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
-_MAX_OTHER_BYTES = (
-    16 << 20
-)  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
+# bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
+_MAX_OTHER_BYTES = 2 << 20
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
 def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
@@ -531,20 +526,19 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     n_stored, n_bytes, chunks = item.id.get_storage_size(), item.nbytes, item.chunks
     plist = item.id.get_create_plist()
     filters = {plist.get_filter(k)[0] for k in range(plist.get_nfilters())}
-    if others := filters - _FILTERS:
-        return f"{name} is packed by filter {min(others)} of HDF5"
     packed = MAX_COMPRESSION if chunks and filters else 1
-    if n_stored > size:
-        return f"{name} stores {n_stored:,} bytes in a file of {size:,} bytes"
-    if n_bytes > n_stored * packed or n_bytes > size * (packed if name in PARTS else 1):
-        return f"{name} claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
-    if chunks and int(np.prod(chunks, dtype=object)) * item.dtype.itemsize > _MAX_CHUNK_BYTES:
-        return f"{name} has chunks larger than {_MAX_CHUNK_BYTES:,} bytes"
-    if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
-        return f"{name} extends beyond the end of the file"
-    if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
-        return f"{name} has the unexpected type {item.dtype}"
-    return ""
+    most = min(n_stored * packed, size * (packed if name in PARTS else 1))
+    chunk_bytes = int(np.prod(chunks or 0, dtype=object)) * item.dtype.itemsize
+    reasons = {
+        f"is packed by filters of HDF5 that are not known: {filters - _FILTERS}": filters - _FILTERS,
+        f"stores {n_stored:,} bytes in a file of {size:,} bytes": n_stored > size,
+        f"claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them": n_bytes
+        > most,
+        f"has chunks larger than {_MAX_CHUNK_BYTES:,} bytes": chunk_bytes > _MAX_CHUNK_BYTES,
+        "extends beyond the end of the file": (item.id.get_offset() or 0) + n_stored > size,
+        f"has the unexpected type {item.dtype}": name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS",
+    }
+    return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), "")
 
 
 def unsafe_parts(
@@ -564,20 +558,6 @@ def unsafe_parts(
             found[name] = item
     if loose > _MAX_OTHER_BYTES + size // 16:
         yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
-        return
-    n = h5py.h5a.get_num_attrs(file.id)
-    if n > _MAX_OBJECTS:
-        yield f"the file has more than {_MAX_OBJECTS} attributes"
-        return
-    longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
-    if longest <= _MAX_ATTRIBUTE:  # those of fixed length; the others are as long as they are read
-        attributes = file.attrs  # each access opens the root group
-        for name in attributes:
-            with suppress(OSError, TypeError, ValueError):
-                if isinstance(value := attributes[name], (str, bytes)):
-                    longest = max(longest, len(value))
-    if longest > _MAX_ATTRIBUTE:
-        yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"
 
 # %% ../../../nbs/dataset/file/schema.ipynb #e8a30002
 _SECONDS = 0.7  # of processor time for the structure of a small file
@@ -752,18 +732,9 @@ def _examined(
     return code, reason
 
 
-def _identity(
-    # or a descriptor
-    path: str | os.PathLike | int,
-) -> tuple[int, ...]:  # raises OSError
-    "Return device, inode, size and times of a regular file, which change when it changes."
-    if not isinstance(path, int):  # network file systems ask the server when a file is opened
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return _identity(fd)
-        finally:
-            os.close(fd)
-    s = os.fstat(path)
+def _identity(fd: int) -> tuple[int, ...]:
+    "Return device, inode, size and times of an open file, which change when it changes."
+    s = os.fstat(fd)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
@@ -773,7 +744,8 @@ def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise VerifyError("the path is not a regular file", code="not-a-file", path=path)
         for _ in range(3):
-            identity = _identity(path)
+            with open(path, "rb", buffering=0) as opened:  # network file systems then ask the server
+                identity = _identity(opened.fileno())
             code, reason = _examined(os.fspath(path), identity)
             if code:
                 what = "is damaged" if code == "damaged-data-set" else "is not safe"

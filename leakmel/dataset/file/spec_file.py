@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../../nbs/dataset/file/spec_file.ipynb #77f47abb
 import json, os, stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -77,20 +76,15 @@ def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
         raise SpecError(str(e), code="invalid-setting", path=path) from e
     choices = field_choices(MelSpec)
     for name, value in settings.items():
-        if isinstance(value, int | float) and not abs(value) <= _LARGEST:  # nor NaN
+        is_large = isinstance(value, int | float) and not abs(value) <= _LARGEST  # nor NaN
+        if is_large or value not in (*choices.get(name, [value]), None):
+            known = " or ".join(map(repr, choices.get(name, ())))
             raise SpecError(
-                f"the value of {name} is too large",
-                code="invalid-setting",
-                path=path,
-                expected=f"a number of at most {_LARGEST:g}",
-            )
-        if name in choices and value is not None and value not in choices[name]:
-            raise SpecError(
-                f"{name} has an unknown value",
+                f"{name} has a value that is not possible",
                 code="invalid-setting",
                 path=path,
                 found=repr(value)[:60],
-                expected=" or ".join(map(repr, choices[name])),
+                expected=known or f"a number of at most {_LARGEST:g}",
             )
 
 
@@ -119,19 +113,19 @@ def _load(path: Path) -> dict[str, Any]:
         raise DataError(
             f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
         ) from e
-    body = why = None
+    body: Any = None
+    why = ""
     try:
-        if len(data) <= MOST_BYTES:
-            body = json.loads(data)
+        body = json.loads(data) if len(data) <= MOST_BYTES else None
     except (ValueError, RecursionError) as e:
         why = str(e)[:100]
-    if not isinstance(body, dict) or body.get("kind") != KIND:
-        kind = f"kind {str(body.get('kind'))[:60]!r}" if isinstance(body, dict) else None
+    kind = body.get("kind") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or kind != KIND:
         raise SpecError(
             "the file is not a spec file",
             code="not-a-spec-file",
             path=path,
-            found=why or kind,
+            found=why or f"kind {str(kind)[:60]!r}",
             expected=f"a JSON object of at most {MOST_BYTES:,} bytes with kind {KIND!r}",
             remedy=f"{remedy}; for a model, give a data set that it was trained on",
         )
@@ -163,9 +157,8 @@ def read_spec(
             path=path,
             expected=f"one of {', '.join(MelSpec.preset_names())}",
         )
-    full = _preset_name(preset, path)
     _check_settings(settings, path)
-    return SpecFile(path, full, settings)
+    return SpecFile(path, _preset_name(preset, path), settings)
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #a0c5f6b9
 def write_spec(
@@ -177,25 +170,23 @@ def write_spec(
 
     path = Path(path)
     changes = asdict(spec) if isinstance(spec, MelSpec) else dict(spec)
-    if isinstance(spec, MelSpec):
-        changes["preset"] = changes.pop("preset_name") or "disjoint"
-    preset = _preset_name(str(changes.pop("preset", "disjoint")), path)
+    name = changes.pop("preset_name" if isinstance(spec, MelSpec) else "preset", "")
+    preset = _preset_name(str(name or "disjoint"), path)
     _check_settings(changes, path)
     if changes.get("sample_rate") and changes.get("duration_s"):
         MelSpec.preset(preset, **changes)  # raises where the settings do not fit together
     if path.suffix != ".json":
         raise OutputError("the name of a spec file must end in .json", code="not-json-name", path=path)
-    if os.path.lexists(path):
-        is_ours = False
-        with suppress(DataError, SpecError):
-            is_ours = bool(_load(path))  # of any schema, also with a mistake in it
-        if not is_ours:
-            raise OutputError(
-                "the path exists and is not a spec file, so it is not replaced",
-                code="output-exists",
-                path=path,
-                remedy="choose another name",
-            )
+    try:
+        if os.path.lexists(path):
+            _load(path)  # of any schema, also with a mistake in it
+    except (DataError, SpecError) as e:
+        raise OutputError(
+            "the path exists and is not a spec file, so it is not replaced",
+            code="output-exists",
+            path=path,
+            remedy="choose another name",
+        ) from e
     body = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -229,14 +220,6 @@ def spec_of_data_set(
     return SpecFile(Path(path), preset, settings)
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #6f989693
-def _is_hdf5(path: Path) -> bool:  # raises MachineError
-    "Whether a file has the signature of HDF5."
-    try:
-        return h5py.is_hdf5(path)
-    except OSError as e:
-        raise opening_error(e, path) from e
-
-
 def requested_spec(
     file: str
     | os.PathLike
@@ -248,13 +231,12 @@ def requested_spec(
     if not file:
         return {"preset": preset or "disjoint", **given}, ""
     path = Path(os.path.expanduser(file))
-    training = path / data_set_name("TRAINING")
-    if training.is_file():
-        there = spec_of_data_set(training)
-    elif path.is_file() and _is_hdf5(path):
-        there = spec_of_data_set(path)
-    else:
-        there = read_spec(path)
+    if (path / data_set_name("TRAINING")).is_file():
+        path /= data_set_name("TRAINING")
+    try:
+        there = spec_of_data_set(path) if path.is_file() and h5py.is_hdf5(path) else read_spec(path)
+    except OSError as e:
+        raise opening_error(e, path) from e
     same = (there.preset, there.preset.split("@")[0])  # with and without its version
     if preset is not None and _preset_name(preset, there.path) not in same and preset not in same:
         raise UsageError(

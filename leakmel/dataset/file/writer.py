@@ -194,37 +194,39 @@ _MOST_IN_MEMORY = 256 << 20  # bytes of compressed chunks, before they are writt
 _PUNCH_HOLE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
-class _ChunkMover:
-    "Chunks that the HDF5 library has put into a file in memory, written to the same places of a file on the disk."
+def _pack_part(
+    part: h5py.Dataset,
+    packed: h5py.File,  # in memory
+    memory: int,  # descriptor of its bytes
+    fd: int,
+    path: Path,  # of fd
+    stopped: Callable[[], bool],
+) -> list[tuple[int, int]]:  # begin and end of each chunk; raises OutputError
+    "Compress rows or waveforms into a file in memory, but write their chunks to the same places of a file on the disk."
+    target = create_compressed(packed, part.name, part.shape, part.dtype)
+    waiting: dict[tuple[int, ...], bytes] = {}
+    written: list[tuple[int, int]] = []
 
-    def __init__(self, data_set: h5py.h5d.DatasetID, memory: int, fd: int, path: Path):
-        self.data_set = data_set
-        self.memory = memory
-        self.fd = fd
-        self.path = path  # of fd
-        self.waiting: dict[tuple[int, ...], bytes] = {}
-        self.n_bytes = 0
-        self.written: list[tuple[int, int]] = []  # begin and end of each chunk
-
-    def add(self, place: tuple[int, ...], chunk: bytes) -> None:  # raises OutputError
-        "Take a chunk, and move those that wait where they are many: the library finds the chunks of all places at once."
-        self.waiting[place] = chunk
-        self.n_bytes += len(chunk)
-        if self.n_bytes >= _MOST_IN_MEMORY:
-            self.move()
-
-    def move(self) -> None:  # raises OutputError
-        "Write the chunks that wait, and free their memory."
+    def move() -> None:
+        "Write the chunks that wait, and free their memory: the library finds the chunks of all places at once."
         offsets: dict[tuple[int, ...], int] = {}
-        self.data_set.chunk_iter(lambda c: offsets.update({c.chunk_offset: c.byte_offset}))
-        for place, chunk in self.waiting.items():
-            with write_errors(self.path):
-                write_at(self.fd, chunk, offsets[place])
+        target.id.chunk_iter(lambda c: offsets.update({c.chunk_offset: c.byte_offset}))
+        for place, chunk in waiting.items():
+            with write_errors(path):
+                write_at(fd, chunk, offsets[place])
             with suppress(OSError):
-                fallocate(self.memory, len(chunk), mode=_PUNCH_HOLE, offset=offsets[place])
-            self.written.append((offsets[place], offsets[place] + len(chunk)))
-        self.waiting.clear()
-        self.n_bytes = 0
+                fallocate(memory, len(chunk), mode=_PUNCH_HOLE, offset=offsets[place])
+            written.append((offsets[place], offsets[place] + len(chunk)))
+        waiting.clear()
+
+    def add(place: tuple[int, ...], chunk: bytes) -> None:
+        waiting[place] = chunk
+        if sum(map(len, waiting.values())) >= _MOST_IN_MEMORY:
+            move()
+
+    compress_rows(part, target, stopped=stopped, written=add)
+    move()
+    return written
 
 
 class RowFile:
@@ -241,6 +243,7 @@ class RowFile:
     ):
         self.target = target
         self.partial = target.with_name(f".{target.name}.partial")
+        self.packed = target.with_name(f".{target.name}.partial.gz")
         self.fd = -1
         self.row_shape = row_shape
         self.n_candidates = n_candidates
@@ -257,8 +260,7 @@ class RowFile:
         with write_errors(self.partial):
             shapes = (self.row_shape, self.waveform_shape)
             self.offset, self.waveform_offset = part_offsets(self.n_candidates, *shapes)
-            for ending in ("partial.gz", "scratch"):  # of a killed build; the second of an earlier version
-                self.target.with_name(f".{self.target.name}.{ending}").unlink(missing_ok=True)
+            self.packed.unlink(missing_ok=True)  # of a killed build
             if resume:
                 with suppress(OSError):
                     self.fd = os.open(self.partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -309,22 +311,16 @@ class RowFile:
 
     def compact_rows(self, good: np.ndarray) -> None:
         "Move good rows and their waveforms together, so that no gaps remain; `good` is [n_candidates] bool. Call `finish` next."
-        if good.all():
-            return
         keep = np.flatnonzero(good)
         before = self.parts
         _, self.waveform_offset = part_offsets(len(keep), self.row_shape, self.waveform_shape)
         for (_, begin, n_bytes), (_, goal, _) in zip(before, self.parts):
-            self._move(keep, n_bytes, begin, goal)
-
-    def _move(self, keep: np.ndarray, n_bytes: int, begin: int, goal: int) -> None:
-        "Move items of n_bytes each from offset `begin` to offset `goal`, which is not larger."
-        for run in consecutive_runs(keep, most=max(1, _COPY_BYTES // n_bytes)):
-            source, target = begin + int(keep[run.start]) * n_bytes, goal + run.start * n_bytes
-            if source != target:
-                piece = np.empty((run.stop - run.start) * n_bytes, np.uint8)
-                read_at(self.fd, piece, source)
-                write_at(self.fd, piece.data, target)
+            for run in consecutive_runs(keep, most=max(1, _COPY_BYTES // n_bytes)):
+                source, target = begin + int(keep[run.start]) * n_bytes, goal + run.start * n_bytes
+                if source != target:  # it is the larger one
+                    piece = np.empty((run.stop - run.start) * n_bytes, np.uint8)
+                    read_at(self.fd, piece, source)
+                    write_at(self.fd, piece.data, target)
 
     def finish(self, meta: Metadata) -> str:
         "Write the metadata around the rows, which completes the HDF5 file; return the metadata digest."
@@ -354,19 +350,17 @@ class RowFile:
         stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
     ) -> None:  # raises OSError; OutputError when stopped
         "Rewrite the complete partial file with rows and waveforms in gzip chunks."
-        packed = self.partial.with_name(self.partial.name + ".gz")
-        packed.unlink(missing_ok=True)
-        fd = os.open(packed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(self.packed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with memory_file() as memory:
                 try:
-                    written = self._compress_parts(meta, memory, fd, packed, stopped)
+                    written = self._compress_parts(meta, memory, fd, stopped)
                 except (KeyError, RuntimeError, ValueError) as e:  # of the HDF5 library
                     raise machine_fault(e, self.partial) from e.__cause__
-                _copy_around(memory, fd, packed, sorted(written))
-            os.replace(packed, self.partial)
+                _copy_around(memory, fd, self.packed, sorted(written))
+            os.replace(self.packed, self.partial)
         except BaseException:
-            packed.unlink(missing_ok=True)
+            self.packed.unlink(missing_ok=True)
             with suppress(OSError):
                 os.close(fd)
             raise
@@ -375,7 +369,7 @@ class RowFile:
         os.close(old)
 
     def _compress_parts(
-        self, meta: Metadata, memory: Path, fd: int, packed: Path, stopped: Callable[[], bool]
+        self, meta: Metadata, memory: Path, fd: int, stopped: Callable[[], bool]
     ) -> list[tuple[int, int]]:
         "Make the compressed file in memory, but its chunks, which go to `fd`; return where each of them begins and ends."
         written = list[tuple[int, int]]()
@@ -386,14 +380,10 @@ class RowFile:
         ):
             parts = [whole[name] for name in PARTS if name in whole]
             room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
-            require_space(packed.parent, room)
-            reserve(fd, room, packed)
+            require_space(self.packed.parent, room)
+            reserve(fd, room, self.packed)
             for part in parts:
-                target = create_compressed(f, part.name, part.shape, part.dtype)
-                mover = _ChunkMover(target.id, held.fileno(), fd, packed)
-                compress_rows(part, target, stopped=stopped, written=mover.add)
-                mover.move()
-                written += mover.written
+                written += _pack_part(part, f, held.fileno(), fd, self.packed, stopped)
             write_metadata(f, meta)
             f.flush()
             n_bytes = f.id.get_filesize()

@@ -6,12 +6,10 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import errno, io, json, logging, math, mmap, os, re, stat, struct, tempfile, threading, time
-from collections.abc import Callable
-from contextlib import suppress
+import io, json, logging, math, os, re, stat, tempfile, threading, time
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, Self
@@ -23,16 +21,7 @@ from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.page_cache import CacheUse, is_in_cache
 from leakmel.audio.wav import OutOfMemory, digest_of, pread_all
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    UsageError,
-    VerifyError,
-    show_path,
-    write_error,
-)
+from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import free_memory, size_text, usable_cores
@@ -46,7 +35,6 @@ from leakmel.dataset.run.inputs import SpecLike, decide_spec, list_recordings, l
 from leakmel.dataset.source.loader import (
     FACTS,
     BatchReader,
-    ReadAhead,
     RecordingSource,
     Slot,
     decoders,
@@ -57,7 +45,7 @@ from leakmel.mel.spec import MelSpec
 log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/run/modes.ipynb #b0560c18
-CACHE_VERSION = 4  # goes up with every change to what is cached, or to its layout
+CACHE_VERSION = 5  # goes up with every change to what is cached, or to its layout
 
 
 def cache_key(
@@ -84,10 +72,6 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-_FOOTER = struct.Struct("<Q16s")  # where the facts begin
-_MAGIC = b"leakmel held 2\n\0"
-
-
 class SampleCache:
     """Decoded samples of one listing at the rate and length of the spec, and facts about each recording.
 
@@ -109,16 +93,17 @@ class SampleCache:
         self.row_bytes = 2 * n_samples
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
-        self.places: dict[int, int] = {}  # candidate -> byte offset of its float32 row
-        self.facts = np.zeros(n_files, FACTS)  # "good": cached
-        self.row_digests = np.zeros(n_files, "S32")  # of cached rows
+        self.arrays: dict[str, Any] = {
+            "facts": np.zeros(n_files, FACTS),  # "good": cached
+            "row_digests": np.zeros(n_files, "S32"),  # of cached rows
+            "places": np.zeros(n_files, np.int64),  # byte offsets of float32 rows
+        }
         self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
         self.path: Path | None = None  # of a cache file
-        self._memory: np.ndarray | None = None  # int16 view of all memory, from the first reading on
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return int(self.facts["good"].sum())
+        return int(self.arrays["facts"]["good"].sum())
 
     @property
     def n_bytes(self) -> int:
@@ -129,46 +114,29 @@ class SampleCache:
         "Store the good recordings of a filled slot; raises MemoryError above the limit."
         mine, rows = slice(slot.first, slot.first + slot.n), slot.samples[: slot.n]
         write_at(self.fd, rows.data.cast("B"), slot.first * self.row_bytes)
-        self.facts[mine] = slot.facts
-        self.row_digests[mine] = digests_of(rows)
-        for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]).tolist():
+        self.arrays["facts"][mine] = slot.facts
+        digests = self.arrays["row_digests"][mine]
+        digests[:] = digests_of(rows)
+        for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]):
             row = slot.input[i]
             with self._lock:
-                place = self.places[slot.first + i] = self.end
+                place = self.end
                 self.end += row.nbytes
-            if place + row.nbytes > self.most_bytes:
+            if self.end > self.most_bytes:
                 raise MemoryError
             write_at(self.fd, row.data.cast("B"), place)
-            self.row_digests[slot.first + i] = digest_of(row)
+            self.arrays["places"][slot.first + i] = place
+            digests[i] = digest_of(row)
 
-    def read(self, first: int, out: np.ndarray) -> None:
-        "Read 16-bit rows into `out` [n, N]; raises OSError, VerifyError."
-        if not self.in_memory:
-            read_at(self.fd, out, first * self.row_bytes)
-            return
-        with self._lock:
-            if self.fd < 0:
-                raise OSError(errno.EBADF, "the preloaded recordings have been closed")
-            if self._memory is None:
-                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
-                self._memory = np.frombuffer(whole, np.int16)
-            begin = first * out.shape[1]
-            rows = self._memory[begin : begin + out.size]
-        np.copyto(out, rows.reshape(out.shape))
-
-    def read_wide(self, k: int) -> np.ndarray:
-        "Read the float32 row of candidate k; raises OSError, VerifyError."
-        row = np.empty(self.row_bytes // 2, np.float32)
-        read_at(self.fd, row, self.places[k])
-        return row
+    def read(self, out: np.ndarray, offset: int) -> None:
+        "Read bytes of rows into `out`; raises OSError, VerifyError."
+        read_at(self.fd, out, offset)
 
     def save(self, about: dict[str, Any]) -> None:
         "Complete a cache file with facts and footer."
-        text = {"key": self.key, "about": about, "places": {str(k): v for k, v in self.places.items()}}
-        encoded = np.frombuffer(json.dumps(text).encode(), np.uint8)
-        np.savez(tail := io.BytesIO(), facts=self.facts, row_digests=self.row_digests, text=encoded)
-        end = sealed(tail.getvalue()) + _FOOTER.pack(self.end, _MAGIC)
+        tail = io.BytesIO()
+        np.savez(tail, about=json.dumps({"key": self.key} | about), **self.arrays)
+        end = sealed(tail.getvalue()) + self.end.to_bytes(8, "little")
         os.ftruncate(self.fd, self.end + len(end))  # more may be reserved than was needed
         write_at(self.fd, end, self.end)
 
@@ -179,46 +147,36 @@ class SampleCache:
         n_samples: int = 0,  # of a row; 0: rows are not read
         key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
-        "Open a cache file that no other user can have written; raises DataError if it cannot be used, OSError if it cannot be read."
+        """Open a cache file that no other user can have written; what has its digest and its key was written by this version.
+
+        Raises DataError if it cannot be used, OSError if it cannot be read.
+        """
         try:
-            fd = open_private(path)
-            try:
-                cache = cls._of(fd, n_samples, key)
-            except BaseException:
-                os.close(fd)
-                raise
-            cache.path = path
-            return cache
+            with os.fdopen(open_private(path), "rb") as file:
+                fd = file.fileno()
+                n = os.fstat(fd).st_size - 8
+                start = int.from_bytes(pread_all(fd, 8, max(0, n)), "little")
+                if start > n:
+                    raise ValueError("not a complete cache file")
+                tail = unsealed(pread_all(fd, n - start, start), strict=True)
+                with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
+                    about = json.loads(str(arrays["about"]))
+                    if key not in (None, about["key"]):
+                        raise ValueError("the cache file holds other recordings")
+                    cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(fd))
+                    cache.arrays = {name: arrays[name] for name in cache.arrays}
         except ValueError as e:
             raise DataError(
                 "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
-
-    @classmethod
-    def _of(cls, fd: int, n_samples: int, key: str | None) -> Self:  # raises OSError, ValueError
-        "Return the cache in an open file. What has its digest and its key was written by this version."
-        n = os.fstat(fd).st_size - _FOOTER.size
-        start, magic = _FOOTER.unpack(pread_all(fd, _FOOTER.size, max(0, n)).ljust(_FOOTER.size))
-        if magic != _MAGIC or start > n:
-            raise ValueError("not a complete cache file")
-        tail = unsealed(pread_all(fd, n - start, start), strict=True)
-        with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
-            text = json.loads(arrays["text"].tobytes())
-            if key not in (None, text["key"]):
-                raise ValueError("the cache file holds other recordings")
-            cache = cls(text["key"], 0, n_samples, fd=fd)
-            cache.facts = arrays["facts"]
-            cache.row_digests = arrays["row_digests"]
-        cache.about = text["about"]
-        cache.places = {int(k): place for k, place in text["places"].items()}
+        cache.about = about
+        cache.path = path
         return cache
 
     def close(self) -> None:
         "Close the file or release the memory; later reads raise an error."
-        with self._lock:
-            fd = self.fd
-            self.fd = -1
-            self._memory = None
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             os.close(fd)
 
@@ -235,15 +193,14 @@ class CachedReader:
         self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.in_memory:
-            with suppress(OSError):
-                self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
+            self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
         samples = slot.samples[: slot.n]
         try:
             with self.cache_use.delivering():
-                self.cache.read(slot.first, samples)
+                self.cache.read(samples, slot.first * self.cache.row_bytes)
         except (OSError, VerifyError) as e:
             self._warn(f"the cache file cannot be read ({e})")
             return self.plain.fill(slot)
@@ -263,41 +220,38 @@ class CachedReader:
     def _take_cached(self, slot: Slot, i: int, digest: bytes) -> bool:
         "Complete one row from the cache; return False if its file must be read. `digest` is that of its 16-bit samples."
         k = slot.first + i
-        facts = self.cache.facts[k]
-        if self.listing.label_ids[k] < 0 or not facts["good"]:
-            return False
-        try:
-            st = os.stat(self.plain.base + self.listing.paths[k])
-        except OSError:
-            return False
-        # a time of modification can be set back, that of any change cannot
-        now = (st.st_size, st.st_mtime_ns, st.st_ctime_ns)
-        if now != (self.listing.sizes[k], self.listing.mtimes_ns[k], facts["ctime_ns"]):
-            self._warn("recordings were changed after they were cached")
+        facts, digests, places = self.cache.arrays.values()
+        if self.listing.label_ids[k] < 0 or not facts["good"][k]:
             return False
         wide = None
-        if not facts["whole"]:
-            with suppress(OSError, VerifyError):
-                wide = self.cache.read_wide(k)
+        try:
+            st = os.stat(self.plain.base + self.listing.paths[k])
+            if not facts["whole"][k]:
+                wide = np.empty(slot.samples.shape[1], np.float32)
+                self.cache.read(wide, int(places[k]))
                 digest = digest_of(wide).encode()
-        if digest != self.cache.row_digests[k]:
-            self._warn("cached samples do not match their digest")
+        except (OSError, VerifyError):
             return False
-        slot.facts[i] = facts
+        # a time of modification can be set back, that of any change cannot
+        now = (st.st_size, st.st_mtime_ns, st.st_ctime_ns, digest)
+        if now != (self.listing.sizes[k], self.listing.mtimes_ns[k], facts["ctime_ns"][k], digests[k]):
+            self._warn("recordings or cached samples have changed")
+            return False
+        slot.facts[i] = facts[k]
         if wide is not None:
             slot.widen(i, wide)
         return True
 
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
-        if not self._warned:
-            path = self.cache.path
-            until = (
-                path
-                and f", until leakmel cache clear --cache-dir {quote(show_path(path.parent))} removes {show_path(path.name)}"
-            )
-            log.warning("%s: the recordings are read from their files instead%s", what, until or "")
+        if self._warned:
+            return
         self._warned = True
+        until = ""
+        if path := self.cache.path:
+            command = f"leakmel cache clear --cache-dir {quote(show_path(path.parent))}"
+            until = f", until {command} removes {show_path(path.name)}"
+        log.warning("%s: the recordings are read from their files instead%s", what, until)
 
 # %% ../../../nbs/dataset/run/modes.ipynb #0c3987cf
 LOAD_FILES = 32  # recordings in a batch
@@ -310,20 +264,19 @@ class NoMemory(MachineError):
 def load(
     reader: BatchReader,
     cache: SampleCache,
-    *,
-    n_threads: int,
+    config: PipelineConfig,
     timeline: Timeline,
-    watch: Callable[[int], None],  # called with the number of recordings read
-    ahead: ReadAhead | None = None,  # prefetches recordings
+    progress: str,
 ) -> None:  # raises the first error of a thread
-    "Read all recordings of a listing into a cache."
+    "Read all recordings of a listing into a cache, with a progress bar."
     n_files = len(reader.listing)
     split = reader.listing.split or reader.listing.folder.name
     firsts = iter(range(0, n_files, LOAD_FILES))
+    ahead = plan_read_ahead([reader], config.read_ahead)  # prefetches recordings
     finished = threading.Event()
     n_read = 0
 
-    def leave(n: int = 0) -> None:
+    def leave(n: int) -> None:
         finished.set()
         if ahead is not None:
             ahead.stop()
@@ -346,26 +299,23 @@ def load(
                     moved.n_bytes = reader.fill(slot)
                     moved.n_files = slot.n
                     moved.parts = slot.parts
-                try:
+                with write_errors(Path("the cache file")):
                     cache.take(slot)
-                except OSError as e:
-                    raise write_error(e, "the cache file") from e
                 with lanes.lock:
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
-            raise NoMemory(
-                "the recordings need more memory than ram_fraction allows",
-                code="no-memory",
-                remedy="use mode='stream'",
-            ) from e
+            text = "the recordings need more memory than ram_fraction allows"
+            raise NoMemory(text, code="no-memory", remedy="use mode='stream'") from e
         if n_read == n_files:
             finished.set()
 
-    for i in range(n_threads):
+    for i in range(config.read_workers or min(16, 4 * usable_cores(), max(1, n_files // 8))):
         lanes.add(f"loader-{i}", work)
     if ahead is not None:
         lanes.add("read-ahead", ahead.run)
-    run_threads(lanes, finished, lambda: watch(n_read))
+    what = "preload" if cache.in_memory else "cache file"
+    with Progress(n_files, label=f"{split}: {what}", show=progress) as bar:
+        run_threads(lanes, finished, lambda: bar.update(n_read))
 
 # %% ../../../nbs/dataset/run/modes.ipynb #3fd35dab
 SUFFIX = ".samples"
@@ -376,13 +326,11 @@ def cache_folder(
     cache_dir: str | os.PathLike | None = None,  # the user's choice
 ) -> Path:
     "Return the folder of cache files: cache_dir, LEAKMEL_CACHE_DIR, or the folder leakmel in the user's cache folder."
-    named = os.environ.get("LEAKMEL_CACHE_DIR") or None if cache_dir is None else cache_dir
-    if named is not None:
-        return Path(os.path.abspath(os.path.expanduser(named)))
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.abspath(os.path.expanduser("~/.cache"))
-    return Path(base, "leakmel")
+    named = cache_dir or os.environ.get("LEAKMEL_CACHE_DIR")
+    if not named:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        named = os.path.join(base if os.path.isabs(base) else "~/.cache", "leakmel")
+    return Path(os.path.abspath(os.path.expanduser(named)))
 
 
 def cache_path(
@@ -395,55 +343,46 @@ def cache_path(
 
 # %% ../../../nbs/dataset/run/modes.ipynb #2025781a
 def open_cache(
-    path: Path,
     reader: BatchReader,
-    key: str,
-    fill: Callable[[SampleCache], object],  # reads all recordings
-    say: Callable[[str], None] = lambda line: None,  # called before waiting for another process
+    config: PipelineConfig,
+    timeline: Timeline,
+    progress: str,
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
-    "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `fill`."
+    "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
 
     def wait(holder: str) -> None:
-        say(f"memmap: waiting for {holder}, which is writing the cache file")
+        announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)
 
     listing = reader.listing
-    n_bytes = len(listing) * (2 * reader.spec.n_samples + 200)
+    n_samples = reader.spec.n_samples
+    key = cache_key(listing, reader.spec)
+    path = cache_path(cache_folder(config.cache_dir), listing.split, key)
     partial = path.with_name(f".{path.name}.partial")
+    n_bytes = len(listing) * (2 * n_samples + 200)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (cache := _open_complete(path, reader, key)) is not None:
-            return cache, False
         with OutputLock(path, wait=wait):
-            if (cache := _open_complete(path, reader, key)) is not None:
-                return cache, False
+            with suppress(DataError, FileNotFoundError):
+                found = SampleCache.open(path, n_samples, key)
+                with suppress(OSError):
+                    os.utime(path)  # when it was last used
+                return found, False
             require_space(path.parent, n_bytes)
             partial.unlink(missing_ok=True)  # left by a process that was killed
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            made = SampleCache(key, len(listing), n_samples, fd=fd)
             try:
                 reserve(fd, n_bytes, partial)
-                fill(made := SampleCache(key, len(listing), reader.spec.n_samples, fd=fd))
+                load(reader, made, config, timeline, progress)
                 folder = show_path(listing.folder)
                 made.save({"folder": folder, "split": listing.split, "recordings": len(listing)})
                 os.replace(partial, path)
-            finally:
-                os.close(fd)
+            except BaseException:
+                made.close()
                 partial.unlink(missing_ok=True)
-        return SampleCache.open(path, reader.spec.n_samples, key), True
-
-
-def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
-    "Open an existing cache file. It got its name when it was complete, so no lock is needed. Raises OSError if it cannot be read."
-    try:
-        cache = SampleCache.open(path, reader.spec.n_samples, key)
-    except (DataError, FileNotFoundError):
-        return None
-    except OSError as e:
-        if e.errno == errno.ELOOP:  # a link, which is replaced
-            return None
-        raise
-    with suppress(OSError):
-        os.utime(path)  # when it was last used
-    return cache
+                raise
+    made.path = path
+    return made, True
 
 # %% ../../../nbs/dataset/run/modes.ipynb #403bc574
 @dataclass(frozen=True)
@@ -473,8 +412,8 @@ def list_cache(
             try:
                 cache = SampleCache.open(path)
                 cache.close()
-                facts = {name: cache.about[name] for name in ("folder", "split", "recordings")}
-            except (DataError, KeyError, OSError) as e:
+                facts = cache.about
+            except (DataError, OSError) as e:
                 facts = {"problem": str(getattr(e, "found", e))}
             found.append(CacheFile(path, st.st_size, used, **facts))
     return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
@@ -567,19 +506,17 @@ def choose_mode(
 
 # %% ../../../nbs/dataset/run/modes.ipynb #fa1e6ca3
 @dataclass
-class Preloaded:
+class Preloaded(AbstractContextManager["Preloaded"]):
     "Preloaded recordings for several builds; a context manager that releases memory and files."
 
     manifest: Manifest
     spec: MelSpec  # spec whose rate, length and rules were applied to the recordings
     choice: ModeChoice
-    cache_dir: str | None = None  # folder of the cache files in the settings
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
     lines: list[str] = field(default_factory=list)  # lines for the log: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
-    inflows: dict[str, CacheUse] = field(
-        default_factory=dict
-    )  # by split: bytes requested and bytes read from storage
+    # by split: bytes requested and bytes read from storage
+    inflows: dict[str, CacheUse] = field(default_factory=dict)
     closed: bool = False  # True after `close`; no build can use it
 
     @property
@@ -621,9 +558,6 @@ class Preloaded:
             cache.close()
         self.held = {}
 
-    def __enter__(self) -> "Preloaded":
-        return self
-
     def __exit__(self, *exc) -> None:
         self.close()
 
@@ -642,35 +576,23 @@ def _load_listing(
     "Load the recordings of one listing into memory or a cache file; return a log line."
     began_s, n = timeline.now_s(), len(listing)
     reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
-    key = cache_key(listing, ready.spec)
-
-    def fill(made: SampleCache) -> None:
-        "Read all recordings, with a progress bar."
-        ready.inflows[listing.split] = reader.cache_use
-        what = "preload" if made.in_memory else "cache file"
-        with Progress(n, label=f"{listing.split or listing.folder.name}: {what}", show=progress) as bar:
-            load(
-                reader,
-                made,
-                n_threads=config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8)),
-                timeline=timeline,
-                watch=bar.update,
-                ahead=plan_read_ahead([reader], config.read_ahead),
-            )
-
-    what = "preload: read into memory"
     if ready.choice.used == "preload":
-        cache = SampleCache(key, n, ready.spec.n_samples, most_bytes=config.ram_fraction * free_memory())
-        try:
-            fill(cache)
-        except BaseException:
-            cache.close()  # the error's traceback would keep the memory
-            raise
+        cache = SampleCache(
+            cache_key(listing, ready.spec),
+            n,
+            ready.spec.n_samples,
+            most_bytes=config.ram_fraction * free_memory(),
+        )
+        ready.held[listing.split] = cache  # which is closed with the others after an error
+        load(reader, cache, config, timeline, progress)
+        is_new = True
+        what = "preload: read into memory"
     else:
-        path = cache_path(cache_folder(config.cache_dir), listing.split, key)
-        cache, is_new = open_cache(path, reader, key, fill, partial(announce, show=progress))
+        cache, is_new = open_cache(reader, config, timeline, progress)
+        ready.held[listing.split] = cache
         what = f"memmap: cache file {'created' if is_new else 'loaded'}"
-    ready.held[listing.split] = cache
+    if is_new:
+        ready.inflows[listing.split] = reader.cache_use
     seconds = timeline.now_s() - began_s
     return (
         f"{what}, {len(cache):,} of {n:,} recordings, {size_text(cache.n_bytes)} "
@@ -687,6 +609,7 @@ def pick_mode(
     kept: bool = False,  # rows of an earlier build are kept
 ) -> ModeChoice:  # raises UsageError
     "Choose the mode for some listings; `auto` checks whether cache files exist."
+    need = 2 * spec.n_samples * sum(map(len, listings))
     if any(isinstance(x.folder, StorePath) for x in listings):
         if asked in ("preload", "memmap"):
             raise UsageError(
@@ -695,7 +618,6 @@ def pick_mode(
                 found=f"mode={asked!r}",
                 remedy="leave the mode out, or copy the recordings to a local folder",
             )
-        need = 2 * spec.n_samples * sum(map(len, listings))
         return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
     folder = cache_folder(config.cache_dir)
     cached = (
@@ -703,7 +625,6 @@ def pick_mode(
         and any(folder.glob(f"*{SUFFIX}"))  # a key takes a digest of all paths
         and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
     )
-    need = 2 * spec.n_samples * sum(map(len, listings))
     return choose_mode(asked, need, config, cached=cached, kept=kept)
 
 # %% ../../../nbs/dataset/run/modes.ipynb #4194ef45
@@ -728,34 +649,28 @@ def prepare(
             path=folder,
             remedy="choose a cache_dir outside the data folder",
         )
-    ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
-
-    def say(line: str) -> None:
-        ready.lines.append(line)
-        if ready.choice.asked in ("auto", ready.choice.used) or line != str(ready.choice):
-            announce(line, show=progress)
+    lines = list[str]()
+    began_s = timeline.now_s()
+    while True:
+        lines.append(str(choice))
+        if choice.asked in ("auto", choice.used):
+            announce(str(choice), show=progress)
         else:
-            log.warning("%s", line)  # not the requested mode: always shown
-
-    say(str(choice))
-    try:
-        while ready.choice.used != "stream":
-            try:
-                for listing in listings:
-                    say(_load_listing(ready, listing, config, timeline, progress))
-                break
-            except (MemoryError, NoMemory, OutputError) as e:
-                ready.close()
-                ready.closed = False
-                reason = f"mode {ready.choice.used} failed ({str(e) if isinstance(e, LeakmelError) else 'not enough memory'})"
-                used = "memmap" if ready.choice.used == "preload" else "stream"
-                ready.choice = replace(ready.choice, used=used, reason=reason)
-                say(str(ready.choice))
-    except BaseException:
-        ready.close()
-        raise
-    ready.seconds = timeline.now_s() - began_s
-    return ready
+            log.warning("%s", choice)  # not the requested mode: always shown
+        ready = Preloaded(manifest, spec, choice, lines=lines)
+        try:
+            for listing in listings if choice.used != "stream" else ():
+                lines.append(_load_listing(ready, listing, config, timeline, progress))
+                announce(lines[-1], show=progress)
+            ready.seconds = timeline.now_s() - began_s
+            return ready
+        except (NoMemory, OutputError) as e:
+            ready.close()
+            used = "memmap" if choice.used == "preload" else "stream"
+            choice = replace(choice, used=used, reason=f"mode {choice.used} failed ({e})")
+        except BaseException:
+            ready.close()
+            raise
 
 # %% ../../../nbs/dataset/run/modes.ipynb #1b05be26
 def with_spec_rules(

@@ -16,7 +16,6 @@ from leakmel.audio.labels import LabelTable
 from leakmel.audio.manifest import Manifest
 from leakmel.core.cluster import Cluster
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.core.parameters import Kinds, field_kinds
 from leakmel.core.progress import Progress
 from leakmel.core.run_plan import runs_folder, user_path
 from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
@@ -149,52 +148,8 @@ def build_all(
     return _upload(made, store)
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #229c48d3
-ANALYSES = ("auto", "full", "none")  # values of the parameter `analysis` of build.ipynb
-
-
-def build_kinds() -> Kinds:
-    "Return the names and types of the parameters of build.ipynb."
-    own: Kinds = {
-        "data_root": (str, None),
-        "split": (str,),
-        "table": (str, None),
-        "columns": (str,),
-        "pattern": (str, None),
-        "labels": (str, None),
-        "out": (str, None),
-        "spec_file": (str, None),
-        "preset": (str,),
-        "engine": (str,),
-        "mode": (str,),
-        "check": (int, None),
-        "with_waveforms": (bool,),
-        "tuned": (bool,),
-        "fresh": (bool,),
-        "analysis": (str,),
-    }
-    spec = {name: (*kinds, None) for name, kinds in field_kinds(MelSpec).items() if name != "preset_name"}
-    return own | spec | field_kinds(PipelineConfig)
-
-
-def build_defaults() -> dict[str, Any]:
-    "Return the default of each parameter of build.ipynb; None: chosen from preset, data and machine."
-    own = {
-        "split": "all",
-        "columns": "",
-        "preset": "disjoint",
-        "engine": "auto",
-        "mode": "auto",
-        "check": 64,
-        "with_waveforms": False,
-        "tuned": True,
-        "fresh": False,
-        "analysis": "auto",
-    }
-    return dict.fromkeys(build_kinds()) | own | {f.name: f.default for f in fields(PipelineConfig)}
-
-
 def spec_changes(
-    parameters: dict[str, Any],  # as build_kinds lists them
+    parameters: dict[str, Any],  # of a run notebook
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
     "Combine the given preset and spec fields with a spec file; the default preset `disjoint` does not override the file."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}

@@ -163,13 +163,9 @@ class Slot:
 @cache
 def decoders() -> dict[str, str]:
     "Return the versions of the packages that decode and resample."
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    found = dict.fromkeys(("soundfile", "soxr", "numpy"), "")
-    for name in found:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: version(name) for name in ("soundfile", "soxr", "numpy")}
 
 # %% ../../../nbs/dataset/source/loader.ipynb #0bae2906
 def rejected_dict(rejected: Rejected) -> dict[str, str]:
@@ -203,9 +199,7 @@ def share_sentence(
 def reasons(rejected: Sequence[Rejected]) -> str:
     "Count rejected files by code, and name the first file of the three most frequent codes."
     counts = Counter(r.code for r in rejected).most_common()
-    first: dict[str, Rejected] = {}
-    for r in sorted(rejected, key=lambda r: r.path):
-        first.setdefault(r.code, r)
+    first = {r.code: r for r in sorted(rejected, key=lambda r: r.path, reverse=True)}
     return (
         ", ".join(f"{n:,} {code}" for code, n in counts)
         + "; first "
@@ -414,15 +408,16 @@ class BatchReader:
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
         "Read candidate k into row i; raises RecordingError."
-        spec = self.spec
         path = self.base + self.listing.paths[k]
         size = int(self.listing.sizes[k])
-        if self.listing.label_ids[k] == DRY:
-            raise RecordingError("dry", "the name has gain 1: the hydrophone was not in the water")
-        if self.listing.label_ids[k] < 0:
-            raise RecordingError("no_label", self.no_label)
-        if size < 0:
-            raise RecordingError("unreadable", "named in the table, but there is no such file")
+        label = self.listing.label_ids[k]
+        for code, holds, message in (
+            ("dry", label == DRY, "the name has gain 1: the hydrophone was not in the water"),
+            ("no_label", label < 0, self.no_label),
+            ("unreadable", size < 0, "named in the table, but there is no such file"),
+        ):
+            if holds:
+                raise RecordingError(code, message)
         fd, n_file = open_regular(path)
         try:
             if n_file != size:
@@ -440,15 +435,14 @@ class BatchReader:
             close_read(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
-        other = rate != spec.sample_rate
+        other = rate != self.spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):
-            row, status = conform(recording.samples, rate, spec.rules, use_compiled=True)
+            row, status = conform(recording.samples, rate, self.spec.rules, use_compiled=True)
         with slot.taking("decode", 0):
-            status = add_faults(status, recording)
             figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
         whole = row.dtype == np.int16
-        codes = (ENCODINGS.index(recording.encoding), STATUSES.index(status))
         known = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
+        codes = (ENCODINGS.index(recording.encoding), STATUSES.index(add_faults(status, recording)))
         slot.facts[i] = (*known, *codes)
         slot.samples[i] = row if whole else 0
         if not whole:
@@ -507,7 +501,6 @@ class ReadAhead:
         asked = np.where(self._sizes > n_bytes, 0, self._sizes)
         self._before = np.append(0, np.cumsum(asked))  # bytes before each file
         self._taken = 0
-        self._stopped = False
         self._moved = threading.Condition()
 
     def take(self, n_files: int) -> None:
@@ -517,10 +510,8 @@ class ReadAhead:
             self._moved.notify()
 
     def stop(self) -> None:
-        "Stop the thread."
-        with self._moved:
-            self._stopped = True
-            self._moved.notify()
+        "Stop the thread: nothing is left to prefetch."
+        self.take(len(self._sizes))
 
     def run(self, lane: str) -> None:
         "Prefetch files until the readers have taken all of them or `stop` is called; raises nothing."
@@ -540,19 +531,15 @@ class ReadAhead:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 
     def _next(self, first: int) -> tuple[int, int, int] | None:
-        "Return the listing and the range of files to prefetch next, as soon as they fit into the window; None to stop."
+        "Return the listing and the range of files to prefetch next, as soon as some fit into the window; None at the end."
         with self._moved:
-            while not self._stopped:
+            while max(first, self._taken) < len(self._sizes):
                 first = max(first, self._taken)
-                if first >= len(self._sizes):
-                    return None
                 k = int(np.searchsorted(self._firsts, first, "right"))
-                by_files = first + max(1, min(STEP_FILES, self.files // 4))
-                limit = self._before[first] + self.n_bytes // 4  # a quarter of the window
-                by_bytes = int(np.searchsorted(self._before, limit, "right")) - 1
-                end = max(first + 1, min(int(self._firsts[k]), by_files, by_bytes))
-                under_way = int(self._before[end] - self._before[self._taken])
-                if end - self._taken <= self.files and under_way <= self.n_bytes:
+                room = self._before[self._taken] + self.n_bytes
+                by_bytes = int(np.searchsorted(self._before, room, "right")) - 1
+                end = min(int(self._firsts[k]), first + STEP_FILES, self._taken + self.files, by_bytes)
+                if end > first:
                     return k - 1, first, end
                 self._moved.wait()
         return None

@@ -9,9 +9,8 @@ __all__ = []
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,11 +23,8 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
-from leakmel.dataset.file.schema import FILE_COLUMNS
-from leakmel.learn.data.segments import DataSource, close_opened, open_sources, source_list
+from leakmel.learn.data.segments import LEFT_OUT, DataSource, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
-    GROUP_KINDS,
-    KINDS,
     LEAKY_SPLIT,
     MAX_EXHAUSTIVE,
     Group,
@@ -38,9 +34,7 @@ from leakmel.learn.data.groups import (
     group_name,
     group_values,
     join_groups,
-    with_date,
 )
-from leakmel.learn.data.task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,37 +177,9 @@ class Split:
                 expected=", ".join(self.parts),
             )
 
-    def table(self) -> "pd.DataFrame":
-        "Count the recordings of each label, and the groups, in each part."
-        import pandas as pd
-
-        table = {}
-        for name, rows in self.parts.items():
-            counts = np.bincount(self.labels[rows], minlength=len(self.class_names))
-            table[name] = {"recordings": len(rows), **dict(zip(self.class_names, counts.tolist()))}
-            if self.groups is not None:
-                table[name]["groups"] = len(np.unique(self.groups[rows]))
-        return pd.DataFrame(table).T
-
-    def report(self) -> str:
-        "Return the split and its findings as text, one finding per line."
-        found = [self.method, self.table().to_string()]
-        found += [LEAKY_SPLIT, *map(str, self.shared)] if self.leaky else []
-        found += [f"{p.path}: {p.message}" for p in self.problems]
-        found += [
-            f"The {kind} was not checked, because it is unknown for some recordings."
-            for kind in self.unchecked
-        ]
-        if not self.leaky and not self.unchecked:
-            found.append(f"No {', '.join(KINDS[:-1])} or {KINDS[-1]} is in more than one part.")
-        return "\n".join(found)
-
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {len(rows):,}" for name, rows in self.parts.items())
         return f"Split({parts}{'; LEAKY: ' + ', '.join(s.kind for s in self.shared) if self.leaky else ''})"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.report())}</pre>"
 
 # %% ../../../nbs/learn/data/splits.ipynb #a2c5729d
 def _check_split(
@@ -306,14 +272,15 @@ def group_split(
     inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
         raise DataError("the data sets have no recordings to divide", code="no-recordings")
-    groups = _joined_groups(table, values, inside)
+    content = table["content"].to_numpy(object)
+    groups = join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
     units, name = groups[inside], group_name(group)
     method = f"Grouped split by {name}, seed {seed}: no group is in two parts."
     part, lacking = _divide(units, label_ids[inside], shares, seed)
     if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
         apart = np.isin(units, units[np.isin(label_ids[inside], lacking)])
         single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
-        units = join_groups(np.array(single), table["content"].to_numpy(object)[inside])
+        units = join_groups(np.array(single), content[inside])
         name = "recording"
         part, lacking = _divide(units, label_ids[inside], shares, seed)
         names = ", ".join(show_path(class_names[k]) for k in np.unique(label_ids[inside][apart]))
@@ -325,16 +292,22 @@ def group_split(
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
-        ways = list(_proposals(table, label_ids, inside, group, shares, seed, needs_validation))
-        counts = label_counts(groups[inside], label_ids[inside])
-        if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
-            ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
+        remedy = _remedy(
+            groups[inside],
+            label_ids[inside],
+            lacking,
+            shares,
+            seed,
+            task,
+            needs_validation,
+            allow_leaky_split,
+        )
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
             found=", ".join(found),
             expected=f"each label in all {len(shares)} parts ({how})",
-            remedy=_remedy(ways, counts, lacking, task, len(shares), allow_leaky_split),
+            remedy=remedy,
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): values.astype(object)}
@@ -356,12 +329,6 @@ def _labelled_table(
         return table, *_labels(opened, table), [len(ds) for ds in opened]
     finally:
         close_opened(opened, sources)
-
-
-def _joined_groups(table: "pd.DataFrame", values: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    "[n] int, group of each recording; groups that share content are one."
-    content = table["content"].to_numpy(object)
-    return join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
 
 
 def _divide(
@@ -395,67 +362,30 @@ def without_validation(
     return found | {last: round(1 - sum(found.values()), 4)}
 
 
-def _other_columns(table: "pd.DataFrame", group: Group) -> Iterator[tuple[str, np.ndarray]]:
-    "Yield other columns that group the recordings, and their values."
-    table = with_date(table)
-    known = {*FILE_COLUMNS, *GROUP_KINDS, "label", "content"}
-    extra = sorted({str(name) for name in table} - known)
-    for name in ("sensor", *GROUP_KINDS, "folder", *extra):
-        if name in table and not (isinstance(group, str) and name == group):
-            values = group_values(table, name, missing="one")
-            if (values != "").all() and 1 < len(np.unique(values)) <= len(values) // 2:
-                yield name, values
-
-
-def _proposals(
-    table: "pd.DataFrame",  # of `recordings_table`
+def _remedy(
+    units: np.ndarray,  # [n] int, groups
     labels: np.ndarray,  # [n] int
-    inside: np.ndarray,  # rows to divide
-    group: Group,  # that was asked for
+    lacking: Sequence[int],  # labels without which the others can be divided
     shares: Mapping[str, float],
     seed: int,
-    needs_validation: bool,
-) -> Iterator[str]:
-    "Yield divisions that have all labels in all parts: without validation, or by another column."
-    fewer = without_validation(shares)
-    options = {"": shares}
-    if not needs_validation and 1 < len(fewer) < len(shares):
-        options["--validation none"] = fewer
-    for name, values in (("", group_values(table, group)), *_other_columns(table, group)):
-        groups = _joined_groups(table, values, inside)
-        for option, parts in options.items():
-            part, lacking = _divide(groups[inside], labels[inside], parts, seed)
-            if lacking:
-                continue
-            part_of = np.full(len(table), -1)
-            part_of[inside] = part
-            leaky = "; leaky" if name and find_shared(table, part_of, list(parts), groups) else ""
-            words = [f"--group {shlex.quote(name)}"] if name else []
-            python = [f"group={name!r}"] if name else []
-            if option:
-                words.append(option)
-                python.append(f"shares={fewer}")
-            n = f"{len(np.unique(groups[inside])):,} groups"
-            yield f"{' '.join(words)} ({n}{leaky}; in Python {', '.join(python)})"
-            break
-
-
-def _remedy(
-    proposals: Sequence[str],
-    counts: np.ndarray,  # [G, K] recordings of each label in each group
-    lacking: Sequence[int],  # labels without which the others can be divided
     task: Task | None,
-    n_parts: int,
+    needs_validation: bool,
     is_allowed: bool,  # whether allow_leaky_split was given
 ) -> str:
     "Return what to do where a part would lack a label."
-    ways = list(proposals)
+    counts = label_counts(units, labels)
+    fewer = without_validation(shares)
+    ways = list[str]()
+    if not needs_validation and 1 < len(fewer) < len(shares) and not _divide(units, labels, fewer, seed)[1]:
+        ways.append(f"--validation none (in Python shares={fewer})")
+    if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
+        ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
     if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
         rare = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
         rare += [task.class_names[k] for k in lacking]
         ways.append(f"--leave-out {shlex.quote(','.join(rare))}")
     totals = counts.sum(0)
-    if not is_allowed and totals[totals > 0].min() >= n_parts:
+    if not is_allowed and totals[totals > 0].min() >= len(shares):
         ways.append("--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky")
     return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
 

@@ -9,6 +9,7 @@ __all__ = ['SAME_CONTENT', 'SAME_FEATURES', 'Collection', 'Neighbour', 'SimilarR
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,10 @@ import numpy as np
 
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError, RecordingError, UsageError, missing_remedy, show_path
-from leakmel.core.store import is_url
-from leakmel.dataset.file.reader import open_dataset, read_rows
+from leakmel.dataset.file.reader import open_dataset
 from leakmel.dataset.run.inputs import SpecLike
-from leakmel.insight.plots import TEXT_COLOUR, apply_style, colour_range, plain_text, styled_subplots
-from leakmel.learn.data.segments import DataSource, conform_recording, cut_into_rows
+from leakmel.insight.plots import mels_by_label
+from leakmel.learn.data.segments import DataSource, conform_recording
 from leakmel.learn.embed.embed import (
     Embeddings,
     Model,
@@ -31,10 +31,9 @@ from leakmel.learn.embed.embed import (
     listed,
     load_embeddings,
     open_embedder,
-    other_features,
     opened_model,
+    require_used,
 )
-from leakmel.learn.evaluate.plots import ScoredSpectrogram, _picture
 from leakmel.mel.engines import log_mel
 from leakmel.mel.spec import MelSpec
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/embed/similar.ipynb #fa1210ff
-_BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
@@ -51,23 +49,22 @@ def nearest(
     vectors: np.ndarray,  # [n, d] float32, n at least 1
     query: np.ndarray,  # [d]
     k: int,  # neighbours, at least 1
-    *,
-    block: int = _BLOCK,  # recordings at once
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first
     "Find the nearest vectors by comparing all."
-    blocks = [vectors[a : a + block] for a in range(0, len(vectors), block)]
-    mean = sum(x.sum(0, dtype=np.float64) for x in blocks) / len(vectors)
-    deviation = np.sqrt(sum(np.square(x - mean).sum(0) for x in blocks) / len(vectors))
+    deviation = vectors.std(0, dtype=np.float64)
     scales = np.where(deviation > _MIN_DEVIATION, deviation, 1.0)
-    apart = np.concatenate([np.sqrt(np.square((x - query) / scales).mean(1)) for x in blocks])
+    apart = np.sqrt(np.square((vectors - query) / scales).mean(1))
     order = np.argsort(apart, kind="stable")[:k]
     return order, apart[order]
 
 # %% ../../../nbs/learn/embed/similar.ipynb #1f525c4a
 SAME_CONTENT, SAME_FEATURES = "same content", "same features"
 _SAME = 1e-3  # largest distance of recordings with the same features: a copy in another encoding has other last digits
+
+
+_COLUMNS = ["path", "label", "similarity", "distance", "duplicate"]
 
 
 @dataclass(frozen=True)
@@ -102,13 +99,8 @@ class SimilarRecordings:
         return {
             "query": show_path(self.query),
             "neighbours": [
-                {
-                    "path": show_path(n.path),
-                    "label": show_path(n.label),
-                    "similarity": n.similarity,
-                    "distance": n.distance,
-                    "duplicate": n.duplicate,
-                }
+                {name: getattr(n, name) for name in _COLUMNS}
+                | {"path": show_path(n.path), "label": show_path(n.label)}
                 for n in self.neighbours
             ],
             "labels": {show_path(name): n for name, n in self.labels.items()},
@@ -123,28 +115,22 @@ class SimilarRecordings:
         "One row per neighbour: path, label, similarity, distance and duplicate."
         import pandas as pd
 
-        columns = ["path", "label", "similarity", "distance", "duplicate"]
-        return pd.DataFrame(self.summary["neighbours"], columns=columns)
+        return pd.DataFrame(self.summary["neighbours"], columns=_COLUMNS)
 
     def text(self) -> str:
         "Return the neighbours as text."
         s = self.summary
-        width = max((len(n["label"]) for n in s["neighbours"]), default=0)
+        width = max(len(n["label"]) for n in s["neighbours"])
         near = [
             f"  {n['similarity']:.3f}  {n['label']:<{max(width, 1)}}  {n['path']}"
             + (f"  duplicate: {n['duplicate']}" if n["duplicate"] else "")
             for n in s["neighbours"]
         ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lost = f"  {s['rejected']:,} files could not be read and were not searched"
-        return "\n".join(
-            [
-                f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
-                *near,
-                f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
-                *([lost] if s["rejected"] else []),
-            ]
-        )
+        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
+        head = f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}"
+        labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
+        return "\n".join([head, *near, labels, *lost])
 
     def figure(
         self,
@@ -159,14 +145,22 @@ class SimilarRecordings:
                 expected=f"1 to {_MOST_PICTURES}",
             )
         near = self.neighbours[:most]
-        pictures = [("query", show_path(self.query), _features_of(self.query, self.among.spec, self.length))]
-        for n, mels in zip(near, _neighbour_features(self.among, [n.number for n in near], self.length)):
-            about = ", ".join(filter(None, [f"{n.similarity:.3f}", show_path(n.label), n.duplicate]))
-            pictures.append((about, show_path(n.path), mels))
-        return _pictures(pictures, self.among.spec)
+        spec = self.among.spec
+        mels = [_features_of(self.query, spec), *_neighbour_features(self.among, [n.number for n in near])]
+        about = [", ".join(filter(None, [f"{n.similarity:.3f}", n.label, n.duplicate])) for n in near]
+        paths: list[Path | bytes] = [self.query, *(n.path for n in near)]
+        titles = [f"{text}  {show_path(path)}" for text, path in zip(["query", *about], paths)]
+        fig = mels_by_label(
+            np.stack(mels),
+            titles,
+            spec.mel_hz,
+            long_start_s=np.arange(spec.row_shape[0]) * spec.long_hop / spec.sample_rate,
+            short_start_s=np.arange(spec.row_shape[1]) * spec.short_hop / spec.sample_rate,
+            hop_s=spec.hop_length / spec.sample_rate,
+        )
+        return fig.update_layout(title_text="The query and the most similar recordings")
 
-    def __repr__(self) -> str:
-        return self.text()
+    __repr__ = text
 
     def _repr_html_(self) -> str:
         return self.table.to_html(float_format="{:.3f}".format)
@@ -175,79 +169,31 @@ class SimilarRecordings:
 _MOST_PICTURES = 12
 
 
-def _features_of(path: str | os.PathLike | bytes, spec: MelSpec, length: str) -> np.ndarray | None:
-    "Compute the features of a recording, [L, S, M, T] dB; None where it cannot be read."
+def _features_of(path: str | os.PathLike | bytes, spec: MelSpec) -> np.ndarray:
+    "Compute the features of a recording, [L, S, M, T] dB; NaN where it cannot be read."
     try:
-        row, _ = conform_recording(read_wav(path), spec, length)
+        row, _ = conform_recording(read_wav(path), spec, "spec")
     except (RecordingError, OSError):
-        return None
-    rows, counts = cut_into_rows(row, spec)
-    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
+        return np.full(spec.row_shape, np.nan, np.float32)
+    return log_mel(row, spec, engine="reference")
 
 
-def _neighbour_features(among: Embeddings, numbers: Sequence[int], length: str) -> list[np.ndarray | None]:
+def _neighbour_features(among: Embeddings, numbers: Sequence[int]) -> list[np.ndarray]:
     "Read the features of recordings again, from the data sets or from the files."
-    if not len(numbers) or among.rows[numbers[0]] < 0:
-        folder = among.sources[0]
-        paths = [os.path.join(os.fsencode(folder), among.paths[k]) for k in numbers]
-        return [None if is_url(folder) else _features_of(path, among.spec, length) for path in paths]
-    found: dict[int, np.ndarray] = {}
-    start = 0
-    for source in among.sources:
-        try:
+    folder, rows = os.fsencode(among.sources[0]), among.rows[list(numbers)]
+    if (rows < 0).all():
+        return [_features_of(os.path.join(folder, among.paths[k]), among.spec) for k in numbers]
+    found = np.full((len(rows), *among.spec.row_shape), np.nan, np.float32)
+    with suppress(DataError):  # removed since: the rows of later files are not known
+        for source in among.sources:
             with open_dataset(source) as ds:
-                own = [k for k in numbers if start <= among.rows[k] < start + len(ds)]
-                found |= dict(zip(own, read_rows(ds.mels, among.rows[own] - start))) if own else {}
-                start += len(ds)
-        except DataError:
-            break  # removed since: the rows of later files are not known
-    return [found.get(k) for k in numbers]
-
-
-def _pictures(shown: Sequence[tuple[str, str, np.ndarray | None]], spec: MelSpec) -> "go.Figure":
-    import plotly.graph_objects as go
-
-    empty = np.full(spec.row_shape, np.nan, np.float32)
-    given = [empty if mels is None else mels for _, _, mels in shown]
-    pictures = [_picture(ScoredSpectrogram("", x, np.zeros(len(x))), spec) for x in given]
-    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
-    titles = [f"{plain_text(about)}  {plain_text(path)}" for about, path, _ in shown]
-    n = len(shown)
-    fig = styled_subplots(rows=n, cols=1, shared_xaxes=True, vertical_spacing=0.25 / n, subplot_titles=titles)
-    fig.update_annotations(font=dict(size=11, color=TEXT_COLOUR), x=0, xanchor="left")
-    for k, (_, times, picture) in enumerate(pictures):
-        heat = go.Heatmap(
-            z=picture.round(1), x=times.round(3), y=np.round(spec.mel_hz, 1), coloraxis="coloraxis"
-        )
-        fig.add_trace(heat, row=k + 1, col=1)
-        fig.update_yaxes(title=dict(text="Hz"), row=k + 1, col=1)
-    fig.update_xaxes(title=dict(text="time (s)"), row=n, col=1)
-    bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
-    fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
-    return apply_style(
-        fig,
-        "The query and the most similar recordings",
-        "Log-mel spectrograms with one colour scale; before the path: similarity and label",
-        110 + 130 * n,
-    )
+                for k in np.flatnonzero((rows >= 0) & (rows < len(ds))):
+                    found[k] = ds.mels[rows[k]]
+                rows = rows - len(ds)
+    return list(found)
 
 # %% ../../../nbs/learn/embed/similar.ipynb #9c451819
 Collection = DataSource | Sequence[DataSource] | Embeddings
-
-
-def _require_stored(found: Embeddings, spec: SpecLike, length: str | None) -> None:
-    "Refuse features and a length other than those of embeddings; raises DataError."
-    wrong = other_features(spec, found.spec)
-    if length is not None and found.length and length != found.length:
-        wrong.append(f"length {length}, not {found.length}")
-    if wrong:
-        raise DataError(
-            "the embeddings were computed with other features",
-            code="other-embeddings",
-            path=found.sources[0],
-            found=", ".join(wrong),
-            remedy="leave these options out, or compute the embeddings again",
-        )
 
 
 def similar(
@@ -263,7 +209,7 @@ def similar(
     progress: str = "auto",
 ) -> SimilarRecordings:  # raises LeakmelError
     "Find the recordings that are most similar to a recording, by exact search."
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if not isinstance(k, int) or k < 1:
         raise UsageError("k must be a whole number of at least 1", code="out-of-range", found=repr(k))
     path = Path(os.path.abspath(query))
     if not path.is_file():
@@ -278,7 +224,7 @@ def similar(
     if isinstance(among, (str, os.PathLike)) and Path(among).suffix.lower() == ".npz":
         among = load_embeddings(among)
     found = among if isinstance(among, Embeddings) else embed(detector, among, spec=spec, **given)
-    _require_stored(found, spec, length)
+    require_used(spec, found.spec, length, found.length, DataError, "other-embeddings")
     given["length"] = length = length or found.length or "spec"
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
@@ -290,8 +236,8 @@ def similar(
             expected=embedder.name,
             remedy="name the model that computed them, or compute them again",
         )
-    one = listed(path.parent, [os.fsencode(path.name)])
-    own = embed_recordings(one, embedder, **given | {"progress": "none"})
+    given |= {"progress": "none"}
+    own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
     if not len(own):
         why = own.rejections[0]
         raise DataError(
@@ -313,7 +259,8 @@ def similar(
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []
     for i, apart in zip(numbers.tolist(), distances.tolist()):
-        same = bool(own.digests[0]) and found.digests[i] == own.digests[0]
-        mark = SAME_CONTENT if same else SAME_FEATURES if apart < _SAME else ""
+        mark = SAME_FEATURES if apart < _SAME else ""
+        if own.digests[0] and found.digests[i] == own.digests[0]:
+            mark = SAME_CONTENT
         neighbours.append(Neighbour(found.paths[i], found.labels[i], 1 / (1 + apart), apart, mark, i))
     return SimilarRecordings(path, tuple(neighbours), found, length)

@@ -32,9 +32,8 @@ from leakmel.core.threads import safe_module_path
 from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group, group_values, recordings_of
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, Task
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
-from leakmel.learn.data.task import Task
 from leakmel.learn.evaluate.plots import reliability_figure, roc_figure
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
 from leakmel.learn.metrics.decisions import HeldOutScores, cross_calibrated

@@ -28,9 +28,8 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, recordings_of, shared_values
-from leakmel.learn.data.segments import close_opened, open_sources, Segments, source_list
+from leakmel.learn.data.segments import Segments, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.splits import existing_split, LeakySplitWarning, Split
-from leakmel.learn.data.task import Task
 from leakmel.learn.evaluate.plots import (
     confusion_figure,
     errors_figure,
@@ -77,8 +76,8 @@ from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.devices import pick_device
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import CHAMPION_FILE, model_file
-from leakmel.learn.model.provenance import find_overlap, Overlap
+from leakmel.learn.model.files import CHAMPION_FILE, model_file
+from leakmel.learn.model.card import find_overlap, Overlap
 from leakmel.learn.train.inputs import row_digests, Sources, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 

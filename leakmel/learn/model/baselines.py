@@ -29,9 +29,6 @@ BASELINE_TITLES = {
     "mean_mels": "Mean mels, logistic",
     "trees": "Trees on band statistics",
 }
-NO_TREES = (
-    "The spectral detector contains trees on band statistics, so the verdict does not compare it with them."
-)
 _SILENT_DB = -120.0
 _BLOCK_ROWS = 256  # rows
 
@@ -136,4 +133,5 @@ def judge(
     "Decide whether a detector beats the baselines."
     with_trees = is_spectral and "trees" in baselines
     against = [m for name, m in baselines.items() if not (with_trees and name == "trees")]
-    return give_verdict(boot, model, against, figure), (NO_TREES,) * with_trees
+    note = "The spectral detector contains trees on band statistics, so the verdict does not compare it with them."
+    return give_verdict(boot, model, against, figure), (note,) * with_trees

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import h5py
 
-from leakmel.core.errors import DataError, OutputError, missing_remedy, show_path, write_error
-from leakmel.core.files import digest_of_file, replacing, write_whole
+from leakmel.core.errors import DataError, OutputError, missing_remedy, show_path
+from leakmel.core.files import digest_of_file, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 from leakmel.dataset.export.card import (
@@ -52,9 +52,12 @@ class Card:
     @property
     def summary(self) -> dict[str, Any]:
         "The result as plain values, for machines."
-        paths = {"card": self.path, "metadata": self.metadata_path}
-        shown = {name: None if path is None else show_path(path) for name, path in paths.items()}
-        return shown | {"license": self.metadata["license"], "files": self.metadata["distribution"]}
+        return {
+            "card": self.path and show_path(self.path),
+            "metadata": self.metadata_path and show_path(self.metadata_path),
+            "license": self.metadata["license"],
+            "files": self.metadata["distribution"],
+        }
 
     def _repr_markdown_(self) -> str:
         return self.markdown
@@ -63,51 +66,32 @@ class Card:
         return self.markdown
 
     def write(self, path: Path, metadata_path: Path) -> None:  # raises OutputError, SpaceError
-        "Write card and metadata; both files are complete before either of them is renamed."
+        "Write card and metadata."
         for target in (path, metadata_path):
-            _require_ours(target)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise write_error(e, path.parent) from e
-        with replacing(path) as new, replacing(metadata_path) as new_metadata:
-            new.write_text(self.markdown, encoding="utf-8", errors="backslashreplace")
-            new_metadata.write_text(croissant_text(dict(self.metadata)), encoding="utf-8")
-
-
-_MOST_BYTES = 1 << 26  # of a card or description that is read
+            if os.path.lexists(target) and not _ours(target):
+                raise OutputError(
+                    "the path exists and is not a card of leakmel, so it is not replaced",
+                    code="other-file-in-the-way",
+                    path=target,
+                    remedy="choose another folder (--out), or move it elsewhere",
+                )
+        write_whole(path, self.markdown)
+        write_whole(metadata_path, croissant_text(dict(self.metadata)))
 
 
 def _ours(path: Path) -> str:  # empty: it does not exist, or is another file
     "Return the text of a card or a description of leakmel."
     if not path.is_file() or path.is_symlink():
         return ""
-    with path.open("rb") as f:
-        content = f.read(_MOST_BYTES)
-    is_ours = content.startswith(tuple(text.encode() for text in _BEGINNINGS[path.suffix]))
-    return content.decode("utf-8", "backslashreplace") if is_ours else ""
-
-
-def _require_ours(path: Path) -> None:
-    "Refuse to replace another file; raises OutputError."
-    if os.path.lexists(path) and not _ours(path):
-        raise OutputError(
-            "the path exists and is not a card of leakmel, so it is not replaced",
-            code="other-file-in-the-way",
-            path=path,
-            remedy="choose another folder (--out), or move it elsewhere",
-        )
+    text = path.read_text(encoding="utf-8", errors="backslashreplace")
+    return text if text.startswith(_BEGINNINGS[path.suffix]) else ""
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490008
-def _digests(files: list[Path], progress: str) -> dict[Path, str]:
-    "Return the SHA-256 digests of files."
+def _digests(files: list[Path], progress: str) -> dict[str, str]:
+    "Return the SHA-256 digests of files, by name."
     n_bytes = sum(os.path.getsize(file) for file in files)
     with Progress(n_bytes, unit="bytes", label="SHA-256", show=progress, after_s=1.0) as bar:
-        return {file: digest_of_file(file, "sha256", bar.add) for file in files}
-
-
-def _by_name(digests: Mapping[Path, str]) -> dict[str, str]:
-    return {show_path(file.name): digest for file, digest in digests.items()}
+        return {show_path(file.name): digest_of_file(file, "sha256", bar.add) for file in files}
 
 
 def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
@@ -115,22 +99,18 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
     with ExitStack() as opened:
         sources = open_sources(path, opened)
         digests = _digests([s.data.path for s in sources], progress)
-        facts = [data_set_facts(s) | {"sha256": digests[s.data.path]} for s in sources]
+        facts = [data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources]
     counts = ", ".join(f"{f['split']} {f['rows']:,}" for f in facts)
     metadata = croissant(
         path.name,
         f"Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks. Rows: {counts}.",
-        _by_name(digests),
+        digests,
         media="application/x-hdf5",
         version=facts[0]["leakmel_version"],
-        date=str(facts[0].get("built", ""))[:10] or _today(),
+        date=str(facts[0].get("built", ""))[:10] or str(datetime.now(UTC).date()),
         license=license,
     )
     return Card(data_set_card(facts, name=show_path(path.name), license=license), metadata)
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490009
 _MODEL_CARD = """
@@ -224,7 +204,6 @@ Alarm budgets and probabilities are not available: there are no held-out scores.
 - SHA-256 of the file: {{ digest }}
 {% endif %}
 """
-_BUDGETS = (1, 5, 10)  # false alarms per 100 recordings without a leak
 
 
 def model_card(
@@ -250,7 +229,7 @@ def model_card(
         name=name,
         evaluation_text=evaluation_text,
         training=training if isinstance(training, dict) else {},
-        budgets=[] if scores is None else [alarm_threshold(scores, n) for n in _BUDGETS],
+        budgets=[] if scores is None else [alarm_threshold(scores, n) for n in (1, 5, 10)],
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],
@@ -272,19 +251,6 @@ def is_card(f: BinaryIO) -> bool:
     return f.read(len(_MODEL_TITLE)) == _MODEL_TITLE.encode()
 
 
-def write_card(
-    detector: "Detector",
-    model: Path,  # its file
-) -> Path:  # raises OutputError
-    "Write the model card next to the model file; replaces an earlier card only."
-    from leakmel.learn.model.files import require_kind
-
-    path = model.parent / _names(model, True)[0]
-    require_kind(path, "model card", is_card)
-    write_whole(path, model_card(detector, model.name))
-    return path
-
-
 def _model_card(path: Path, license: str | None, progress: str) -> Card:
     "Make the card of a detector."
     from leakmel.learn.model.card import evaluation_text
@@ -295,14 +261,16 @@ def _model_card(path: Path, license: str | None, progress: str) -> Card:
     metadata = croissant(
         path.name,
         f"Leak detector ({detector.kind}) for recordings of pipes. {evaluation_text(detector.evaluations)}.",
-        _by_name(digests),
+        digests,
         media="application/octet-stream",
         version=str(detector.record.get("leakmel_version", "not known")),
-        date=_today(),
+        date=str(datetime.now(UTC).date()),
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )
-    return Card(model_card(detector, path.name, license=license, digest=digests[path]), metadata)
+    return Card(
+        model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
+    )
 
 # %% ../../../nbs/learn/model/cards.ipynb #f049000b
 def _given_before(
@@ -323,9 +291,8 @@ def _is_data_set(path: Path) -> bool:
     if path.is_dir():
         return any((path / data_set_name(s)).is_file() for s in ("TRAINING", "VALIDATION", "TESTING", ""))
     if not path.is_file():
-        text = "this is not a regular file" if os.path.lexists(path) else "the file does not exist"
         raise DataError(
-            text,
+            "this is not a regular file" if os.path.lexists(path) else "the file does not exist",
             code="no-such-file",
             path=path,
             expected="a data set, a detector, or a folder of one of them",
@@ -348,7 +315,7 @@ def card(
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
     if is_model:
-        from leakmel.learn.model.locate import model_file
+        from leakmel.learn.model.files import model_file
 
         given = Path(os.path.abspath(model_file(given)))
     make = _model_card if is_model else _data_set_card
@@ -368,9 +335,12 @@ def update_card(
     model: Path,  # its file, which was just written
 ) -> Path:  # raises OutputError, SpaceError
     "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
-    license, metadata = _given_before(*(model.parent / name for name in _names(model, True)))
+    from leakmel.learn.model.files import require_kind
+
+    path, metadata_path = (model.parent / name for name in _names(model, True))
+    license, metadata = _given_before(path, metadata_path)
     if license is None and not metadata:
-        return write_card(detector, model)
-    made = card(model, out=model.parent, progress="none")
-    assert made.path is not None
-    return made.path
+        require_kind(path, "model card", is_card)
+        return write_whole(path, model_card(detector, model.name))
+    card(model, out=model.parent, progress="none")
+    return path

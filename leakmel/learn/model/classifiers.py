@@ -40,15 +40,6 @@ class BlendSettings:
     slopes: tuple[float, ...]  # of each member
     offsets: tuple[float, ...]
 
-    def __post_init__(self):
-        is_finite = all(map(math.isfinite, (*self.slopes, *self.offsets)))
-        if not len(self.slopes) == len(self.offsets) > 0 or not is_finite or self.leak < 0:
-            raise UsageError(
-                "a blend needs a slope and an offset for each member",
-                code="invalid-net",
-                found=f"{len(self.slopes)} slopes, {len(self.offsets)} offsets",
-            )
-
 
 class BlendClassifier(nn.Module):
     "Mean of calibrated classifiers."
@@ -62,12 +53,15 @@ class BlendClassifier(nn.Module):
     ):
         super().__init__()
         sizes = [member.settings.n_classes for member in members]
-        if len(members) != len(settings.slopes) or settings.leak >= min(sizes):
+        lines = (*settings.slopes, *settings.offsets)
+        is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0 and all(
+            map(math.isfinite, lines)
+        )
+        if not is_whole or not 0 <= settings.leak < min(sizes):
             raise UsageError(
                 "the members of a blend do not fit its calibrations or its leak class",
                 code="invalid-net",
-                found=f"{len(members)} members of {sizes} classes, leak class {settings.leak}",
-                expected=f"{len(settings.slopes)} members",
+                found=f"{len(sizes)} members of {sizes} classes, {settings}",
             )
         self.settings = settings
         self.members = nn.ModuleList(members)
@@ -84,16 +78,11 @@ class BlendClassifier(nn.Module):
     ) -> Tensor:  # [B, L, K] float32
         "Return the probability of each class in each long segment."
         s = self.settings
-        leak = torch.zeros(rows.shape[:2], device=rows.device)
-        total: Tensor | None = None
-        for member, slope, offset in zip(self.members, s.slopes, s.offsets):
-            found = member.class_probabilities(rows, mask)  # type: ignore[operator]
-            leak = leak + platt(found[..., s.leak], slope, offset)
-            total = found if total is None else total + found
-        leak = leak[..., None] / len(s.slopes)
-        assert total is not None
-        is_leak = torch.arange(total.shape[-1], device=rows.device) == s.leak
-        others = torch.where(is_leak, 0, total)
+        found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
+        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
+        leak = sum(leaks[1:], leaks[0])[..., None] / len(leaks)
+        is_leak = torch.arange(found[0].shape[-1], device=rows.device) == s.leak
+        others = torch.where(is_leak, 0, sum(found[1:], found[0]))
         return torch.where(is_leak, leak, (1 - leak) * others / others.sum(-1, keepdim=True).clamp_min(1e-12))
 
 # %% ../../../nbs/learn/model/classifiers.ipynb #cl000006

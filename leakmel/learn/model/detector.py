@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/learn/model/detector.ipynb #a4e28ae7
 import json, os, re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from numbers import Real
@@ -21,25 +21,25 @@ from torch import Tensor
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
-from leakmel.learn.data.loaders import open_loader
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.task import Task
+from leakmel.learn.data.segments import Segments, Task, open_loader
 from leakmel.learn.metrics.decisions import HeldOutScores
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, vote_scores
 from leakmel.learn.model.card import (
     EvaluationRecord,
+    Provenance,
     held_out_from_plain,
     held_out_to_plain,
+    provenance_from_plain,
+    provenance_to_plain,
     record_from_plain,
 )
-from leakmel.learn.model.devices import AdaptiveBatches, is_out_of_memory, memory_guard
+from leakmel.learn.model.devices import AdaptiveBatches, memory_guard
 from leakmel.core.files import write_whole
-from leakmel.learn.model.files import load_plain, plain_bytes, require_kind
+from leakmel.learn.model.files import champion_file, load_plain, plain_bytes, require_kind
 from leakmel.learn.model import classifiers
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
-from leakmel.learn.model.net import LeakNet
+from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import SpectralClassifier
-from leakmel.learn.model.provenance import Provenance, from_plain, to_plain
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
@@ -80,9 +80,13 @@ class Detector:
     evaluations: tuple[EvaluationRecord, ...] = ()  # of this classifier
 
     def __post_init__(self):
-        if self.vote not in VOTES:
+        is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
+        if self.vote not in VOTES or not is_share:
             raise UsageError(
-                "the voting rule is unknown", code="usage", found=repr(self.vote), expected=", ".join(VOTES)
+                "a detector needs a known voting rule, and a share above 0 and at most 1",
+                code="usage",
+                found=f"{self.vote!r}, {self.share!r}",
+                expected=", ".join(VOTES),
             )
         if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
             raise UsageError(
@@ -90,15 +94,10 @@ class Detector:
                 code="invalid-detector",
                 found=self.thresholds,
             )
-        if isinstance(self.share, bool) or not isinstance(self.share, Real) or not 0 < self.share <= 1:
-            raise UsageError(
-                "share must be a number above 0 and at most 1", code="usage", found=repr(self.share)
-            )
         self.share = float(self.share)
-        for member in self.members:
-            s = member.settings
+        for s in (member.settings for member in self.members):
             n_mels, width = (s.n_mels, None) if self.spec is None else image_shape(self.spec.row_shape)
-            own_width = s.width if isinstance(member, LeakNet) and width is not None else width
+            own_width = s.width if isinstance(s, NetSettings) and width is not None else width
             if (s.n_mels, own_width, s.n_classes) != (n_mels, width, len(self.task.model_names)):
                 raise UsageError(
                     "the classifier does not fit the features or the classes",
@@ -135,11 +134,10 @@ class Detector:
         # raises UsageError for another number of dimensions
         "Compute the probability of each class in each long segment."
         if rows.ndim != 5:
-            found = f"shape {tuple(rows.shape)}"
             raise UsageError(
                 "the tensor does not have the shape of data set rows",
                 code="wrong-shape",
-                found=found,
+                found=f"shape {tuple(rows.shape)}",
                 expected="[B, L, S, M, T]",
             )
         n, n_long = rows.shape[:2]
@@ -197,7 +195,7 @@ class Detector:
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": to_plain(self.provenance),
+            "seen": provenance_to_plain(self.provenance),
         }
         if self.held_out is not None:
             values["held_out"] = held_out_to_plain(self.held_out)
@@ -241,16 +239,13 @@ def load_detector(
     values = load_plain(path)
     if values.get("format") != FORMAT:
         found = show_path(str(values.get("format")))[:60]
-        of_training = (
-            "this is a checkpoint; use the training's model.pt, or checkpoints/best.pt before it is finished"
-        )
         raise DataError(
             "this version cannot read the file as a detector",
             code="not-a-detector",
             path=path,
             found=found,
             expected=FORMAT,
-            remedy=of_training if "training" in found else None,
+            remedy="of a training, use model.pt, or checkpoints/best.pt before it is finished",
         )
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
@@ -259,9 +254,9 @@ def load_detector(
                 classifier=classifiers.from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
-                provenance=from_plain(values.get("seen")),
+                provenance=provenance_from_plain(values["seen"]),
                 held_out=held_out_from_plain(values.get("held_out")),
-                evaluations=tuple(map(record_from_plain, head.get("evaluations", ()))),
+                evaluations=tuple(map(record_from_plain, head["evaluations"])),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):
@@ -282,6 +277,13 @@ def load_detector(
             path=path,
             remedy="train the detector again",
         ) from e
+
+
+def load_champion(
+    folder: str | os.PathLike,  # of retraining rounds
+) -> Detector:  # raises DataError as `champion_file` does
+    "Load the current champion."
+    return load_detector(champion_file(Path(folder)))
 
 
 def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
@@ -333,6 +335,25 @@ def spec_differences(
     return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_IN_SEGMENT_FEATURES and a[n] != b[n]]
 
 # %% ../../../nbs/learn/model/detector.ipynb #11cf6d53
+def send_to_host(
+    scores: Tensor,  # of any shape, on the device of a detector
+) -> Callable[[], np.ndarray]:  # returns them, of the same shape and type
+    "Send scores to the host; the result waits for them, and for nothing that is queued later."
+    if scores.device.type != "cuda":
+        found = scores.numpy()
+        return lambda: found
+    out = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+    there = torch.cuda.Event()
+    out.copy_(scores, non_blocking=True)
+    there.record(torch.cuda.current_stream(scores.device))
+
+    def arrived() -> np.ndarray:
+        there.synchronize()
+        return out.numpy()
+
+    return arrived
+
+
 def class_scores(
     detector: Detector,
     ds: Segments,  # recordings, level "recording"
@@ -344,19 +365,43 @@ def class_scores(
     # raises DataError, MachineError
     "Compute the probability of each class in each long segment of each recording."
     check_features(detector, ds)
-    with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
-        detector.classifier.to(device)
+    if files_per_batch < 1:
+        raise UsageError("files_per_batch must be at least 1", code="out-of-range", found=files_per_batch)
+    on = torch.device(device)
     found = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32)
+    if not len(ds):
+        return found
+    with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
+        detector.classifier.to(on)
+    portions = AdaptiveBatches(files_per_batch)
     done = 0
 
-    def score(mels: Tensor, rows: slice) -> Tensor:
-        return detector.class_scores(mels, ds.segment_counts[rows])
+    def score(x: Tensor, start: int, part: slice) -> tuple[slice, Callable[[], np.ndarray]]:
+        rows = slice(start + part.start, start + part.stop)
+        scores = detector.class_scores(x[part].to(on, non_blocking=True), ds.segment_counts[rows])
+        return rows, send_to_host(scores)
 
-    for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):
-        found[done : done + len(scores)] = scores
-        done += len(scores)
-        if progress is not None:
-            progress(done)
+    def collect(sent: list[tuple[slice, Callable[[], np.ndarray]]]) -> None:
+        for rows, arrived in sent:
+            found[rows] = arrived()
+        if sent and progress is not None:
+            progress(sent[-1][0].stop)
+
+    sent = list[tuple[slice, Callable[[], np.ndarray]]]()  # of the batch before
+    with (
+        memory_guard(
+            "memory is too small to read the recordings for scoring",
+            "lower files_per_batch, or free some memory",
+        ),
+        open_loader(ds, files_per_batch, kind="stream", device=on, shuffle=False) as loader,
+    ):
+        vars(loader)["transfer"] = lambda batch: batch  # portions of it are copied to the device
+        for batch in loader:
+            coming = portions.each(len(batch), partial(score, batch.x, done))
+            collect(sent)
+            sent = coming
+            done += len(batch)
+    collect(sent)
     if not np.isfinite(found[ds.segment_mask]).all():
         raise DataError(
             "the model returns NaN or infinite scores",
@@ -378,77 +423,3 @@ def score_rows(
     "Compute the probability of a leak in each long segment of each recording."
     found = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
     return found[..., detector.task.leak_in_model]
-
-# %% ../../../nbs/learn/model/detector.ipynb #ad121041
-def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
-    "Rows, batch by batch, in order; those that are streamed are on the host, page-locked for a GPU."
-    n_done = 0
-    for kind in ("auto", "stream"):
-        if n_done * size >= len(ds):
-            return
-        try:
-            with open_loader(ds, size, kind=kind, device=device, shuffle=False, progress="none") as loader:
-                vars(loader)["transfer"] = lambda batch: batch  # portions of it are copied to the device
-                for _ in range(n_done):
-                    loader.order.advance()
-                for batch in loader:
-                    n_done += 1
-                    yield batch.x
-        except (RuntimeError, MemoryError) as e:
-            if kind == "stream" or not is_out_of_memory(e):
-                raise
-
-
-def scores_by_batch(
-    ds: Segments,  # recordings, level "recording"
-    score: Callable[
-        [Tensor, slice], Tensor
-    ],  # rows [n, L, S, M, T] on the device, and which of `ds` they are -> scores [n, ...] there
-    *,
-    device: str | torch.device = "cpu",
-    files_per_batch: int = 64,  # recordings that are scored at once; less where memory runs out
-) -> Iterator[
-    np.ndarray
-]:  # scores of one batch after the other; raises MachineError if a single recording does not fit
-    "Score recordings; a batch's scores are yielded after the next one is queued, so that a GPU always has work."
-    if not len(ds):
-        return
-    on = torch.device(device)
-    if files_per_batch < 1:
-        raise UsageError("files_per_batch must be at least 1", code="out-of-range", found=files_per_batch)
-    portions = AdaptiveBatches(files_per_batch)
-    start = 0
-    last = list[Callable[[], np.ndarray]]()
-    too_small = "memory is too small to read the recordings for scoring"
-    with memory_guard(too_small, "lower files_per_batch, or free some memory"):
-        for x in _batches(ds, files_per_batch, on):
-
-            def score_part(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:
-                rows = slice(start + part.start, start + part.stop)
-                return send_to_host(score(x[part].to(on, non_blocking=True), rows))
-
-            coming = portions.each(len(x), score_part)
-            if last:
-                yield np.concatenate([arrived() for arrived in last])
-            last = coming
-            start += len(x)
-    yield np.concatenate([arrived() for arrived in last])
-
-# %% ../../../nbs/learn/model/detector.ipynb #ca3cd7b7
-def send_to_host(
-    scores: Tensor,  # of any shape, on the device of a detector
-) -> Callable[[], np.ndarray]:  # returns them, of the same shape and type
-    "Send scores to the host; the result waits for them, and for nothing that is queued later."
-    if scores.device.type != "cuda":
-        found = scores.numpy()
-        return lambda: found
-    out = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
-    there = torch.cuda.Event()
-    out.copy_(scores, non_blocking=True)
-    there.record(torch.cuda.current_stream(scores.device))
-
-    def arrived() -> np.ndarray:
-        there.synchronize()
-        return out.numpy()
-
-    return arrived

@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../../nbs/learn/model/devices.ipynb #5fb10051
-import ctypes, logging, re
+import ctypes, logging, re, sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -51,17 +50,12 @@ def pick_device(
     return f"{found[1]}:{number}"
 
 # %% ../../../nbs/learn/model/devices.ipynb #freed002
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_KEPT_BYTES = 1 << 28  # of free memory, at most
-_BLOCK_BYTES = 1 << 25  # larger blocks are still returned
-
-
 def keep_freed_memory() -> None:
     "Let the C library keep up to 256 MB of freed memory in this process for later arrays; does nothing without glibc."
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: larger blocks are still returned
+        mallopt(-1, 1 << 28)  # M_TRIM_THRESHOLD: free memory that is kept, at most
 
 # %% ../../../nbs/learn/model/devices.ipynb #d5925e74
 def is_out_of_memory(
@@ -101,54 +95,52 @@ class AdaptiveBatches:
         self,
         most: int,  # rows at once, at least 1
         trim: Callable[[], object] = torch.cuda.empty_cache,  # gives unused memory back
+        unit: str = "recording",  # what a row is
     ):
         self.most = most
         self.n_ran_out = 0
         self._trim = trim
+        self._unit = unit
 
-    def _attempt(self, n: int, work: Callable[[], T]) -> tuple[T] | None:
-        "Return the result; None: memory ran out."
-        try:
-            return (work(),)
-        except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(e):
-                raise
-            why = str(e).partition("\n")[0] or type(e).__name__
-        self._trim()  # outside of the handler, which holds what the failed attempt made
-        if n == 1:
-            raise MachineError(
-                "memory is too small to score a single recording",
-                code="out-of-memory",
-                found=why,
-                remedy="free some memory, use a model with a smaller network, or device='cpu'",
-            )
-        self.most = n // 2
-        self.n_ran_out += 1
-        _LOG.warning("memory ran out: continuing with %d recordings at once", self.most)
-        return None
+    def fit(
+        self,
+        make: Callable[[int], T],  # from a number of rows; again from a smaller one after memory ran out
+        limit: int = sys.maxsize,  # rows that there are
+    ) -> T:  # raises MachineError if a single row does not fit into memory
+        "Call a function with the largest number of rows that fits into memory."
+        while True:
+            n = min(self.most, limit)
+            try:
+                return make(n)
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e):
+                    raise
+                why = str(e).partition("\n")[0] or type(e).__name__
+            self._trim()  # outside of the handler, which holds what the failed attempt made
+            if n == 1:
+                raise MachineError(
+                    f"memory is too small for a single {self._unit}",
+                    code="out-of-memory",
+                    found=why,
+                    remedy="free some memory, use a smaller network, or device='cpu'",
+                )
+            self.most = n // 2
+            self.n_ran_out += 1
+            _LOG.warning("memory ran out: continuing with %d %ss at once", self.most, self._unit)
 
     def each(
         self,
         n: int,  # rows
-        work: Callable[
-            [slice], T
-        ],  # for portions of them, in order; again in smaller ones after memory ran out
-    ) -> list[T]:  # of each portion; raises MachineError if a single row does not fit into memory
+        work: Callable[[slice], T],  # for portions of them, in order
+    ) -> list[T]:  # of each portion; raises MachineError as `fit` does
         "Process rows batch by batch."
         found = list[T]()
         start = 0
-        while start < n:
-            part = slice(start, min(n, start + self.most))
-            if (done := self._attempt(part.stop - start, partial(work, part))) is not None:
-                found.append(done[0])
-                start = part.stop
-        return found
 
-    def fit(
-        self,
-        make: Callable[[int], T],  # from a number of rows
-    ) -> T:  # raises MachineError if a single row does not fit into memory
-        "Call a function with the largest number of rows that fits into memory."
-        while (done := self._attempt(self.most, partial(make, self.most))) is None:
-            pass
-        return done[0]
+        def portion(size: int) -> tuple[int, T]:
+            return start + size, work(slice(start, start + size))
+
+        while start < n:
+            start, done = self.fit(portion, n - start)
+            found.append(done)
+        return found

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import read_rows
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.task import Task
+from leakmel.learn.data.segments import Segments, Task
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings
 
 # %% ../../../nbs/learn/model/net.ipynb #f36eee85
@@ -43,15 +42,13 @@ class NetSettings:
     dropout: float = 0.3  # share of features that a training step leaves out, 0 to below 1
 
     def __post_init__(self):
-        sizes = {"n_mels": (self.n_mels,), "width": (self.width,), "n_classes": (self.n_classes,)}
-        for name, values in (sizes | {"channels": self.channels or (0,)}).items():
-            least = 2 if name == "n_classes" else 1
-            if any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-                raise UsageError(
-                    f"{name} must be a whole number of at least {least}",
-                    code="invalid-net",
-                    found=repr(values),
-                )
+        sizes = (self.n_mels, self.width, self.n_classes, *self.channels)
+        if any(type(v) is not int or v < 1 for v in sizes) or self.n_classes < 2 or not self.channels:
+            raise UsageError(
+                "sizes of a net must be whole numbers of at least 1, at least 2 classes and one layer",
+                code="invalid-net",
+                found=repr(self),
+            )
         pairs = zip((1, *self.channels), self.channels, self.kernels())
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
@@ -76,40 +73,29 @@ class NetSettings:
         return found
 
 # %% ../../../nbs/learn/model/net.ipynb #gpunorm2
-def _in_rows(
-    x: Tensor,  # [n, C, M, W]
-    norm: nn.GroupNorm,
-) -> Tensor:  # [n, C, M, W]
-    "Group norm as the layer norm of rows, one for each item and group."
-    size = x.shape[1] // norm.num_groups * x.shape[2] * x.shape[3]
-    rows = F.layer_norm(x.reshape(len(x), norm.num_groups, size), (size,), eps=norm.eps)
-    return torch.addcmul(norm.bias[:, None, None], rows.view(x.shape), norm.weight[:, None, None])
-
-
-def _larger_of_two(
-    x: Tensor,  # [n, C, M, W], M even
-) -> Tensor:  # [n, C, M/2, W]
-    "The larger value of each two bands; the first one, if they are equal."
-    return x.unflatten(2, (-1, 2)).max(3).values
-
-
 def _runs_on_gpu(x: Tensor) -> bool:
     "Whether the values are on a GPU and the network is not being compiled, which makes kernels of its own."
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 class _ItemNorm(nn.GroupNorm):
-    "Group norm, with the faster operations of each device."
+    "Group norm; on a GPU as the layer norm of rows, one for each item and group."
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _in_rows(x, self) if _runs_on_gpu(x) else super().forward(x)
+    def forward(self, x: Tensor) -> Tensor:  # [n, C, M, W]
+        if not _runs_on_gpu(x):
+            return super().forward(x)
+        size = x.shape[1] // self.num_groups * x.shape[2] * x.shape[3]
+        rows = F.layer_norm(x.reshape(len(x), self.num_groups, size), (size,), eps=self.eps)
+        return torch.addcmul(self.bias[:, None, None], rows.view(x.shape), self.weight[:, None, None])
 
 
 class _HalfBands(nn.Module):
-    "Maximum of each two bands, with the faster operations of each device; a last single band is left out."
+    "Maximum of each two bands, the first one of equals; a last single band is left out."
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _larger_of_two(x) if _runs_on_gpu(x) and x.shape[2] % 2 == 0 else F.max_pool2d(x, (2, 1))
+    def forward(self, x: Tensor) -> Tensor:  # [n, C, M, W]
+        if _runs_on_gpu(x) and x.shape[2] % 2 == 0:
+            return x.unflatten(2, (-1, 2)).max(3).values
+        return F.max_pool2d(x, (2, 1))
 
 # %% ../../../nbs/learn/model/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):
@@ -164,16 +150,10 @@ class LeakNet(nn.Module):
                 found=f"[n, {', '.join(map(str, images.shape[1:]))}]",
                 expected=f"[n, {s.n_mels}, {s.width}]",
             )
-        features = self.dropout(self.features(images))
-        return self.classes(features), self.leak(features)[:, 0]
-
-    def features(
-        self,
-        images: Tensor,  # [n, M, W] dB, of `segment_images`
-    ) -> Tensor:  # [n, C] at least 0, C: channels of the last layer
-        "Return the features of items that both heads classify."
         x = self.layers(((images - self.mean) / self.deviation).unsqueeze(1))
-        return self.hidden(self.dropout(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)))
+        x = self.dropout(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
+        features = self.dropout(self.hidden(x))
+        return self.classes(features), self.leak(features)[:, 0]
 
     def class_probabilities(
         self,
@@ -190,17 +170,13 @@ class LeakNet(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
-_MOST_ROWS = 1000
-_MIN_DEVIATION_DB = 1e-3  # a band that never changes must not be blown up
-
-
 def band_statistics(
     ds: Segments,  # the training recordings, at any level; 1,000 of them are read
 ) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for NaN or infinite values
     "Return mean and standard deviation of the bands of a data set."
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
-    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(_MOST_ROWS, len(ds.rows))).astype(np.int64))
+    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
     rows = ds.rows[at]
     segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
     total = np.zeros(ds.row_shape[2])
@@ -221,12 +197,10 @@ def band_statistics(
             path=ds.sources[0].path,
             remedy="check the data set with leakmel verify",
         )
-    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _MIN_DEVIATION_DB)
+    # at least 0.001 dB: a band that never changes must not be blown up
+    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), 1e-3)
 
 # %% ../../../nbs/learn/model/net.ipynb #99000669
-_N_COSINES = 4  # the fastest has two periods over all bands: a sensor's resonances are wide
-
-
 def smooth_curves(
     n: int,  # items
     n_mels: int,  # M
@@ -235,12 +209,11 @@ def smooth_curves(
 ) -> Tensor:  # [n, M] float32, mean 0 over the bands of each
     "Draw random smooth curves over the bands."
     device = generator.device
-    k = torch.arange(1, min(_N_COSINES, n_mels - 1) + 1, device=device)
-    if not len(k):
-        return torch.zeros(n, n_mels, device=device)
+    # the fastest of four cosines has two periods over all bands: a sensor's resonances are wide
+    k = torch.arange(1, min(4, n_mels - 1) + 1, device=device)
     cosines = torch.cos(math.pi * k[:, None] * (torch.arange(n_mels, device=device) + 0.5) / n_mels)  # [k, M]
     draw = torch.randn(n, len(k), generator=generator, device=device)
-    return draw @ cosines * (deviation_db * math.sqrt(2 / len(k)))
+    return draw @ cosines * (deviation_db * math.sqrt(2 / max(1, len(k))))
 
 # %% ../../../nbs/learn/model/net.ipynb #76f1d9d1
 _NEPERS = math.log(10) / 10  # of a dB of power

@@ -108,11 +108,6 @@ class SamplesToProbability(nn.Module):
             values = () if calibration is None else getattr(calibration, name)
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
-    @property
-    def output_names(self) -> list[str]:
-        "Names of the outputs."
-        return ["probability"] * bool(self.method) + ["score", "segment_scores"]
-
     def calibrated(
         self,
         score: Tensor,  # [B] float64, 0 to 1
@@ -211,7 +206,6 @@ def tree_attributes(
     }
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c00000a
-OPSET = 18
 INPUT = "samples"
 
 
@@ -250,8 +244,10 @@ def _put_trees(model: "onnx.ModelProto", classifiers: Sequence[SpectralClassifie
     model.opset_import.extend([*kept, helper.make_opsetid("ai.onnx.ml", 3)] if classifiers else kept)
 
 
-def _remove_notes(model: "onnx.ModelProto") -> None:
-    "Remove what the exporter notes about the source."
+def _finished(model: "onnx.ModelProto", version: str) -> "onnx.ModelProto":
+    "Remove what the exporter notes about the source, name the producer, and check the model."
+    import onnx
+
     graph = model.graph
     for part in (
         model,
@@ -264,6 +260,9 @@ def _remove_notes(model: "onnx.ModelProto") -> None:
     ):
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
+    model.producer_name, model.producer_version = "leakmel", version
+    onnx.checker.check_model(model)
+    return model
 
 
 def onnx_model(
@@ -287,19 +286,17 @@ def onnx_model(
             program,
             (samples,),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=18,
             input_names=[INPUT],
-            output_names=program.output_names,
+            output_names=["probability"] * bool(program.method) + ["score", "segment_scores"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             verbose=False,
         )
     assert exported is not None
     model: onnx.ModelProto = exported.model_proto
     _put_trees(model, originals)
-    _remove_notes(model)
-    model.producer_name, model.producer_version, model.graph.name = "leakmel", version, "leakmel"
-    onnx.checker.check_model(model)
-    return model
+    model.graph.name = "leakmel"
+    return _finished(model, version)
 
 # %% ../../../nbs/learn/model/onnx_graph.ipynb #0c00000d
 _QUANTIZED = ("Conv", "Gemm")  # operators that only the network has
@@ -338,7 +335,4 @@ def quantized_model(
             extra_options={"CalibTensorRangeSymmetric": False},
         )
         found = onnx.load(out)
-    _remove_notes(found)
-    found.producer_name, found.producer_version = model.producer_name, model.producer_version
-    onnx.checker.check_model(found)
-    return found
+    return _finished(found, model.producer_version)

@@ -8,16 +8,54 @@ __all__ = ['TrainSettings']
 # %% ../../../nbs/learn/model/settings.ipynb #0ef5a820
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 from leakmel.core.errors import UsageError
 from leakmel.core.parameters import check_types, field_choices, field_kinds
 
 # %% ../../../nbs/learn/model/settings.ipynb #379528b5
+# smallest and largest value of each setting that is a number
+_RANGES: dict[str, tuple[float, float]] = {
+    "checkpoint_steps": (0, 1 << 62),
+    "checkpoint_s": (0, 1e12),
+    "keep_checkpoints": (1, 1 << 30),
+    "level_db": (0, 60),
+    "colour_db": (0, 60),
+    "noise_share": (0, 1),
+    "noise_snr_db": (-60, 120),
+    "noise_snr_range_db": (0, 120),
+    "n_band_masks": (0, 64),
+    "band_mask_width": (0, 4096),
+    "n_time_masks": (0, 64),
+    "time_mask_width": (0, 4096),
+    "device_fraction": (1e-6, 1),
+    "buffer_blocks": (1, 1 << 20),
+    "epochs": (1, 100_000),
+    "epoch_share": (0, 1e6),
+    "batch_size": (0, 1 << 24),
+    "accumulation": (1, 1 << 16),
+    "learning_rate": (1e-9, 10),
+    "warmup_share": (0, 1),
+    "vote_share": (1e-9, 1),
+    "min_lr_share": (0, 1),
+    "weight_decay": (0, 10),
+    "clip_norm": (0, 1e9),
+    "focal_gamma": (0, 20),
+    "label_smoothing": (0, 0.9),
+    "aux_weight": (0, 100),
+    "early_stop_epochs": (0, 100_000),
+    "seed": (0, (1 << 63) - 1),
+    "profile_every": (1, 1 << 30),
+    "dropout": (0, 0.95),
+    "keep_share": (1e-9, 1),
+    "keep_share_human": (1e-9, 1),
+    "replay_share": (1e-9, 1),
+    "n_draws": (100, 1 << 30),
+}
+
+
 class _CheckedSettings:
     "Dataclass that checks types, choices and ranges of its fields."
-
-    RANGES: ClassVar[dict[str, tuple[float, float]]] = {}  # field -> smallest and largest value
 
     def __post_init__(self) -> None:
         found = vars(self)
@@ -32,7 +70,8 @@ class _CheckedSettings:
                     found=repr(found[name]),
                     expected=", ".join(map(repr, allowed)),
                 )
-        for name, (least, most) in self.RANGES.items():
+        for name in found.keys() & _RANGES.keys():
+            least, most = _RANGES[name]
             if not least <= found[name] <= most:
                 text = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
                 raise UsageError(f"{name} is out of range", code="usage", found=found[name], expected=text)
@@ -46,12 +85,6 @@ class CheckpointSettings(_CheckedSettings):
     checkpoint_s: float = 0.0  # seconds between checkpoints, in addition to those after each epoch; 0: none
     keep_checkpoints: int = 3  # number of checkpoints to keep, the newest ones
     fsync: bool = True  # wait for the disk after each checkpoint and best.pt; always done for model.pt
-
-    RANGES = {
-        "checkpoint_steps": (0, 1 << 62),
-        "checkpoint_s": (0, 1e12),
-        "keep_checkpoints": (1, 1 << 30),
-    }
 
 # %% ../../../nbs/learn/model/settings.ipynb #3c2d74b6
 RESUME = ("auto", "always", "never")
@@ -72,18 +105,6 @@ class AugmentSettings(_CheckedSettings):
     n_time_masks: int = 0  # number of masks over neighbouring time columns in each item; 0: none
     time_mask_width: int = 1  # largest width of such a mask, columns
 
-    RANGES = {
-        "level_db": (0, 60),
-        "colour_db": (0, 60),
-        "noise_share": (0, 1),
-        "noise_snr_db": (-60, 120),
-        "noise_snr_range_db": (0, 120),
-        "n_band_masks": (0, 64),
-        "band_mask_width": (0, 4096),
-        "n_time_masks": (0, 64),
-        "time_mask_width": (0, 4096),
-    }
-
 # %% ../../../nbs/learn/model/settings.ipynb #48862ab5
 @dataclass(frozen=True)
 class LoaderSettings(_CheckedSettings):
@@ -95,16 +116,6 @@ class LoaderSettings(_CheckedSettings):
     preload_to_ram: bool | Literal["auto"] = "auto"
     device_fraction: float = 0.5  # largest share of the device's free memory that the items may take, 0 to 1
     buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
-
-    RANGES = {
-        "device_fraction": (1e-6, 1),
-        "buffer_blocks": (1, 1 << 20),
-    }
-
-    def loader_options(self) -> dict[str, Any]:
-        "Return the options of `open_loader` besides batch size, device and seed."
-        mine = {f.name: getattr(self, f.name) for f in fields(LoaderSettings)}
-        return {"kind": mine.pop("loader")} | {n: v for n, v in mine.items() if n != "preload_to_ram"}
 
 # %% ../../../nbs/learn/model/settings.ipynb #33f63230
 @dataclass(frozen=True)
@@ -147,30 +158,6 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     channels: tuple[int, ...] = ()
     dropout: float = 0.3  # share of the features that dropout sets to zero, 0 to 0.95
 
-    RANGES = (
-        AugmentSettings.RANGES
-        | LoaderSettings.RANGES
-        | {
-            "epochs": (1, 100_000),
-            "epoch_share": (0, 1e6),
-            "batch_size": (0, 1 << 24),
-            "accumulation": (1, 1 << 16),
-            "learning_rate": (1e-9, 10),
-            "warmup_share": (0, 1),
-            "vote_share": (1e-9, 1),
-            "min_lr_share": (0, 1),
-            "weight_decay": (0, 10),
-            "clip_norm": (0, 1e9),
-            "focal_gamma": (0, 20),
-            "label_smoothing": (0, 0.9),
-            "aux_weight": (0, 100),
-            "early_stop_epochs": (0, 100_000),
-            "seed": (0, (1 << 63) - 1),
-            "profile_every": (1, 1 << 30),
-            "dropout": (0, 0.95),
-        }
-    )
-
     def __post_init__(self) -> None:
         if isinstance(self.channels, list):
             object.__setattr__(self, "channels", tuple(self.channels))
@@ -203,7 +190,7 @@ Metric = Literal["accuracy", "balanced_accuracy", "precision", "sensitivity", "s
 
 
 @dataclass(frozen=True)
-class RoundRules:
+class RoundRules(_CheckedSettings):
     "Rules of a round: shares of the training data, and the metric that decides on the champion."
 
     # share of the long segments of a pseudo-labelled recording that are trained on, those with the clearest scores
@@ -212,29 +199,9 @@ class RoundRules:
     keep_share_human: float = 1.0
     replay_share: float = 0.5  # share of the old recordings that are replayed, drawn at random in each round
     # metric that decides on the champion: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
-    metric: str = "auc"
+    metric: Metric = "auc"
     n_draws: int = 2000  # number of bootstrap draws of groups for confidence intervals
     seed: int = 0  # seed of the random draws
-
-    def __post_init__(self):
-        check_types(vars(self), field_kinds(type(self)))
-        for name in ("keep_share", "keep_share_human", "replay_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UsageError(
-                    f"{name} must be above 0 and at most 1", code="out-of-range", found=getattr(self, name)
-                )
-        for name, least in (("n_draws", 100), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(
-                    f"{name} must be at least {least}", code="out-of-range", found=getattr(self, name)
-                )
-        if self.metric not in get_args(Metric):
-            raise UsageError(
-                "the metric is unknown",
-                code="unknown-value",
-                found=repr(self.metric),
-                expected=", ".join(get_args(Metric)),
-            )
 
 # %% ../../../nbs/learn/model/settings.ipynb #len00001
 SMALL_SET = 20_000  # items; about 500 recordings of 10 s
@@ -257,19 +224,11 @@ def with_length(
     )
 
 # %% ../../../nbs/learn/model/settings.ipynb #cede3bbf
-_REMOVED = frozenset(
-    {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "start_method"}
-)  # of worker processes; stored in model files
-
-
 def settings_from(
     values: Mapping[str, Any],  # plain values, for example of a model file or of JSON
 ) -> TrainSettings:  # raises UsageError for names that do not exist
     "Make settings from plain values."
     names = [f.name for f in fields(TrainSettings)]
-    values = {name: value for name, value in values.items() if name not in _REMOVED}
-    if values.get("loader") == "workers":  # as above
-        del values["loader"]
     if unknown := sorted(set(values) - set(names)):
         raise UsageError(
             "the setting is unknown",

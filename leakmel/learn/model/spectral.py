@@ -20,7 +20,6 @@ from leakmel.core.machine_code import CompiledCode, load_compiled
 from leakmel.core.monitor import usable_cores
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data.segments import Segments
-from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
     from sklearn.ensemble import ExtraTreesClassifier
@@ -89,22 +88,16 @@ class SpectralSettings:
 
     def __post_init__(self):
         least = {"n_mels": 1, "n_classes": 2, "window": 1, "n_nodes": 1, "n_trees": 1, "depth": 0}
-        for name, value in least.items():
-            found = getattr(self, name)
-            if isinstance(found, bool) or not isinstance(found, int) or not value <= found < 1 << 31:
-                raise UsageError(
-                    f"{name} must be a whole number of at least {value}",
-                    code="invalid-net",
-                    found=repr(found),
-                )
+        found = vars(self)
+        wrong = [n for n, v in least.items() if type(found[n]) is not int or not v <= found[n] < 1 << 31]
         given = tuple(self.weights)
         if len(given) != 3 or not all(isinstance(w, float) and 0 <= w < 1e6 for w in given) or not sum(given):
+            wrong.append("weights")
+        if wrong or self.depth > self.n_nodes:
             raise UsageError(
-                "weights must be three numbers, not all 0", code="invalid-net", found=repr(given)
-            )
-        if self.depth > self.n_nodes:
-            raise UsageError(
-                "depth must be at most n_nodes", code="invalid-net", found=self.depth, expected=self.n_nodes
+                f"settings of a spectral classifier that cannot be: {', '.join(wrong or ['depth'])}",
+                code="invalid-net",
+                found=repr(self),
             )
 
     @property
@@ -158,22 +151,20 @@ class SpectralClassifier(nn.Module):
             "right": ((s.n_nodes,), torch.int64),
             "share": ((s.n_nodes, s.n_classes), torch.float32),  # of each class in a leaf
             "root": ((2, s.n_trees), torch.int64),  # of the trees on whole recordings, and on windows
+            # mean and standard deviation of the features over the training recordings, dB
+            "centre": ((s.n_features,), torch.float64),
+            "scale": ((s.n_features,), torch.float64),
         }
         for name, (shape, kind) in shapes.items():
             self.register_buffer(name, torch.zeros(shape, dtype=kind))
-        # mean and standard deviation of the features over the training recordings, dB; earlier files hold none
-        self.register_buffer("centre", torch.zeros(s.n_features, dtype=torch.float64))
-        self.register_buffer("scale", torch.ones(s.n_features, dtype=torch.float64))
+        self.get_buffer("scale").fill_(1)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_nodes": ()}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *given: Any) -> None:
-        "Read the buffers; features of files without centre and scale are not standardised."
-        for name in ("centre", "scale"):
-            state_dict.setdefault(f"{prefix}{name}", self.get_buffer(name))
+    def _load_from_state_dict(self, *given: Any) -> None:
         self._nodes = ()
-        super()._load_from_state_dict(state_dict, prefix, *given)
+        super()._load_from_state_dict(*given)
 
     @property
     def n_parameters(self) -> int:
@@ -287,11 +278,6 @@ class SpectralFeatures:
         )
 
 
-def segments_per_window(spec: MelSpec | None) -> int:
-    "Return the number of long segments of about a second; without a spec, 4."
-    return 4 if spec is None else max(1, round(spec.sample_rate / spec.long_hop))
-
-
 def spectral_features(
     ds: Segments,  # recordings
     *,
@@ -303,9 +289,11 @@ def spectral_features(
     source = ds.sources[0]
     rows = ds.rows if rows is None else rows
     mask = ds.segment_mask if mask is None else mask
-    window = segments_per_window(None if source.legacy else source.spec)
+    # long segments of about a second; data sets without a spec: 4
+    window = 4 if source.legacy else max(1, round(source.spec.sample_rate / source.spec.long_hop))
     n_windows = max(1, -(-ds.row_shape[0] // window))
-    whole, windows, recording = [], [], []
+    whole = np.empty((len(rows), 2 * ds.row_shape[2] + keep_level), np.float32)
+    windows, recording = [], []
     for source, mine, numbers in ds.by_source(rows):
         for at in range(0, len(mine), _BLOCK_RECORDINGS):
             some = mine[at : at + _BLOCK_RECORDINGS]
@@ -318,19 +306,17 @@ def spectral_features(
             many, counts = window_features(
                 mean, variance, has, window_numbers(has, window), n_windows, keep_level
             )
-            whole.append((some, one[:, 0].numpy()))
+            whole[some] = one[:, 0].numpy()
             windows.append(many[counts > 0].numpy())
             recording.append(np.repeat(some, (counts > 0).sum(1).numpy()))
-    order = np.concatenate([some for some, _ in whole])
-    features = np.concatenate([values for _, values in whole])[np.argsort(order)]
-    if not np.isfinite(features).all():
+    if not np.isfinite(whole).all():
         raise DataError(
             "the training rows hold NaN or infinite values",
             code="invalid-features",
             path=ds.sources[0].path,
             remedy="check the data set with leakmel verify",
         )
-    return SpectralFeatures(features, np.concatenate(windows), np.concatenate(recording), window, keep_level)
+    return SpectralFeatures(whole, np.concatenate(windows), np.concatenate(recording), window, keep_level)
 
 
 _MIN_FOR_THREADS = 500  # rows; with fewer, joblib's threads take longer than one

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/learn/nightly/drift.ipynb #29c1ce65
 import json, math, os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from leakmel.core.errors import DataError, show_path
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, required_spec, spec_differences
-from leakmel.learn.nightly.history import N_BANDS, History
+from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import levels_of
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def quantities(
     bands: np.ndarray,  # [n, K] dB
 ) -> dict[str, np.ndarray]:  # [n] each
     "Return the quantities that are compared."
-    shape = bands - bands.mean(1, keepdims=True)
     found = {"level": level} | ({} if score is None else {"score": score})
-    return found | {f"band {k + 1}": shape[:, k] for k in range(shape.shape[1])}
+    return found | {f"band {k}": band for k, band in enumerate((bands - bands.mean(1, keepdims=True)).T, 1)}
 
 
 @dataclass(frozen=True)
@@ -54,32 +53,31 @@ class Reference:
     n: int  # recordings
     ranges: Ranges = field(default_factory=dict)
 
-    @property
-    def text(self) -> str:
-        "Stored form."
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
     "Compute the quantiles of each quantity."
     return {str(name): tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
 
-def reference_from(
-    text: str,  # of `Reference.text`
-    path: os.PathLike,  # of the history, for the message
-) -> Reference:  # raises DataError
-    "Read a stored reference."
+def stored_reference(
+    history: History,
+) -> Reference | None:  # None: there is none yet; raises DataError
+    "Read the stored reference."
+    text = history.meta("reference")
+    if text is None:
+        return None
     try:
         values = json.loads(text)
-        ranges = {str(name)[:40]: tuple(map(float, x)) for name, x in values["ranges"].items()}
-        ok = all(len(x) == len(QUANTILES) and all(map(math.isfinite, x)) for x in ranges.values())
-        if not ok or len(ranges) > N_BANDS + 2 or not 0 < values["n"] < 1e9:
+        ranges = {name: tuple(map(float, x)) for name, x in values["ranges"].items()}
+        if not all(len(x) == len(QUANTILES) and all(map(math.isfinite, x)) for x in ranges.values()):
             raise ValueError("quantiles")
-        return Reference(show_path(values["source"])[:200], int(values["n"]), ranges)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        return Reference(show_path(values["source"]), int(values["n"]), ranges)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
         raise DataError(
-            "the stored reference is damaged", code="invalid-history", path=path, found=type(e).__name__
+            "the stored reference is damaged",
+            code="invalid-history",
+            path=history.path,
+            found=type(e).__name__,
         ) from e
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #455a7c81
@@ -124,18 +122,10 @@ def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
         "SELECT sensor, rms_db, score, bands FROM recordings WHERE night BETWEEN ? AND ? AND flags = '' AND bands != ''",
         (since.isoformat(), until.isoformat()),
     )
-    lengths = [row[3].count(" ") for row in rows]
-    common = max(set(lengths), key=lengths.count, default=0)
-    rows = [row for row, n in zip(rows, lengths) if n == common]
-    try:
-        bands = np.array([row[3].split() for row in rows], float).reshape(len(rows), -1 if rows else 1)
-    except ValueError as e:
-        raise DataError(
-            "the band levels are damaged", code="invalid-history", path=history.path, found=str(e)[:80]
-        ) from e
-    level, score = (np.array([row[k] for row in rows], float) for k in (1, 2))
-    sensor = np.array([row[0] for row in rows], object)
-    return pd.DataFrame({_SENSOR: sensor} | quantities(level, score, bands))
+    frame = pd.DataFrame(rows, columns=[_SENSOR, "level", "score", "bands"])
+    bands = np.array([text.split() for text in frame["bands"]], float).reshape(len(rows), -1 if rows else 1)
+    columns = quantities(frame["level"].to_numpy(float), frame["score"].to_numpy(float), bands)
+    return frame[[_SENSOR]].assign(**columns)
 
 
 _FIRST_NIGHTS = 100  # in which the reference is looked for
@@ -145,37 +135,39 @@ def reference_of_history(
     history: History,
 ) -> Reference | None:  # None: there are too few nights or recordings yet
     "Measure the first 28 nights of a network, once they are over."
-    ((last,),) = history.query("SELECT max(night) FROM nights")
     rows = history.query(
         "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT ?", (_FIRST_NIGHTS,)
     )
     counts = {date.fromisoformat(night): n for night, n in rows}
-    whole = (  # single recordings of a wrong clock do not begin the reference
-        first
-        for first in counts
-        if sum(n for night, n in counts.items() if 0 <= (night - first).days < REFERENCE_DAYS)
-        >= MIN_RECORDINGS
-    )
-    first = next(whole, None)
-    if first is None:
-        return None
-    end = first + timedelta(days=REFERENCE_DAYS - 1)
-    if date.fromisoformat(last) < end + timedelta(days=RECENT_DAYS):
-        return None
-    found = _nights(history, first, end)
-    if len(found) < MIN_RECORDINGS:
-        return None
-    source = f"the first {REFERENCE_DAYS} nights of this network"
-    return Reference(source, len(found), ranges_of(found.drop(columns=_SENSOR)))
+    for first in counts:
+        end = first + timedelta(days=REFERENCE_DAYS - 1)
+        n = sum(n for night, n in counts.items() if first <= night <= end)
+        if n < MIN_RECORDINGS:  # single recordings of a wrong clock do not begin the reference
+            continue
+        if date.fromisoformat(history.last_night()) < end + timedelta(days=RECENT_DAYS):
+            return None
+        found = _nights(history, first, end).drop(columns=_SENSOR)
+        source = f"the first {REFERENCE_DAYS} nights of this network"
+        return Reference(source, len(found), ranges_of(found))
+    return None
 
 
-def with_held_out_scores(reference: Reference, detector: Detector) -> Reference:
-    "Replace the reference of the scores by the model's held-out scores without a leak, where its file has them."
+def keep_reference(
+    history: History,  # in a transaction
+    detector: Detector,
+    given: str | os.PathLike | None,  # data set; None: the one that is stored, else the first nights
+) -> None:
+    "Store the reference; its scores are the model's held-out scores without a leak, where its file has them."
+    if given is None and history.meta("reference") is not None:
+        return
+    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
+    if found is None:
+        return
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
-    if len(normal) < MIN_RECORDINGS:
-        return reference
-    source = f"{reference.source}; scores: held-out recordings without a leak"
-    return replace(reference, source=source, ranges=reference.ranges | ranges_of({"score": normal}))
+    if len(normal) >= MIN_RECORDINGS:
+        source = f"{found.source}; scores: held-out recordings without a leak"
+        found = Reference(source, found.n, found.ranges | ranges_of({"score": normal}))
+    history.set_meta("reference", json.dumps(asdict(found), sort_keys=True))
 
 # %% ../../../nbs/learn/nightly/drift.ipynb #30a87279
 @dataclass(frozen=True)
@@ -199,10 +191,10 @@ class Drift:
         if not self.moved:
             return ""
         name = max(self.moved, key=self.outside.__getitem__)
-        more = "" if len(self.moved) == 1 else f"; also {', '.join(n for n in self.moved if n != name)}"
+        others = ", ".join(n for n in self.moved if n != name) or "nothing else"
         return (
             f"Drift: the {name} of {100 * self.outside[name]:.0f} % of the recordings of the last {RECENT_DAYS} nights lies outside the central "
-            f"95 % of the reference ({self.reference.source}; 5 % is usual){more}. Scores may be wrong: label some of these recordings and retrain."
+            f"95 % of the reference ({self.reference.source}; 5 % is usual); also {others}. Scores may be wrong: label some of these recordings and retrain."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,8 +214,8 @@ def drift_of(
     reference: Reference | None,  # None: there is none yet
 ) -> Drift | None:  # None: no reference, or too few recordings
     "Compare the recordings of the last seven nights with a reference."
-    ((last,),) = history.query("SELECT max(night) FROM nights")
-    if reference is None or last is None:
+    last = history.last_night()
+    if reference is None or not last:
         return None
     until = date.fromisoformat(last)
     recent = _nights(history, until - timedelta(days=RECENT_DAYS - 1), until)

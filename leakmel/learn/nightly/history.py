@@ -7,8 +7,8 @@ __all__ = ['is_state_folder', 'export_history']
 
 # %% ../../../nbs/learn/nightly/history.ipynb #944fc518
 import os, sqlite3, stat, time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from datetime import date, datetime, timedelta
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Any, Self
 import xxhash
 
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
-from leakmel.core.files import digest_of_file, read_own, replacing, sealed
 from leakmel.core.locks import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
@@ -27,7 +26,6 @@ from leakmel.dataset.export.columns import parse_time, require_package, tree_siz
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
-CHECKED_FILE = ".history.sqlite.checked"  # digest and identity of the file that the last run left
 N_BANDS = 8  # bands of the spectrum, from low to high
 
 
@@ -109,33 +107,10 @@ def _check_file(path: Path) -> bool:  # whether it exists; a run that was killed
         file = Path(f"{path}{end}")
         if os.path.lexists(file) and (end in ("-wal", "-shm") or not stat.S_ISREG(os.lstat(file).st_mode)):
             raise _refused(file, "this file does not belong to a history")
-    if not path.exists():
-        return False
-    with path.open("rb") as f:
-        head = f.read(100)
+    head = path.read_bytes()[:100] if path.exists() else b""
     if head and (head[:16] != b"SQLite format 3\0" or head[18:20] != b"\1\1"):
         raise _refused(path, "this is not a SQLite file without a write-ahead log")
     return bool(head)
-
-
-def _mark(path: Path) -> bytes:
-    "Digest, inode, size and times of a file: another one, or one that was written since, has another mark."
-    st = os.lstat(path)
-    return f"{digest_of_file(path)} {st.st_ino} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns}".encode()
-
-
-def _is_as_left(path: Path) -> bool:
-    "Whether the last run closed this very file with these bytes."
-    try:
-        return not os.path.lexists(f"{path}-journal") and read_own(path.with_name(CHECKED_FILE)) == _mark(
-            path
-        )
-    except (OSError, ValueError):
-        return False
-
-
-def _text(n: int) -> str:
-    return f"{n % (1 << 128):032x}"
 
 
 def _row_digest(row: tuple) -> int:  # 128 bits
@@ -143,7 +118,28 @@ def _row_digest(row: tuple) -> int:  # 128 bits
     return xxhash.xxh3_128_intdigest(ascii(row).encode())
 
 
-_AT_ONCE = 500  # values of a query
+_PRAGMAS = (
+    "trusted_schema = OFF",
+    "cell_size_check = ON",
+    "synchronous = FULL",
+    "temp_store = MEMORY",
+    "recursive_triggers = ON",  # a row that is replaced counts as deleted
+)
+_ERRORS: tuple[tuple[tuple[str, ...], type[OutputError | SpaceError], str, str], ...] = (  # by name of SQLite
+    (
+        ("SQLITE_BUSY", "SQLITE_LOCKED"),
+        OutputError,
+        "output-locked",
+        "another program uses the history; wait until it ends, and run the command again",
+    ),
+    (("SQLITE_FULL",), SpaceError, "no-space", "there is no room left for the history"),
+    (
+        ("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
+        OutputError,
+        "write-failed",
+        "the history cannot be written",
+    ),
+)
 
 
 class History:
@@ -166,7 +162,6 @@ class History:
         with ExitStack() as stack:
             stack.enter_context(OutputLock(self.path))
             exists = _check_file(self.path)
-            self._is_checked = exists and _is_as_left(self.path)
             with self._errors():
                 self.db = sqlite3.connect(self.path, isolation_level=None)
                 stack.callback(self.db.close)
@@ -176,15 +171,6 @@ class History:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        n_changes = self.db.total_changes
-        self.db.close()
-        if exc[0] is not None or n_changes or not self._is_checked:
-            marker = self.path.with_name(CHECKED_FILE)
-            with suppress(OSError, OutputError):
-                marker.unlink(missing_ok=True)
-                if exc[0] is None:
-                    with replacing(marker) as new:
-                        new.write_bytes(sealed(_mark(self.path)))
         self._open.close()
 
     @contextmanager
@@ -194,53 +180,30 @@ class History:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
             name = getattr(e, "sqlite_errorname", "")
-            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-                raise OutputError(
-                    "another program uses the history",
-                    code="output-locked",
-                    path=self.path,
-                    remedy="wait until it ends, and run the command again",
-                ) from e
-            if name.startswith("SQLITE_FULL"):
-                raise SpaceError(
-                    "there is no room left for the history", code="no-space", path=self.path
-                ) from e
-            if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-                raise OutputError(
-                    f"the history cannot be written ({name})", code="write-failed", path=self.path
-                ) from e
+            for begins, kind, code, message in _ERRORS:
+                if name.startswith(begins):
+                    raise kind(message, code=code, path=self.path, found=name) from e
             raise _refused(self.path, f"the file is damaged ({e})") from e
 
     def _prepare(self, exists: bool) -> None:
         "Set up the connection, check a file that exists, and write the schema of a new one."
         self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
         self.db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        for pragma in (
-            "trusted_schema = OFF",
-            "cell_size_check = ON",
-            "synchronous = FULL",
-            "temp_store = MEMORY",
-            "recursive_triggers = ON",  # a row that is replaced counts as deleted
-        ):
+        for pragma in _PRAGMAS:
             self.db.execute(f"PRAGMA {pragma}")
-        numbers = [
-            self.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-        ]
+        sql = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
+        numbers = self.db.execute(sql).fetchone()
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
         if not exists or not stored and not any(numbers):
-            self.db.execute("BEGIN IMMEDIATE")
             pragmas = (f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}")
-            for sql in (*_SCHEMA.values(), *pragmas):
+            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values(), *pragmas):
                 self.db.execute(sql)
             self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
             self.db.execute("COMMIT")
             return
-        if numbers != [_APPLICATION_ID, _VERSION] or stored != _SCHEMA:
-            raise _refused(
-                self.path, "this SQLite file is not a history of this version", sorted(map(str, stored))[:8]
-            )
-        if self._is_checked:
-            return
+        if numbers != (_APPLICATION_ID, _VERSION) or stored != _SCHEMA:
+            found = sorted(map(str, stored))[:8]
+            raise _refused(self.path, "this SQLite file is not a history of this version", found)
         (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise _refused(self.path, "the file is damaged", verdict)
@@ -251,10 +214,8 @@ class History:
 
     def _digests(self) -> dict[str, str]:  # table -> 32 hexadecimal digits
         "Compute the digests of the tables from all rows."
-        return {
-            table: _text(sum(map(_row_digest, self.db.execute(f"SELECT * FROM {table} NOT INDEXED"))))
-            for table in _TABLES
-        }
+        rows = {table: self.db.execute(f"SELECT * FROM {table} NOT INDEXED") for table in _TABLES}
+        return {table: f"{sum(map(_row_digest, found)) % (1 << 128):032x}" for table, found in rows.items()}
 
     def _count(self, table: str, sign: int, *row: Any) -> None:
         "Keep the sum of a table up to date; a change outside of a transaction fails."
@@ -281,9 +242,9 @@ class History:
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."
-        changed = [(_text(n), table, _text(n)) for table, n in self._sums.items()]
+        digests = [(f"{n % (1 << 128):032x}", table) for table, n in self._sums.items()]
+        self.write("UPDATE digests SET digest = ?1 WHERE name = ?2 AND digest IS NOT ?1", digests)
         with self._errors():
-            self.db.executemany("UPDATE digests SET digest = ? WHERE name = ? AND digest IS NOT ?", changed)
             self.db.execute("COMMIT")
         self._sums = {}
 
@@ -292,26 +253,14 @@ class History:
         with self._errors():
             return self.db.execute(sql, values).fetchall()
 
-    def query_in(self, sql: str, values: Sequence[Any]) -> list[tuple]:
-        "Return the rows of a query that ends in IN, for any number of values."
-        found: list[tuple] = []
-        for start in range(0, len(values), _AT_ONCE):
-            some = values[start : start + _AT_ONCE]
-            found += self.query(f"{sql} ({', '.join('?' * len(some))})", some)
-        return found
-
-    def pages(self, sql: str, n: int) -> Iterator[dict[str, list[Any]]]:
-        "Yield the rows of a query as columns of at most n rows."
-        with self._errors():
-            cursor = self.db.execute(sql)
-            names = [name for name, *_ in cursor.description]
-            while rows := cursor.fetchmany(n):
-                yield dict(zip(names, map(list, zip(*rows))))
-
     def write(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         "Run a statement for each row."
         with self._errors():
             self.db.executemany(sql, rows)
+
+    def last_night(self) -> str:
+        "Return the last night of all sensors; empty if there is none."
+        return self.query("SELECT max(night) FROM nights")[0][0] or ""
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
@@ -328,12 +277,11 @@ class History:
         entries: Sequence[HistoryEntry],
     ) -> list[HistoryEntry]:  # those that were not in the history
         "Add recordings; one whose content is known changes nothing."
+        known = "SELECT 1 FROM recordings WHERE digest = ?"
         first = {h.digest: h for h in reversed(entries)}  # of equal ones
-        for (known,) in self.query_in("SELECT digest FROM recordings WHERE digest IN", list(first)):
-            del first[known]
-        new = list(reversed(first.values()))
+        new = [h for h in reversed(first.values()) if not self.query(known, (h.digest,))]
         marks = ", ".join("?" * len(fields(HistoryEntry)))
-        self.write(f"INSERT OR IGNORE INTO recordings VALUES ({marks})", map(astuple, new))
+        self.write(f"INSERT INTO recordings VALUES ({marks})", map(astuple, new))
         return new
 
 # %% ../../../nbs/learn/nightly/history.ipynb #f0310005
@@ -343,14 +291,13 @@ _EXPORTED = {  # table -> its order
     "nights": "sensor, night",
     "visits": "sensor",
 }
-_DATES = ("night", "first_above")
 
 
 def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
     pa = require_package("pyarrow")
     kinds = {
         **dict.fromkeys(("digest", "path"), pa.string()),
-        **dict.fromkeys(_DATES, pa.date32()),
+        **dict.fromkeys(("night", "first_above"), pa.date32()),
         **dict.fromkeys(("recordings", "usable"), pa.int64()),
         "sensor": pa.dictionary(pa.int32(), pa.string()),
         "time": pa.timestamp("us"),
@@ -361,18 +308,31 @@ def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPacka
     return pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
 
 
-def _typed_pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
-    "Yield columns with the types of the schema."
-    for page in history.pages(sql, _PAGE):
-        for name in set(_DATES) & set(page):
-            page[name] = [text and date.fromisoformat(text) for text in page[name]]
-        if "time" in page:
-            parse_time.cache_clear()
-            page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))
-            page["bands"] = [list(map(float, text.split())) for text in page["bands"]]
-        if "flags" in page:
-            page["flags"] = [text.split() for text in page["flags"]]
-        yield page
+def _day(text: str | None) -> date | None:
+    return date.fromisoformat(text) if text else None
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored value to one of the schema
+    "night": _day,
+    "first_above": _day,
+    "flags": str.split,
+    "bands": lambda text: list(map(float, text.split())),
+}
+
+
+def _pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
+    "Yield the rows of a query as columns with the types of the schema."
+    with history._errors():
+        cursor = history.db.execute(sql)
+        names = [name for name, *_ in cursor.description]
+        while rows := cursor.fetchmany(_PAGE):
+            page = {name: list(column) for name, column in zip(names, zip(*rows))}
+            for name in _CONVERSIONS.keys() & page:
+                page[name] = list(map(_CONVERSIONS[name], page[name]))
+            if "time" in page:
+                parse_time.cache_clear()
+                page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))
+            yield page
 
 # %% ../../../nbs/learn/nightly/history.ipynb #f0310007
 def is_state_folder(path: str | os.PathLike) -> bool:
@@ -416,7 +376,7 @@ def export_history(
             for table, order in _EXPORTED.items():
                 names = [name for _, name, *_ in history.query(f"PRAGMA table_info({table})")]
                 schema = _schema([*names, "utc_offset_s"] if "time" in names else names)
-                pages = partial(_typed_pages, history, f"SELECT * FROM {table} ORDER BY {order}")
+                pages = partial(_pages, history, f"SELECT * FROM {table} ORDER BY {order}")
                 write_table(folder / f"{table}.parquet", schema, pages, bar.add)
             files, size = tree_size(folder)
     return ExportResult(

@@ -8,7 +8,7 @@ __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 
 # %% ../../../nbs/learn/nightly/run.ipynb #1e36045d
 import json, os, time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
@@ -33,26 +33,23 @@ from leakmel.learn.model import classifiers
 from leakmel.learn.model.card import evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
-from leakmel.learn.nightly.drift import (
-    Drift,
-    drift_of,
-    reference_from,
-    reference_of_data_set,
-    reference_of_history,
-    with_held_out_scores,
-)
+from leakmel.learn.model.files import model_file
+from leakmel.learn.nightly.drift import Drift, drift_of, keep_reference, stored_reference
 from leakmel.learn.nightly.history import HistoryEntry, History, night_of
 from leakmel.learn.nightly.nights import (
+    SENSOR_COLUMNS,
     Budget,
     Levels,
+    SensorRow,
+    all_sensors,
     flags_of,
-    read_visits,
+    normal_medians,
     read_features,
-    recording_levels,
+    read_visits,
     record_run,
+    recording_levels,
+    sensor_table,
 )
-from leakmel.learn.nightly.sensors import SENSOR_COLUMNS, SensorRow, all_sensors, normal_medians, sensor_table
 from leakmel.learn.nightly.visits_page import (
     MAX_CLIPS,
     PAGE_BEGINS,
@@ -76,60 +73,31 @@ def model_digest(
 ) -> str:  # 32 hexadecimal digits
     "Return the digest of all parts of a detector that its scores depend on."
     head, tensors = classifiers.to_plain(detector.classifier)
-    parts = [
-        head,
-        required_spec(detector).to_dict(),
-        detector.vote,
-        detector.share,
-        detector.task.leak_in_model,
-    ]
+    decision = [detector.vote, detector.share, detector.task.leak_in_model]
+    parts = [head, required_spec(detector).to_dict(), *decision]
     found = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         values = tensors[name].numpy()
-        found.update(f"{name} {values.dtype} {values.shape}".encode())
-        found.update(values.tobytes())
+        found.update(f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
     return found.hexdigest()
 
 # %% ../../../nbs/learn/nightly/run.ipynb #04e24cdd
 _TRIED_AGAIN = ("unreadable", "changed")  # the file itself may be good
-
-
-def _rows(found: RecordingList) -> Iterator[tuple[bytes, int, int, NameParts]]:
-    x = found.listing
-    return zip(x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), found.names)
-
-
-def _listing(folder: Path, rows: Iterable[tuple[bytes, int, int, NameParts]]) -> Listing:
-    "Return recordings without labels."
-    paths, sizes, mtimes_ns, names = zip(*rows)
-    no_label = np.full(len(paths), -1, np.int16)
-    return Listing("", folder, list(paths), np.array(sizes), np.array(mtimes_ns), no_label, parts=names)
-
-
-def _find(
-    folder: str | os.PathLike, manifest: Manifest | None, progress: str
-) -> tuple[RecordingList, list[bytes]]:  # and the paths that the table lacks
-    "List the recordings of the folder; what the table does not say is taken from the file name."
-    listed = find_recordings(folder, manifest=manifest, progress=progress)
-    if manifest is None or manifest.table_path is None:
-        return listed, []
-    files = {row[0]: row for row in _rows(find_recordings(folder, progress=progress))}
-    missing = sorted(files.keys() - set(listed.listing.paths))
-    for path, size, mtime_ns, name in _rows(listed):
-        said = {k: v for k, v in name._asdict().items() if v != "" and v == v}
-        own = files[path][3] if path in files else name
-        files[path] = (path, size, mtime_ns, own._replace(**said))
-    both = _listing(listed.listing.folder, [files[path] for path in sorted(files)])
-    return RecordingList(both, np.full(len(both), "", object), both.names), missing
+_MAX_SENSOR = 200  # characters
+_File = tuple[int, int, NameParts]  # size, mtime in ns, and what its name or the table says
 
 
 @dataclass(eq=False)
 class _Files:
     "Files of the folder, and what a run learns of them."
 
-    found: RecordingList
-    stored: dict[bytes, tuple]  # path -> size, mtime, digest and problem, of earlier runs
-    to_read: list[int] = field(default_factory=list)  # numbers of files with a sensor that are not known
+    folder: Path
+    found: dict[bytes, _File]  # by path
+    missing: list[bytes]  # that the table does not name
+    stored: dict[bytes, tuple] = field(
+        default_factory=dict
+    )  # size, mtime, digest and problem, of earlier runs
+    to_read: list[bytes] = field(default_factory=list)  # files with a sensor that are not known
     rejected: list[Rejected] = field(default_factory=list)  # unusable, now or earlier, or without a sensor
     paths: dict[str, bytes] = field(default_factory=dict)  # digest of a recording -> its path
     entries: list[HistoryEntry] = field(default_factory=list)  # recordings that were read
@@ -137,19 +105,26 @@ class _Files:
     n_from_file: int = 0  # recordings that were read, whose time is that of the file
 
 
-_MAX_SENSOR = 200  # characters
+def _by_path(found: RecordingList) -> dict[bytes, _File]:
+    x = found.listing
+    return dict(zip(x.paths, zip(x.sizes.tolist(), x.mtimes_ns.tolist(), found.names)))
 
 
-def _sensor_name(name: str) -> str:
-    "Sensor as the history stores it; empty if it has no name that can be stored."
-    shown = show_path(text_key(name))
-    return shown if len(shown) <= _MAX_SENSOR else ""
-
-
-def stored_files(history: History, paths: list[bytes]) -> dict[bytes, tuple]:
-    "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    sql = "SELECT path, size, mtime_ns, digest, problem FROM files WHERE path IN"
-    return {row[0]: row[1:] for row in history.query_in(sql, paths)}
+def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -> _Files:
+    "List the recordings of the folder; what the table does not say is taken from the file name."
+    listed = find_recordings(folder, manifest=manifest, progress=progress)
+    files = _by_path(listed)
+    missing: list[bytes] = []
+    if manifest is not None and manifest.table_path is not None:
+        every = _by_path(find_recordings(folder, progress=progress))
+        missing = sorted(every.keys() - files.keys())
+        for path, (size, mtime_ns, name) in files.items():
+            own = every[path][2] if path in every else name
+            said = {k: v for k, v in name._asdict().items() if v != "" and v == v}
+            every[path] = (size, mtime_ns, own._replace(**said))
+        files = dict(sorted(every.items()))
+    _check_times(listed, manifest)
+    return _Files(listed.listing.folder, files, missing)
 
 
 def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
@@ -170,31 +145,40 @@ def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
         )
 
 
-def _sort_files(history: History, found: RecordingList) -> _Files:
+def _sensor_name(name: str) -> str:
+    "Sensor as the history stores it; empty if it has no name that can be stored."
+    shown = show_path(text_key(name))
+    return shown if len(shown) <= _MAX_SENSOR else ""
+
+
+def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
+    "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
+    sql = "SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?"
+    return {path: row for path in paths for row in history.query(sql, (path,))}
+
+
+def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
-    x = found.listing
-    files = _Files(found, stored_files(history, x.paths))
-    for k, path in enumerate(x.paths):
-        size, mtime_ns, digest, problem = files.stored.get(path, (None, None, "", ""))
-        if (size, mtime_ns) == (x.sizes[k], x.mtimes_ns[k]):
-            if problem:
-                files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
-            else:
-                files.paths[digest] = path
-        elif _sensor_name(found.names[k].sensor):
-            files.to_read.append(k)
+    files.stored = stored_files(history, files.found)
+    for path, (*state, name) in files.found.items():
+        *known, digest, problem = files.stored.get(path, ("", ""))
+        if known == state and problem:
+            files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
+        elif known == state:
+            files.paths[digest] = path
+        elif _sensor_name(name.sensor):
+            files.to_read.append(path)
         else:
             files.rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
-    if sum(r.code == "no_sensor" for r in files.rejected) == len(x):
+    if sum(r.code == "no_sensor" for r in files.rejected) == len(files.found):
         raise DataError(
             "no recording of the folder has the name of its sensor",
             code="no-sensor",
-            path=x.folder,
-            found=show_path(x.paths[0]),
+            path=files.folder,
+            found=show_path(next(iter(files.found))),
             expected="names like SENSOR~RECORDING~20261124_230000~GAIN.wav",
             remedy="give a pattern of the paths (--pattern '{sensor}/{start_time}'), or a table with a column sensor (--table, --columns)",
         )
-    return files
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fd79d613
 _CLOCK_DAYS = 2  # time zones and small errors of a clock
@@ -206,14 +190,13 @@ def recording_time(
     mtime_ns: int,  # of the file
 ) -> tuple[str, bool]:  # ISO 8601; whether it is the modification time of the file
     "Choose the time of a recording."
-    changed = datetime.fromtimestamp(mtime_ns // 10**9)
     now = datetime.now()
+    changed = datetime.fromtimestamp(mtime_ns // 10**9)
     if not _FIRST_DAY <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
         changed = now
     latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
-    if start_time and _FIRST_DAY <= start_time <= latest:
-        return start_time, False
-    return changed.isoformat(), True
+    is_plausible = start_time != "" and _FIRST_DAY <= start_time <= latest
+    return (start_time if is_plausible else changed.isoformat()), not is_plausible
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0ffb97eb
 def _entry(
@@ -223,8 +206,7 @@ def _entry(
     f = s.facts
     digest = f["digest"].decode()
     if f["silent"]:  # all of them have equal samples, so sensor and time, or path, belong to the identity
-        which = show_path(s.path) if from_file else time
-        text = f"{digest} {show_path(s.sensor)} {which}"
+        text = f"{digest} {show_path(s.sensor)} {show_path(s.path) if from_file else time}"
         digest = blake2b(text.encode(), digest_size=16).hexdigest()
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
@@ -238,7 +220,7 @@ def _entry(
         floor_db=levels.floor_db,
         clipped_share=share,
         flags=flags_of(bool(f["silent"]), s.gain == 1, share),
-        bands=levels.text,
+        bands=" ".join(f"{x:.1f}" for x in levels.bands),
     )
 
 
@@ -252,32 +234,33 @@ def read_new(
     "Score and measure the files that are not known."
     if not files.to_read:
         return
-    x, names = files.found.listing, files.found.names
-    new = {x.paths[k]: (x.paths[k], int(x.sizes[k]), int(x.mtimes_ns[k]), names[k]) for k in files.to_read}
-    manifest = Manifest(x.folder, (), (_listing(x.folder, new.values()),))
-    done = predict(x.folder, detector, manifest=manifest, device=device, progress=progress)
+    new = {path: files.found[path] for path in files.to_read}
+    sizes, mtimes, names = zip(*new.values())
+    no_label = np.full(len(new), -1, np.int16)
+    x = Listing("", files.folder, list(new), np.array(sizes), np.array(mtimes), no_label, parts=names)
+    manifest = Manifest(files.folder, (), (x,))
+    done = predict(files.folder, detector, manifest=manifest, device=device, progress=progress)
     payloads = [s.facts["digest"].decode() for s in done.scored]
-    measured = recording_levels(x.folder, done.scored.paths, payloads, done.spec, progress=progress)
+    measured = recording_levels(files.folder, done.scored.paths, payloads, done.spec, progress=progress)
     known = {text_key(sensor): sensor for sensor in all_sensors(history)}
     rejected = list(done.rejections)
-    times = [recording_time(new[path][3].start_time, new[path][2]) for path in done.scored.paths]
-    ((last,),) = history.query("SELECT max(night) FROM nights")
+    times = [recording_time(new[path][2].start_time, new[path][1]) for path in done.scored.paths]
+    last = history.last_night()
     latest = max((when for when, from_file in times if not from_file), default="")
     for s, levels, (when, from_file) in zip(done.scored, measured, times):
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
         if from_file:  # a wrong clock must not move the last night of the network
-            wrong = latest or (f"{last}T23:59:59" if last and new[s.path][3].start_time else when)
+            wrong = latest or (f"{last}T23:59:59" if last and new[s.path][2].start_time else when)
             when = min(when, wrong)
         files.n_from_file += from_file
         name = _sensor_name(s.sensor)
-        score = done.rule.score(s.segment_scores)
-        entry = _entry(s, known.get(name, name), score, levels, when, from_file)
+        entry = _entry(s, known.get(name, name), done.rule.score(s.segment_scores), levels, when, from_file)
         files.entries.append(entry)
         files.paths[entry.digest] = s.path
-        files.rows.append((*new[s.path][:3], entry.digest, ""))
-    files.rows += [(*new[r.path][:3], "", r.code) for r in rejected if r.code not in _TRIED_AGAIN]
+        files.rows.append((s.path, *new[s.path][:2], entry.digest, ""))
+    files.rows += [(r.path, *new[r.path][:2], "", r.code) for r in rejected if r.code not in _TRIED_AGAIN]
     files.rejected += rejected
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fb6faa79
@@ -339,14 +322,14 @@ class NightlyRun:
     def warnings(self) -> tuple[str, ...]:
         "Sentences on the network and the model."
         drift = "" if self.drift is None else self.drift.warning
-        return (*self.notes, *([drift] if drift else []))
+        return tuple(filter(None, (*self.notes, drift)))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
         "One row per sensor."
         import pandas as pd
 
-        return pd.DataFrame([r.to_dict() for r in self.sensors], columns=list(SENSOR_COLUMNS))
+        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(SENSOR_COLUMNS))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -359,7 +342,7 @@ class NightlyRun:
             "evidence_limit": self.budget.limit,
             "warnings": list(self.warnings),
             "drift": None if self.drift is None else self.drift.to_dict(),
-            "sensors": [r.to_dict() for r in self.sensors],
+            "sensors": [asdict(r) for r in self.sensors],
         }
 
     @property
@@ -380,7 +363,7 @@ class NightlyRun:
             "to_visit": len(self.to_visit),
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
-            "visits": [r.to_dict() for r in self.sensors if r.visit],
+            "visits": [asdict(r) for r in self.sensors if r.visit],
             "seconds": self.seconds,
         }
 
@@ -465,7 +448,7 @@ def _clips(
         for digest in chosen:
             features = read_features(copies, engine, spec, paths[digest], digest)
             if features is not None:  # else the page says so
-                found[digest] = clip_of(features, spec.sample_rate, spec.long_hop)
+                found[digest] = clip_of(*features, spec.sample_rate, spec.long_hop)
     return found
 
 
@@ -478,24 +461,14 @@ def _curves(history: History, rows: list[SensorRow]) -> dict[str, list[float]]:
 
 def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, Place]:
     "Return the coordinates of the sensors, from further columns of the table of a manifest."
-    found: dict[str, Place] = {}
+    found: dict[str, Place | None] = {}
     for x in () if manifest is None else manifest.listings:
         for k, parts in enumerate(x.names if x.extra else ()):
             place = place_of({name: texts[k] for name, texts in x.extra.items()})
-            if place is not None:
-                found[_sensor_name(parts.sensor)] = place
-    return {r.sensor: found[key] for r in rows if (key := text_key(r.sensor)) in found}
+            found[_sensor_name(parts.sensor)] = place or found.get(_sensor_name(parts.sensor))
+    return {r.sensor: place for r in rows if (place := found.get(text_key(r.sensor))) is not None}
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
-def _keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
-    "Store the reference of the drift: the data set that was given, or the first nights."
-    if given is None and history.meta("reference") is not None:
-        return
-    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
-    if found is not None:
-        history.set_meta("reference", with_held_out_scores(found, detector).text)
-
-
 def nightly(
     folder: str
     | os.PathLike,  # recordings in any subfolders; the sensor is in the name, a pattern or a table
@@ -519,21 +492,18 @@ def nightly(
     "Score the new recordings of a folder, and write the table of sensors to visit."
     began = time.perf_counter()
     rule = Budget(budget)
-    if isinstance(audits, bool) or not isinstance(audits, int) or not 0 <= audits <= 1000:
-        raise UsageError(
-            "audits must be a whole number from 0 to 1000", code="out-of-range", found=repr(audits)
-        )
+    if not 0 <= audits <= 1000:
+        raise UsageError("audits must be a whole number from 0 to 1000", code="out-of-range", found=audits)
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else read_visits(Path(visited))
-    named = (
-        "a detector in memory"
-        if isinstance(model, Detector)
-        else show_path(os.path.abspath(model_file(model)))
-    )
-    detector = model if isinstance(model, Detector) else load_detector(model_file(model))
+    if isinstance(model, Detector):
+        named = "a detector in memory"
+        detector = model
+    else:
+        named = show_path(os.path.abspath(model_file(model)))
+        detector = load_detector(model_file(model))
     digest = model_digest(detector)
-    found, missing = _find(folder, manifest, progress)
-    _check_times(found, manifest)
+    files = _find(folder, manifest, progress)
     with History(target) as history:
         known = history.meta("model")
         if known not in (None, digest):
@@ -545,62 +515,61 @@ def nightly(
                 expected=known,
                 remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
             )
-        files = _sort_files(history, found)
+        _sort_files(history, files)
         read_new(files, detector, history, device, progress)
         history.begin()
         history.set_meta("model", digest)
         used, ignored = _sort_visits(history, files.entries, visits)
         added = record_run(history, files.entries, rule, used)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
-        _keep_reference(history, detector, reference)
+        keep_reference(history, detector, reference)
         history.commit()
-        held = detector.held_out
-        normal = None if held is None else normal_medians(*held.normal)
-        rows = sensor_table(history, rule, normal=normal, audits=audits)
-        stored = history.meta("reference")
+        rows = sensor_table(history, rule, normal=normal_medians(detector), audits=audits)
         done = NightlyRun(
-            folder=found.listing.folder,
+            folder=files.folder,
             state=target,
             model=named,
             evaluation=evaluation_text(detector.evaluations),
             evaluation_result=evaluation_result(detector.evaluations),
             budget=rule,
-            counts=_counts(files, len(added), len(missing)),
+            counts=_counts(files, len(added)),
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
-            drift=None if stored is None else drift_of(history, reference_from(stored, history.path)),
+            drift=drift_of(history, stored_reference(history)),
             curves=_curves(history, rows),
-            notes=(*_notes(files, missing), *ignored),
+            notes=(*_notes(files), *ignored),
         )
         clips = _clips(rows, files.paths, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
 
 
-def _counts(files: _Files, n_added: int, n_missing: int) -> RunCounts:
+def _counts(files: _Files, n_added: int) -> RunCounts:
     n_read = len(files.entries)
     # the history has them under the same path; size or time of the file changed
     n_touched = sum(
-        files.stored.get(path, (None,) * 4)[2] == digest for path, _, _, digest, _ in files.rows if digest
+        path in files.stored and digest == files.stored[path][2]
+        for path, _, _, digest, _ in files.rows
+        if digest
     )
     return RunCounts(
-        found=len(files.found.listing),
-        known=len(files.found.listing) - n_read - len(files.rejected) + n_touched,
+        found=len(files.found),
+        known=len(files.found) - n_read - len(files.rejected) + n_touched,
         new=n_added,
         copies=n_read - n_added - n_touched,
         rejected=len(files.rejected),
         times_from_file=files.n_from_file,
-        not_in_table=n_missing,
+        not_in_table=len(files.missing),
     )
 
 
-def _notes(files: _Files, missing: Sequence[bytes]) -> list[str]:
+def _notes(files: _Files) -> list[str]:
     "Report recordings that the table lacks, and sensors with names that look the same."
-    sensors = (files.found.names[k].sensor for k in files.to_read)
-    notes = [f"{p.path}: {p.message}" for p in twin_problems(sensors, "sensors")]
-    if missing:
-        n = f"{len(missing):,} of {len(files.found.listing):,}"
-        notes.insert(0, f"{n} recordings are not in the table, first {show_path(missing[0])}")
+    twins = twin_problems((files.found[path][2].sensor for path in files.to_read), "sensors")
+    notes = [f"{p.path}: {p.message}" for p in twins]
+    if files.missing:
+        n = f"{len(files.missing):,} of {len(files.found):,}"
+        notes.insert(0, f"{n} recordings are not in the table, first {show_path(files.missing[0])}")
     return notes
 
 
@@ -611,18 +580,14 @@ def _sort_visits(
     history: History, entries: list[HistoryEntry], visits: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     "Return the visits of known sensors that do not lie in the future, and a note on the others."
-    ((last,),) = history.query("SELECT max(night) FROM nights")
-    last = max([last or _FIRST_DAY, *(e.night for e in entries)])
+    last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
     latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).isoformat()
     known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *all_sensors(history))}
     used = {known[s]: night for s, night in visits.items() if s in known and night <= latest}
-    ignored = [f"{s} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
-    if not ignored:
-        return used, []
-    note = f"{len(ignored):,} visits are ignored, because the sensor is unknown or the night lies in the future: {', '.join(map(show_path, ignored[:5]))}"
-    if known and not visits.keys() & known.keys():
-        note += (
-            f"; no visit names a sensor of the history, which are named like {', '.join(map(show_path, sorted(known.values())[:3]))} "
-            "(a spreadsheet turns 000123 into 123, and a long number into 1,23E+05: format the column as text)"
-        )
-    return used, [note]
+    ignored = [f"{show_path(s)} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
+    names = ", ".join(map(show_path, sorted(known.values())[:3]))
+    note = (
+        f"{len(ignored):,} visits are ignored, because the night lies in the future or the sensor is unknown: {', '.join(ignored[:5])}; "
+        f"sensors are named like {names} (format their column as text: a spreadsheet turns 000123 into 123)"
+    )
+    return used, [note] if ignored else []

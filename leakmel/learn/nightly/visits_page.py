@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #08d48b6a
 import base64, math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,7 @@ from leakmel.audio.tables import table_number
 from leakmel.insight.page_figures import png_bytes
 from leakmel.insight.plots import Trace, label_colour, f32, styled_figure
 from leakmel.learn.nightly.drift import RECENT_DAYS
-from leakmel.learn.nightly.nights import RecordingFeatures
-from leakmel.learn.nightly.sensors import plural
+from leakmel.learn.nightly.nights import plural
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,10 +36,8 @@ def mel_picture(
 ) -> np.ndarray:  # [M, W] uint8, the highest band at the top
     "Return a spectrogram as numbers of colours, from its 5 % to its 99.5 % quantile."
     flat = mels.astype(np.float32).transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[::-1]
-    step = -(-flat.shape[1] // MAX_COLUMNS)
-    if step > 1:
-        whole = flat.shape[1] // step * step
-        flat = flat[:, :whole].reshape(len(flat), -1, step).mean(2)
+    step = -(-flat.shape[1] // MAX_COLUMNS)  # a shorter rest at the end is left out
+    flat = flat[:, : flat.shape[1] // step * step].reshape(len(flat), -1, step).mean(2)
     low, high = np.quantile(flat, (0.05, 0.995))
     return (255 * np.clip((flat - low) / max(high - low, 1e-3), 0, 1)).astype(np.uint8)
 
@@ -64,19 +62,19 @@ def _address(content: bytes, kind: str) -> str:
 
 
 def clip_of(
-    features: RecordingFeatures,
+    samples: np.ndarray,  # [n] int16 or float32
+    mels: np.ndarray,  # [L, S, M, T] dB
     sample_rate: int,  # Hz
     long_hop: int,  # samples between long segments
 ) -> Clip:
     "Make the player and the picture of the first seconds of a recording."
-    n = int(min(MAX_SECONDS * sample_rate, MAX_CLIP_BYTES // 2, len(features.samples)))
-    scale = 32_768 if features.samples.dtype == np.int16 else 1
-    x = features.samples[:n].astype(np.float64) / scale
-    x = x - x.mean()
-    rms = float(np.sqrt(np.mean(x**2)))
+    n = int(min(MAX_SECONDS * sample_rate, MAX_CLIP_BYTES // 2, len(samples)))
+    x = samples[:n] / (32_768 if samples.dtype == np.int16 else 1)
+    x = x - x.mean(dtype=np.float64)
+    rms = float(np.std(x, dtype=np.float64))
     gain = 10 ** (PLAYED_RMS_DB / 20) / rms if rms > 0 else 1.0
     sound = wav_bytes(np.round(32_000 * np.tanh(gain * x)).astype(np.int16), sample_rate)
-    picture = png_bytes(mel_picture(features.mels[: max(1, n // long_hop)]))
+    picture = png_bytes(mel_picture(mels[: max(1, n // long_hop)]))
     return Clip(
         _address(sound, "audio/wav"), _address(picture, "image/png"), n / sample_rate, 20 * math.log10(gain)
     )
@@ -99,24 +97,6 @@ def evidence_points(
 
     return [(round(margin + k * step, 1), at(value)) for k, value in enumerate(evidence)], at(limit)
 
-
-def drift_bars(
-    reference: Sequence[float],  # quantiles 2.5, 25, 50, 75, 97.5 %
-    recent: Sequence[float],
-) -> list[tuple[str, float, int, float, int]]:  # class, x, y, width and height of rectangles
-    "Place the bars of two distributions."
-    low, high = min(reference[0], recent[0]), max(reference[-1], recent[-1])
-
-    def x(value: float) -> float:
-        return round(4 + 232 * (value - low) / max(high - low, 1e-9), 1)
-
-    bars = []
-    for q, y, kind in ((reference, 3, "ref"), (recent, 17, "now")):
-        for first, last, top, tall in ((q[0], q[4], y + 3, 4), (q[1], q[3], y, 10)):
-            bars.append((kind, x(first), top, max(1.0, round(x(last) - x(first), 1)), tall))
-        bars.append(("median", x(q[2]) - 1, y - 1, 2, 12))
-    return bars
-
 # %% ../../../nbs/learn/nightly/visits_page.ipynb #266c008e
 @dataclass(frozen=True)
 class Place:
@@ -127,21 +107,18 @@ class Place:
     is_degrees: bool = False
 
 
+# names of two columns of a table, and the limit of each
+_COORDINATES = (("lon", "lat", 180, 90), ("longitude", "latitude", 180, 90), ("x", "y", 1e9, 1e9))
+
+
 def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinates, or no numbers
     "Read coordinates from further columns of a table: lat and lon, or x and y."
     values = {name.strip().lower(): text for name, text in columns.items()}
-    for first, second, is_degrees in (
-        ("lon", "lat", True),
-        ("longitude", "latitude", True),
-        ("x", "y", False),
-    ):
-        try:
-            place = Place(table_number(values[first]), table_number(values[second]), is_degrees)
-        except (KeyError, ValueError):
-            continue
-        limits = (180, 90) if is_degrees else (1e9, 1e9)
-        if abs(place.x) <= limits[0] and abs(place.y) <= limits[1]:
-            return place
+    for first, second, most_x, most_y in _COORDINATES:
+        with suppress(KeyError, ValueError):
+            x, y = table_number(values[first]), table_number(values[second])
+            if abs(x) <= most_x and abs(y) <= most_y:
+                return Place(x, y, first != "x")
     return None
 
 
@@ -190,7 +167,6 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .visits td { min-width: 3rem; } .visits .why { min-width: 15rem; } .visits audio { width: 20rem; height: 34px; display: block; margin-top: .3rem; }
 .mel { width: 20rem; height: 84px; display: block; image-rendering: pixelated; border-radius: 3px; } .curve { width: 168px; height: 48px; display: block; }
 .limit { stroke: var(--hot); stroke-dasharray: 4 3; stroke-width: 1; } .line { fill: none; stroke: var(--line); stroke-width: 1.6; } .dot { fill: var(--line); }
-.bar { width: 240px; height: 30px; } .ref { fill: var(--dim); opacity: .55; } .now { fill: var(--line); opacity: .75; } .median { fill: var(--fg); }
 .map { width: 100%; background: var(--card); border-radius: 6px; } .p-none { fill: var(--dim); opacity: .6; } .p-evidence { fill: var(--hot); }
 .map text { font-size: 12px; fill: var(--fg); }
 .p-high { fill: var(--warm); } .p-audit { fill: none; stroke: var(--cool); stroke-width: 3; } footer { margin-top: 3rem; color: var(--dim); font-size: 13px; }
@@ -277,15 +253,12 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 <p class='facts'>{{ drift.n|whole }} recordings of the last {{ days }} nights against
 {{ drift.reference.n|whole }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
 <div class='scroll'><table><thead>
-<tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th>
-<th>reference (grey) and last nights (blue)</th></tr>
+<tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
 </thead><tbody>
 {%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
 <tr><td>{{ name }}</td>
 {%- for q in both %}<td>{{ '{:.3g} to {:.3g}'.format(q[0], q[4]) }}{{ '' if name == 'score' else ' dB' }}</td>{% endfor %}
-<td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td>
-<td><svg class='bar' viewBox='0 0 240 30' role='img'>{% for kind, x, y, w, h in drift_bars(*both) %}
-<rect x='{{ x }}' y='{{ y }}' width='{{ w }}' height='{{ h }}' class='{{ kind }}'/>{% endfor %}</svg></td></tr>
+<td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td></tr>
 {%- endfor %}
 </tbody></table></div>
 {%- if outside %}
@@ -305,7 +278,7 @@ def _template() -> Any:
 
     page = Environment(autoescape=True, undefined=StrictUndefined)
     page.filters["whole"] = "{:,.0f}".format
-    page.globals |= {"evidence_points": evidence_points, "drift_bars": drift_bars, "plural": plural}
+    page.globals |= {"evidence_points": evidence_points, "plural": plural}
     return page.from_string(PAGE_BEGINS + _TEMPLATE, {"style": _STYLE, "version": leakmel.__version__})
 
 

@@ -18,15 +18,16 @@ import numpy as np
 from leakmel import __version__
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of, read_wav
-from leakmel.core.errors import DataError, UsageError, missing_package, show_path
+from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.store import LocalCopies, output_path
+from leakmel.dataset.export.columns import require_package
 from leakmel.learn.data.segments import conform_recording
 from leakmel.learn.metrics.decisions import Calibration, fit_calibration
 from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
+from leakmel.learn.model.files import model_file
 from leakmel.learn.model.onnx_graph import INPUT, onnx_model, quantized_model
 from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.readers import find_recordings, label_in
@@ -89,15 +90,18 @@ def _truth(detector: Detector, labels: Sequence[str]) -> np.ndarray | None:
 
 
 def check_recordings(
-    folder: str | os.PathLike,  # recordings in any subfolders, also a URL
+    folder: str | os.PathLike | None,  # recordings in any subfolders, also a URL; None: synthetic signals
     detector: Detector,
     *,
     most: int = 64,  # recordings that are used, evenly over the sorted paths
-    source: str = "recordings",
     progress: str = "auto",
 ) -> CheckRecordings:  # raises DataError where none is long enough
     "Choose recordings of a folder, and score them with `predict`."
     spec = required_spec(detector)
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="leakmel-") as made:
+            write_synthetic(Path(made), spec)
+            return replace(check_recordings(made, detector, progress="none"), source="synthetic signals")
     listing = find_recordings(folder, progress=progress).listing
     chosen = np.unique(np.linspace(0, len(listing) - 1, most).astype(np.int64))
     some = replace(
@@ -124,12 +128,16 @@ def check_recordings(
             found=f"{len(chosen):,} recordings, all shorter than {spec.duration_s:g} s or rejected",
             remedy="give a folder of recordings of the model's length",
         )
-    truth = _truth(detector, [label_in(done.scored.paths[i]) for i in rows])
-    segments = np.stack([done.scored.segment_scores[i] for i in rows])
     marks = done.scored.in_training[rows].tolist()
-    in_training = None if None in marks else np.array(marks, bool)
-    n_left_out = len(chosen) - len(rows)
-    return CheckRecordings(source, samples, segments, done.score[rows], truth, n_left_out, in_training)
+    return CheckRecordings(
+        "recordings",
+        samples,
+        segment_scores=np.stack([done.scored.segment_scores[i] for i in rows]),
+        score=done.score[rows],
+        truth=_truth(detector, [label_in(done.scored.paths[i]) for i in rows]),
+        n_left_out=len(chosen) - len(rows),
+        in_training=None if None in marks else np.array(marks, bool),
+    )
 
 
 def divide_recordings(
@@ -192,15 +200,6 @@ def tolerance_of(detector: Detector) -> float:
     return TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE
 
 
-def _training_text(n: int, n_in_training: int | None) -> str:
-    "Say how many recordings are part of the training."
-    if n_in_training is None:
-        return " (the detector does not store whether they are part of its training)"
-    return {0: " (none is part of the training)", n: " (all are part of the training)"}.get(
-        n_in_training, f" ({n_in_training:,} are part of the training)"
-    )
-
-
 @dataclass(frozen=True)
 class OnnxCheck:
     "Differences between an ONNX model and `predict`."
@@ -215,26 +214,27 @@ class OnnxCheck:
     score: float  # largest difference
     segment_score: float  # largest difference
     decisions: int  # recordings whose decision differs
-    rated: int  # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
-    rated_in_training: int | None
-    auc: float | None  # of the model; None: labels are not known
-    auc_predict: float | None  # of `predict`
-    balanced_accuracy: float | None
-    balanced_accuracy_predict: float | None
+    rated: int = (
+        0  # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
+    )
+    rated_in_training: int | None = None
+    auc: float | None = None  # of the model; None: labels are not known
+    auc_predict: float | None = None  # of `predict`
+    balanced_accuracy: float | None = None
+    balanced_accuracy_predict: float | None = None
 
     @property
     def text(self) -> str:
         "The differences in a sentence."
         what, value = ("score", self.score) if self.probability is None else ("probability", self.probability)
-        part = _training_text(self.recordings, self.in_training) if self.source == "recordings" else ""
+        part = ""
+        if self.source == "recordings":
+            known = "an unknown number" if self.in_training is None else f"{self.in_training:,}"
+            part = f" ({known} of them part of the training)"
         text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
         if self.auc is None:
             return text
-        on = (
-            f" on the {self.rated:,} that are not part of the training"
-            if self.rated < self.recordings
-            else ""
-        )
+        on = f" on {self.rated:,} that are not part of the training" if self.rated < self.recordings else ""
         return (
             f"{text}; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f}), "
             f"balanced accuracy {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f}){on}"
@@ -247,13 +247,13 @@ def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dic
     if right.part(rows).truth is None:
         rows = np.arange(len(right))
     rated = right.part(rows)
-    names = ("auc", "balanced_accuracy")
     if rated.truth is None:
-        none = dict.fromkeys([*names, *(f"{name}_predict" for name in names)])
-        return {"rated": 0, "rated_in_training": None, **none}
-    of_file, of_predict = (leak_metrics(rated.truth, x, threshold) for x in (score[rows], rated.score))
-    both = {name: of_file[name] for name in names} | {f"{name}_predict": of_predict[name] for name in names}
-    return {"rated": len(rated), "rated_in_training": rated.n_in_training, **both}
+        return {}
+    found: dict[str, Any] = {"rated": len(rated), "rated_in_training": rated.n_in_training}
+    for suffix, values in (("", score[rows]), ("_predict", rated.score)):
+        figures = leak_metrics(rated.truth, values, threshold)
+        found |= {f"{name}{suffix}": figures[name] for name in ("auc", "balanced_accuracy")}
+    return found
 
 
 def compare_model(
@@ -404,14 +404,6 @@ class OnnxExport:
         return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"
 
 
-def _import_runtime() -> None:
-    "Raise MissingPackageError now, not after the work."
-    try:
-        import onnx, onnxruntime, onnxscript  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
-
-
 def _target(
     model: str | os.PathLike | Detector, out: str | os.PathLike | None, int8: bool
 ) -> tuple[Detector, str, Path]:
@@ -424,17 +416,6 @@ def _target(
     detector = load_detector(file)
     named = file.with_suffix(".int8.onnx" if int8 else ".onnx")
     return detector, digest_of(file.read_bytes()), output_path(named if out is None else out)
-
-
-def _checked(
-    recordings: str | os.PathLike | None, detector: Detector, most: int, progress: str
-) -> CheckRecordings:
-    "Return recordings with their scores."
-    if recordings is not None:
-        return check_recordings(recordings, detector, most=most, progress=progress)
-    with tempfile.TemporaryDirectory(prefix="leakmel-") as folder:
-        write_synthetic(Path(folder), required_spec(detector))
-        return check_recordings(folder, detector, source="synthetic signals", progress="none")
 
 
 def _for_int8(
@@ -498,12 +479,13 @@ def export_onnx(
             code="unused-option",
             remedy="add int8, or give the folder as recordings",
         )
-    _import_runtime()
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        require_package(package)  # a missing package is an error now, not after the work
     detector, digest, path = _target(model, out, int8)
     require_kind(path, "ONNX file of leakmel", is_onnx_of_leakmel)
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
     made = onnx_model(detector, calibration, version=__version__)
-    right = _checked(recordings, detector, most, progress)
+    right = check_recordings(recordings, detector, most=most, progress=progress)
     compare = partial(compare_model, calibration=calibration, threshold=detector.threshold)
     whole, small = compare(made, right, tolerance=tolerance_of(detector)), None
     if int8:

@@ -8,10 +8,10 @@ __all__ = ['MAX_SHOWN', 'Predictions', 'predict']
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
 import base64, errno, math, os, re, time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -35,8 +35,8 @@ from leakmel.learn.model.card import EvaluationRecord, evaluation_result, evalua
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.locate import model_file
-from leakmel.learn.model.provenance import Provenance
+from leakmel.learn.model.files import model_file
+from leakmel.learn.model.card import Provenance
 from leakmel.dataset.export.columns import require_package, write_table
 from leakmel.learn.predict.readers import ParsedNames, RecordingList, find_recordings
 from leakmel.learn.predict.scoring import (
@@ -134,104 +134,91 @@ def rule_of(
             remedy="set the vote to frac_vote, or leave frac out",
         )
     frac = detector.share if frac is None else frac
+    rule = Rule(vote, 0.5 if threshold is None else threshold, frac)
     if threshold is not None:
-        return Rule(vote, threshold, frac)
-    Rule(vote, frac=frac)  # an unknown vote has no threshold
+        return rule
     if vote == "frac_vote" and frac != detector.share:
-        return Rule(vote, 0.5, frac, "not chosen for this share: 0.5")
-    return Rule(vote, float(detector.thresholds[vote]), frac, detector.threshold_from)
+        return replace(rule, threshold_from="not chosen for this share: 0.5")
+    return replace(rule, threshold=float(detector.thresholds[vote]), threshold_from=detector.threshold_from)
 
 # %% ../../../nbs/learn/predict/predict.ipynb #08b6cc64
-COLUMNS = (
-    "path",
-    "label",
-    "leak",
-    "score",
-    "probability",
-    "vote",
-    "threshold",
-    "leak_share",
-    "n_segments",
-    "scored_s",
-    "duration_s",
-    "sample_rate",
-    "channels",
-    "encoding",
-    "status",
-    "rms_db",
-    "clipped_share",
-    "silent",
-    "opposite_phase",
-    "dry",
-    "in_training",
-    "sensor",
-    "gain",
-    "segment_scores",
-    "evaluation",
-    "path_base64",
-)
-REJECTED_COLUMNS = ("path", "code", "message", "path_base64")
-FLAGS = ("silent", "opposite_phase", "dry")
+COLUMNS = {  # name -> kind
+    "path": "text",
+    "label": "word",
+    "leak": "flag",
+    "score": "exact",
+    "probability": "number",
+    "vote": "word",
+    "threshold": "exact",
+    "leak_share": "number",
+    "n_segments": "count",
+    "scored_s": "number",
+    "duration_s": "number",
+    "sample_rate": "count",
+    "channels": "count",
+    "encoding": "word",
+    "status": "word",
+    "rms_db": "level",
+    "clipped_share": "number",
+    "silent": "flag",
+    "opposite_phase": "flag",
+    "dry": "flag",
+    "in_training": "flag",
+    "sensor": "word",
+    "gain": "number",
+    "segment_scores": "scores",
+    "evaluation": "word",
+    "path_base64": "text",
+}
+REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
 
 
 def _shown_paths(paths: Sequence[bytes]) -> tuple[list[str], list[str]]:
     "Return paths for display, and each in base64 if it is shown in another way, else empty."
-    together = b"".join(paths)
-    if together.isascii() and together.decode().isprintable():  # as in nearly all sets
-        return list(map(bytes.decode, paths)), [""] * len(paths)
     shown = list(map(show_path, paths))
     same = [text.encode() == path for text, path in zip(shown, paths)]
     return shown, ["" if ok else base64.b64encode(path).decode() for ok, path in zip(same, paths)]
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cc8f38bf
 _PAGE, _PAGE_SEGMENTS = 8192, 1 << 18  # recordings and their segments that are text at a time
+_needs_quotes = re.compile('[",\r\n]').search
 
 
-def _cells(name: str, column: Sequence[Any] | np.ndarray) -> list[str]:
+def _quoted(text: str) -> str:
+    "Return a cell of a CSV file, in quotes if it needs them."
+    return '"' + text.replace('"', '""') + '"' if _needs_quotes(text) else text
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("text", "word"), _quoted),
+    **dict.fromkeys(("flag", "count"), "{:d}".format),
+    "exact": repr,
+    "level": "{:.2f}".format,
+    "number": "{:.6g}".format,
+}
+
+
+def _cells(kind: str, column: Sequence[Any] | np.ndarray) -> list[str]:
     "Return a column as the CSV file has it."
-    if name == "segment_scores":
+    if kind == "scores":
         # a float32 times 1,000 is exact in float64, so this rounds as f"{x:.3f}" does
         scores = np.concatenate([*column, np.empty(0, np.float32)]).astype(np.float64)
         thousandths, places = np.unique(np.rint(1000 * scores), return_inverse=True)
-        texts = np.array([f"{x / 1000:.3f}" for x in thousandths.tolist()], object)[places].tolist()
+        cells = np.array([f"{x / 1000:.3f}" for x in thousandths.tolist()], object)[places].tolist()
         ends = np.cumsum([len(x) for x in column], dtype=np.int64).tolist()
-        return [" ".join(texts[a:b]) for a, b in zip([0, *ends], ends)]
-    if isinstance(column, np.ndarray) and column.dtype.kind in "fib":  # most columns have few values
-        distinct, places = np.unique(column, return_inverse=True)
-        if 8 * len(distinct) < len(column):
-            return np.array(_cells(name, distinct), object)[places].tolist()
+        return [" ".join(cells[a:b]) for a, b in zip([0, *ends], ends)]
     values = column.tolist() if isinstance(column, np.ndarray) else column
-    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
-        if name in ("score", "threshold"):
-            return [repr(x) if x == x else "" for x in values]
-        form = "{:.2f}".format if name == "rms_db" else "{:.6g}".format
-        return [form(x) if x == x else "" for x in values]
-    if name in ("leak", "silent", "opposite_phase", "dry", "in_training"):
-        return ["" if x is None else str(int(x)) for x in values]
-    if isinstance(column, np.ndarray) and column.dtype != object:
-        return list(map(str, values))
-    return list(values)
+    texts = {x: "" if x is None or x != x else _FORMS[kind](x) for x in set(values)}  # columns repeat values
+    return [texts[x] for x in values]
 
 
-_SPECIAL = '",\r\n'
-
-
-def _quoted(cells: list[str]) -> list[str]:
-    "Quote the cells of a CSV file that need it."
-    together = "".join(cells)
-    if not any(letter in together for letter in _SPECIAL):  # as in nearly all columns
-        return cells
-    needed = re.compile(f"[{_SPECIAL}]").search
-    return ['"' + text.replace('"', '""') + '"' if needed(text) else text for text in cells]
-
-
-def _write_csv(new: Path, names: tuple[str, ...], pages: Iterator[Mapping[str, Any]]) -> None:
+def _write_csv(new: Path, columns: Mapping[str, str], pages: Iterator[Mapping[str, Any]]) -> None:
     "Write the pages of a table to a CSV file under a temporary name."
     with new.open("w", encoding="utf-8", newline="") as f:
-        f.write(",".join(names) + "\n")
+        f.write(",".join(columns) + "\n")
         for page in pages:  # faster than csv.writer
-            columns = [_quoted(_cells(name, page[name])) for name in names]
-            f.write("\n".join([*map(",".join, zip(*columns)), ""]))
+            cells = [_cells(kind, page[name]) for name, kind in columns.items()]
+            f.write("\n".join([*map(",".join, zip(*cells)), ""]))
         f.flush()
         os.fsync(f.fileno())
 
@@ -244,19 +231,15 @@ def rejected_path(
 
 # %% ../../../nbs/learn/predict/predict.ipynb #f0260005
 _PARQUET = ".parquet"
-_TEXTS = ("path", "path_base64", "message")
-_CODED = ("label", "vote", "encoding", "status", "sensor", "evaluation", "code")  # few different texts
-_FLAGS = ("leak", "silent", "opposite_phase", "dry", "in_training")
-_COUNTS = ("n_segments", "sample_rate", "channels")
 
 
-def prediction_schema(columns: Sequence[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
+def prediction_schema(columns: Mapping[str, str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of columns of predictions, or of rejected files."
     pa = require_package("pyarrow")
-    kinds = dict.fromkeys(_TEXTS, pa.string()) | dict.fromkeys(_CODED, pa.dictionary(pa.int32(), pa.string()))
-    kinds |= dict.fromkeys(_FLAGS, pa.bool_()) | dict.fromkeys(_COUNTS, pa.int64())
-    kinds["segment_scores"] = pa.list_(pa.float32())
-    return pa.schema([(name, kinds.get(name, pa.float64())) for name in columns])
+    word = pa.dictionary(pa.int32(), pa.string())  # few different texts
+    types = {"text": pa.string(), "word": word, "flag": pa.bool_(), "count": pa.int64()}
+    types["scores"] = pa.list_(pa.float32())
+    return pa.schema([(name, types.get(kind, pa.float64())) for name, kind in columns.items()])
 
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
 def check_output(
@@ -272,8 +255,6 @@ def check_output(
             path=out,
             expected="a name that ends in .csv or .parquet",
         )
-    if is_parquet:
-        prediction_schema(COLUMNS)  # a missing package is an error now, not after the scores
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
             "the output lies inside the folder of the recordings",
@@ -281,12 +262,14 @@ def check_output(
             path=out,
             remedy="choose a path outside that folder",
         )
+    # a missing package is an error now, not after the scores
+    parquet = require_package("pyarrow.parquet") if is_parquet else None
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
 
-        def is_ours(file: BinaryIO, first: tuple[str, ...] = columns[:3]) -> bool:
-            if not is_parquet:
+        def is_ours(file: BinaryIO, first: list[str] = [*columns][:3]) -> bool:
+            if parquet is None:
                 return has_columns(file, first)
-            return tuple(require_package("pyarrow.parquet").read_schema(file).names[:3]) == first
+            return list(parquet.read_schema(file).names[:3]) == first
 
         require_kind(path, "table of predictions", is_ours)
     parent = next(p for p in out.parents if p.exists())
@@ -356,7 +339,7 @@ class Predictions:
     ) -> dict[str, Any]:  # name -> array or list, as COLUMNS
         "Return the columns of the table for some recordings."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
-        n, lengths, threshold = len(score), self._n_segments[part], float(self.rule.threshold)
+        n, lengths = len(score), s.segment_scores.n_segments[part]
         status = s.status[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
         in_training = s.in_training[part]
@@ -368,7 +351,7 @@ class Predictions:
             "score": score,
             "probability": probability,
             "vote": [self.rule.vote] * n,
-            "threshold": np.full(n, threshold),
+            "threshold": np.full(n, float(self.rule.threshold)),
             "leak_share": self._leak_share[part],
             "n_segments": lengths,
             "scored_s": covered_samples(lengths, spec) / spec.sample_rate,
@@ -385,14 +368,10 @@ class Predictions:
             "in_training": in_training if None in in_training.tolist() else in_training.astype(bool),
             "sensor": each_once(s.sensor[part], show_path),
             "gain": s.gain[part],
-            "segment_scores": s.segment_scores.each_array(part),
+            "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
             "evaluation": [evaluation_result(self.evaluations)] * n,
             "path_base64": in_base64,
         }
-
-    @cached_property
-    def _n_segments(self) -> np.ndarray:  # [n] int64
-        return self.scored.segment_scores.n_segments
 
     @cached_property
     def _leak_share(self) -> np.ndarray:  # [n] float64, share of the segments that reach the threshold
@@ -410,12 +389,11 @@ class Predictions:
             yield self._columns(slice(start, last))
             start = last
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(
+        self,
+        part: slice = slice(None),  # of the recordings
+    ) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
-        return self._rows(slice(None))
-
-    def _rows(self, part: slice) -> Iterator[dict[str, Any]]:
-        "Yield rows of some recordings."
         for page in self._pages(part):
             columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
             for row in zip(*columns):
@@ -445,7 +423,7 @@ class Predictions:
         "path, code and message of files that were not scored."
         import pandas as pd
 
-        return pd.DataFrame(self._rejected_columns(), columns=list(REJECTED_COLUMNS[:3]))
+        return pd.DataFrame(self._rejected_columns()).drop(columns="path_base64")
 
     def write(
         self, out: str | os.PathLike
@@ -455,21 +433,21 @@ class Predictions:
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix.lower() == _PARQUET:
-                left_out = prediction_schema(REJECTED_COLUMNS)
-                write_table(rejected, left_out, lambda: iter([self._rejected_columns()]))
-                write_table(scores, prediction_schema(COLUMNS), self._pages)
-            else:
-                _write_csv(rejected, REJECTED_COLUMNS, iter([self._rejected_columns()]))
-                _write_csv(scores, COLUMNS, self._pages())
+            tables = (
+                (rejected, REJECTED_COLUMNS, lambda: iter([self._rejected_columns()])),
+                (scores, COLUMNS, self._pages),
+            )
+            for path, columns, pages in tables:
+                if target.suffix.lower() == _PARQUET:
+                    write_table(path, prediction_schema(columns), pages)
+                else:
+                    _write_csv(path, columns, pages())
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
-        most = [
-            next(self._rows(slice(k, k + 1)))
-            for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist()
-        ]
+        order = np.argsort(-self.score, kind="stable")
+        most = [next(self.rows(slice(k, k + 1))) for k in order[:MAX_SHOWN].tolist()]
         shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
         facts, known = self.scored.facts, self.scored.in_training.tolist()
         flags = {
@@ -504,7 +482,11 @@ class Predictions:
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
             "in_training": None if None in known else sum(known),
-            "scored_s": float((covered_samples(self._n_segments, self.spec) / self.spec.sample_rate).sum()),
+            "scored_s": float(
+                (
+                    covered_samples(self.scored.segment_scores.n_segments, self.spec) / self.spec.sample_rate
+                ).sum()
+            ),
             "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
             "most_suspicious": [{name: r[name] for name in shown} for r in most],
             "out": None if self.out is None else show_path(self.out),
@@ -601,14 +583,8 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     )
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
-@dataclass(frozen=True, eq=False)
-class _Scored:
-    "Scores of recordings, and what computed them."
-
-    recordings: ScoredRecordings
-    rejections: tuple[Rejected, ...]
-    engine: str  # its identity
-    device: str
+# recordings, files that were not scored, identity of the engine, device
+_Scored = tuple[ScoredRecordings, tuple[Rejected, ...], str, str]
 
 
 def _score(
@@ -628,8 +604,7 @@ def _score(
     with open_scorer(detector, engine, on, sizes.n_files) as scorer:
         scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
     rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
-    recordings = _collect(found, scoring, detector.provenance)
-    return _Scored(recordings, rejections, scorer.identity, scorer.device)
+    return _collect(found, scoring, detector.provenance), rejections, scorer.identity, scorer.device
 
 
 def _score_part(found: RecordingList, how: tuple[Any, ...], n_together: int) -> _Scored:
@@ -660,8 +635,8 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
             for k, scored in run_tasks(client, _score_part, calls, names):
                 parts[k] = scored
                 bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
-    own = [parts[k] for k in range(n_parts)]
-    others = {(p.engine, p.device.partition(":")[0]) for p in own}
+    recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)))
+    others = {(engine, device.partition(":")[0]) for engine, device in zip(engines, devices)}
     if len(others) > 1:
         raise EngineError(
             "the processes of the cluster use different engines or devices",
@@ -669,8 +644,8 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
             found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
             remedy="name engine and device (--engine cpu --device cpu)",
         )
-    rejections = tuple(sorted((r for p in own for r in p.rejections), key=lambda r: r.path))
-    return _Scored(joined_columns([p.recordings for p in own]), rejections, own[0].engine, own[0].device)
+    together = tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path))
+    return joined_columns(recordings), together, engines[0], devices[0]
 
 
 def predict(
@@ -704,15 +679,14 @@ def predict(
             "the length is unknown", code="unknown-choice", found=repr(length), expected=expected
         )
     target = None if out is None else output_path(out)
-    named = "a detector in memory"
-    if not isinstance(model, Detector):
-        model = model_file(model)
-        named = show_path(os.path.abspath(model))
-    if cluster is None:
-        pick_device(device, registered=True)  # a wrong name is an error now
     if target is not None:
         check_output(target, absolute_folder(folder))
-    detector = model if isinstance(model, Detector) else load_detector(model)
+    detector = model
+    named = "a detector in memory"
+    if not isinstance(detector, Detector):
+        file = model_file(detector)
+        detector = load_detector(file)
+        named = show_path(os.path.abspath(file))
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)
     own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None
@@ -721,19 +695,19 @@ def predict(
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
     how = (detector, engine, device, length, files_per_batch, read_workers)
     if cluster is None:
-        scored = _score(found, *how, progress)
+        scored, rejections, used, on = _score(found, *how, progress)
     else:
-        scored = _score_on_cluster(found, how, cluster, progress)
+        scored, rejections, used, on = _score_on_cluster(found, how, cluster, progress)
     done = Predictions(
         folder=found.listing.folder,
-        scored=scored.recordings,
-        rejections=scored.rejections,
+        scored=scored,
+        rejections=rejections,
         rule=rule,
         spec=spec,
         length=length,
         model=named,
-        engine=scored.engine,
-        device=scored.device,
+        engine=used,
+        device=on,
         seconds=time.perf_counter() - began,
         out=target,
         learned_by=detector.engine,

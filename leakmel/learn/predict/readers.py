@@ -30,7 +30,7 @@ from leakmel.audio.listing import (
     require_recordings,
 )
 from leakmel.audio.manifest import Manifest, check_manifest, split_folders
-from leakmel.audio.wav import Recording, read_error, read_wav
+from leakmel.audio.wav import close_read, open_regular, read_wav
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import LocalCopies
@@ -173,8 +173,6 @@ def _manifest_recordings(
         label_ids.append(np.where(x.label_ids < 0, len(manifest.label_names), x.label_ids))
         names += [] if by_folders else x.names
     labels = np.array([*manifest.label_names, ""], object)[np.concatenate(label_ids)]
-    if len(listings) == 1:  # in order
-        return found, labels, ParsedNames(found.paths) if by_folders else names
     order = sorted(range(len(found)), key=found.paths.__getitem__)
     found.sort()
     return found, labels[order], ParsedNames(found.paths) if by_folders else [names[k] for k in order]
@@ -195,16 +193,15 @@ class RowBlock(Slot):
     ) -> bool:  # whether there is no room for another one
         "Add a piece of recording `k`."
         i = self.n
-        whole = row.dtype == np.int16
-        self.n = i + 1
+        is_whole = row.dtype == np.int16
+        self.n += 1
         self.files[i] = k
         self.firsts[i] = first
         self.counts[i] = count
         self.facts[i] = np.zeros((), FACTS)
-        self.facts["good"][i] = True
-        self.facts["whole"][i] = whole
-        self.samples[i] = row if whole else 0
-        if not whole:
+        self.facts[["good", "whole"]][i] = (True, is_whole)
+        self.samples[i] = row if is_whole else 0
+        if not is_whole:
             self.widen(i, row)
         return self.n == len(self.samples)
 
@@ -307,6 +304,7 @@ class RecordingReaders:
 
     def _give(self, block: RowBlock) -> None:
         "Compute the features of a full block, and pass it on to the scorer."
+        block.scale_whole_rows()
         if self.engine is not None:
             block.moments[: block.n] = self.engine.run(block.input, block.mels[: block.n])
         self.filled.put(block)
@@ -324,40 +322,34 @@ class RecordingReaders:
                             return False
                         block.begin(None, batch, 0, 0)
                     if block.put(row, k, first, count):
-                        block.scale_whole_rows()
                         self._give(block)
                         block = None
         if block is not None:
-            block.scale_whole_rows()
             self._give(block)
         return True
 
-    def _read_one(self, k: int, local: Mapping[bytes, bytes]) -> Recording:
-        "Read a recording; raises RecordingError, and MachineError after too many failures in a row."
-        if self.listing.sizes[k] < 0:
-            raise RecordingError("unreadable", "the table names this file, but it does not exist")
-        path = local[self.listing.paths[k]]
-        try:
-            try:
-                os.stat(path)  # raises where a file that was listed is gone
-            except OSError as e:
-                raise read_error(e, path) from e
-            recording = read_wav(path)
-        except RecordingError as e:
-            self.reader.read_failures.refused(e, path)
-            raise
-        self.reader.read_failures.given()
-        return recording
-
     def _pieces(self, k: int, local: Mapping[bytes, bytes]) -> Iterator[tuple[np.ndarray, int, int]]:
         "Rows of a recording with their first segments and how many count; nothing where it is rejected, which is noted."
+        name = self.listing.paths[k]
         try:
-            recording = self._read_one(k, local)
+            if self.listing.sizes[k] < 0:
+                raise RecordingError("unreadable", "the table names this file, but it does not exist")
+            try:
+                close_read(
+                    open_regular(local[name])[0]
+                )  # a file that is gone has changed since it was listed
+                recording = read_wav(local[name])
+            except RecordingError as e:
+                self.reader.read_failures.refused(
+                    e, local[name]
+                )  # raises MachineError after too many in a row
+                raise
+            self.reader.read_failures.given()
             row, status = conform_recording(recording, self.spec, self.length)
             status = add_faults(status, recording)
         except RecordingError as e:
             with self.lanes.lock:
-                self.rejected.append(Rejected(self.listing.paths[k], e.reject_code, e.message))
+                self.rejected.append(Rejected(name, e.reject_code, e.message))
             return
         n, channels = recording.samples.shape
         self.facts[k] = (

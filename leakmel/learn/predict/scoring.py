@@ -9,11 +9,11 @@ __all__ = []
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,15 +58,6 @@ class SegmentScores:
 
     def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
         return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
-
-    def each_array(
-        self,
-        part: slice = slice(None),  # of the recordings
-    ) -> list[np.ndarray]:  # [L] of each
-        "Return the scores of some recordings one by one."
-        numbers = np.arange(*part.indices(len(self)))
-        starts = np.where(numbers > 0, self.ends[numbers - 1], 0).tolist()
-        return [self.values[a:b] for a, b in zip(starts, self.ends[numbers].tolist())]
 
     @property
     def n_segments(self) -> np.ndarray:  # [n] int64
@@ -154,7 +145,7 @@ def joined_columns(
     )
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
-class HostScorer:
+class HostScorer(AbstractContextManager["HostScorer"]):
     "An engine on the CPU, and what is computed from its features; a context manager."
 
     depth = 1  # blocks that may be under way at once
@@ -185,9 +176,6 @@ class HostScorer:
         "Return the block that was computed."
         return self._block
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.engine.close()
 
@@ -211,7 +199,7 @@ class _Buffers:
         self.block: Any = None
 
 
-class DeviceScorer:
+class DeviceScorer(AbstractContextManager["DeviceScorer"]):
     "Copy, features and model on one device; a context manager."
 
     depth = 2  # blocks that may be under way at once
@@ -227,11 +215,7 @@ class DeviceScorer:
         self.n_started = 0
         self.too_small: list[MachineError] = []  # of a callback of the stream, which must not raise it
         self.chain: Any = None  # of the engine
-        try:
-            self._guard(partial(self._open, engine, n_files))
-        except BaseException:
-            device.close()
-            raise
+        self._guard(partial(self._open, engine, n_files))
 
     def _open(self, engine: str, n_files: int) -> None:
         spec = required_spec(self.detector)
@@ -349,9 +333,6 @@ class DeviceScorer:
             self.too_small.append(e)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self._let_go()
         self.on.close()
@@ -373,16 +354,17 @@ def open_scorer(
         )
     opened = None if device == "cpu" else open_devices(device)[0]
     on = torch.device("cpu") if opened is None else opened.torch_device
-    no_room = f"the model does not fit into the memory of {device}"
     try:
-        with memory_guard(no_room, "free some memory, or use device='cpu'"):
+        with memory_guard(
+            f"the model does not fit into the memory of {device}", "free some memory, or use device='cpu'"
+        ):
             detector.classifier.to(on).eval()
+        if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
+            return DeviceScorer(detector, engine, opened, n_files)
     except BaseException:
         if opened is not None:
             opened.close()
         raise
-    if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
-        return DeviceScorer(detector, engine, opened, n_files)
     if opened is not None:
         opened.close()
     portions = AdaptiveBatches(n_files)

@@ -8,7 +8,7 @@ __all__ = ['Round', 'retrain']
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e65a399a
 import json, math, os, warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -17,76 +17,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel import __version__
+from leakmel.audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
 from leakmel.audio.wav import digest_of
+from leakmel.core.comparison import match_texts
 from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.files import sealed_json, write_whole
+from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable
-from leakmel.learn.data.groups import Group, recordings_of
-from leakmel.learn.data.groups import LEAKY_SPLIT
-from leakmel.learn.data.segments import DataSource, Segments, source_list
-from leakmel.learn.data.splits import LeakySplitWarning
-from leakmel.learn.data.task import LEFT_OUT, Task
-from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.dataset.file.reader import MelDataset
+from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
+from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task, find_label, source_list
+from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
+from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, differences, recording_groups
 from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import DecisionRule, choose_rule
-from leakmel.learn.model.cards import write_card
+from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, choose_rule, segments_needed
+from leakmel.learn.metrics.significance import ScoredModel, figure_title, plain, score_model
+from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows
 from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.locate import (
+from leakmel.learn.model.files import (
     MODEL,
     RECORD,
+    Champion,
     Lineage,
     finished_rounds,
-    load_champion,
     model_file,
+    read_lineage,
     round_folder,
     write_lineage,
 )
+from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet
-from leakmel.learn.model.provenance import provenance_of
+from leakmel.learn.model.card import provenance_of
+from leakmel.learn.model.card import Provenance, find_overlap
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.learn.retrain.promotion import (
-    Comparison,
-    begin_lineage,
-    champion_entry,
-    compare_models,
-    decide,
-    next_round,
-    read_record,
-    require_both_classes,
-    finish_interrupted_round,
-    check_overlap,
-    test_set_reuse_note,
-    weights_digest,
-)
-from leakmel.learn.retrain.selection import (
-    UNLABELLED,
-    LabelledSegments,
-    SegmentSubset,
-    Selection,
-    apply_human_labels,
-    content_digests,
-    labels_by_content,
-    read_human_labels,
-    recording_paths,
-    items_digest,
-    part_digest,
-    draw_replay,
-    select_segments,
-    selection_csv,
-    source_digest,
-)
-from leakmel.learn.train.inputs import TooShortWarning, TrainingData, too_short
+from leakmel.learn.train.inputs import TooShortWarning, TrainingData, row_digests, too_short
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.learn.train.state import TrainingState
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SELECTION_FILE = "kept.csv"
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #910813c8
 _NETWORK_SETTINGS = ("channels", "dropout")
@@ -174,7 +146,305 @@ def open_parts(
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
 
+# %% ../../../nbs/learn/retrain/rounds.ipynb #80f9b7a7
+UNLABELLED = -2  # no person gave a label
+
+
+def read_human_labels(
+    table: LabelTable,  # labels by people: labels.csv, or a CSV table with path and label
+    recordings: Segments,  # at any level
+    task: Task,  # whose labels may be given, upper and lower case aside
+) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
+    "Read a table of labels by people."
+    current = read_labels(table)
+    paths = [os.fsdecode(p) for p in recording_paths(recordings)]
+    file = None if isinstance(table, CurrentLabels) else table
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, paths))):
+        raise DataError(
+            "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
+            code="unknown-recording",
+            path=file,
+            found=", ".join(map(show_path, unknown[:3]))
+            + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
+            remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
+        )
+    check_paths(current, paths, file)
+    found = relabel(current, paths, _column(recordings, "digest"), [""] * len(paths))
+    classes = np.full(len(paths), UNLABELLED, np.int64)
+    for i in found.changed:
+        try:
+            number = find_label(found.labels[i], task.class_names)
+        except UsageError as e:
+            raise DataError(
+                f"the label of {show_path(paths[i])} is unknown",
+                code="unknown-label",
+                path=file,
+                found=repr(found.labels[i]),
+                expected=e.expected,
+            ) from e
+        classes[i] = task.to_model[number]
+    return classes
+
+
+def _column(recordings: Segments, name: str) -> list[str]:
+    "Return a column of the chosen recordings, with empty texts where a data set does not have it."
+    found = [text for source in recordings.sources for text in source.files.get(name, [""] * len(source))]
+    return [found[k] for k in recordings.rows]
+
+
+def recording_paths(
+    recordings: Segments,
+) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
+    "Return the path of each recording."
+    for source in recordings.sources:
+        if "path" not in source.files:
+            raise DataError(
+                "the data set does not store the paths of its recordings",
+                code="paths-missing",
+                path=source.path,
+            )
+    return [os.fsencode(p) for p in _column(recordings, "path")]
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #fc15f3da
+def content_digests(
+    ds: Segments,
+) -> list[str]:  # [n], equal where the samples are; empty where that is not known
+    "Return the content digests of recordings."
+    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
+
+
+def labels_by_content(
+    recordings: Segments,
+    labels: np.ndarray,  # [n] int of `read_human_labels`
+) -> dict[str, int]:  # content -> class; raises DataError if copies of a recording have different labels
+    "Return labels by people, by content digest."
+    found: dict[str, int] = {}
+    content = content_digests(recordings)
+    for i in np.flatnonzero(labels != UNLABELLED).tolist():
+        if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
+            raise DataError(
+                "the table gives different labels to recordings with the same samples",
+                code="labels-contradict",
+                path=recordings.sources[0].path,
+                found=show_path(recording_paths(recordings)[i]),
+                remedy="remove it, or its copies, from the table",
+            )
+    return found
+
+
+def apply_human_labels(
+    recordings: Segments,
+    classes: np.ndarray,  # [n] int
+    labels: Mapping[str, int],  # of `labels_by_content`
+) -> np.ndarray:  # [n] int64
+    "Replace the classes of recordings whose content people have labelled."
+    known = zip(content_digests(recordings), classes.tolist())
+    return np.array([labels.get(content, k) for content, k in known], np.int64)
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #8ff51637
+@dataclass(frozen=True, eq=False)
+class LabelledSegments:
+    "Long segments of some recordings, and the class of each recording."
+
+    recordings: Segments  # level "recording"
+    kept: np.ndarray  # [n, L] bool; none behind the end of a recording
+    classes: np.ndarray  # [n] int64, classes of the model; -1: left out
+
+
+def whole_recordings(
+    recordings: Segments,  # level "recording", with a task
+    rows: np.ndarray,  # [n] int, places in `recordings.rows`
+) -> LabelledSegments:
+    "Select all existing segments of recordings, with the classes of their labels."
+    kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
+    kept[rows] = recordings.segment_mask[rows]
+    return LabelledSegments(recordings, kept, recordings.labels)
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #871dc7a3
+class SegmentSubset(Segments):
+    "Selected segments as training items; closing it closes no data set."
+
+    def __init__(
+        self,
+        choices: Sequence[LabelledSegments],  # one at least
+        task: Task,
+        *,
+        preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
+    ):
+        self.level = "long"
+        self.task = task
+        self.row_shape = choices[0].recordings.row_shape
+        self.sources = [source for c in choices for source in c.recordings.sources]
+        self.starts = np.cumsum([0, *map(len, self.sources)])
+        self.rows, self.numbers, self.labels = _items_of(choices)
+        self.n_too_short = 0
+        self.preload(preload_to_ram, progress)
+
+    @property
+    def counts(self) -> np.ndarray:
+        "[n] int64: each item stands alone."
+        return np.ones(len(self.rows), np.int64)
+
+    def places(self, items: np.ndarray) -> np.ndarray:
+        "[B] where items lie among all items of the data sets."
+        return self.numbers[np.asarray(items, np.int64)]
+
+    def close(self) -> None:
+        "Release the memory; the data sets stay open."
+        self.preloaded = None
+
+
+def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
+    "[3, n] int64 row, number and class of each item, counted through the data sets of all choices."
+    found = []
+    before = 0
+    for c in choices:
+        at, segment = np.nonzero(c.kept & (c.classes != LEFT_OUT)[:, None])
+        row = before + c.recordings.rows[at]
+        number = row * c.kept.shape[1] + segment
+        items = np.stack([row, number, c.classes[at]])
+        found.append(items[:, np.argsort(number, kind="stable")].astype(np.int64))
+        before += int(c.recordings.starts[-1])
+    return np.concatenate(found, axis=1)
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
+def source_digest(
+    source: MelDataset,
+) -> str:  # of what it holds
+    "Return the digest of a data set; of files of the earlier system all rows are read."
+    return digest_of(row_digests(source, "none"))
+
+
+def part_digest(
+    ds: Segments,
+) -> str:  # digest of rows, labels and content of the data sets
+    "Return the digest of the recordings of a part."
+    chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
+    return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #86a57910
+def confident_segments(
+    scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
+    is_leak: np.ndarray,  # [n] bool, class of each recording
+    share: np.ndarray,  # [n] of the segments that are kept, above 0 to 1
+) -> np.ndarray:  # [n, L] bool
+    "Select the segments whose scores support the class of their recording most clearly."
+    place = np.argsort(
+        np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable"), axis=1, kind="stable"
+    )  # 0: the clearest
+    n_segments = np.count_nonzero(~np.isnan(scores), axis=1)  # missing segments are sorted last
+    most = np.array([segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64)
+    return place < most[:, None]
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #e0abb96b
+@dataclass(frozen=True, eq=False)
+class Selection:
+    "Training segments selected from new recordings."
+
+    choice: LabelledSegments
+    score: np.ndarray  # [n] of each recording, by the detector's vote
+    by_human: np.ndarray  # [n] bool, whose class a person gave
+    predicted: np.ndarray  # [n] int64, class that the detector alone would have given
+
+    @property
+    def n_overruled(self) -> int:
+        "Recordings whose label by a person differs from the prediction."
+        return int(np.count_nonzero(self.by_human & (self.choice.classes != self.predicted)))
+
+    def counts(self, task: Task) -> dict[str, dict[str, int]]:
+        "For each class: recordings and long segments, and those of recordings whose class a person gave."
+        kept = self.choice.kept
+        of_class = {name: self.choice.classes == k for k, name in enumerate(task.model_names)}
+        return {
+            name: {
+                "recordings": int(mine.sum()),
+                "by_human": int((mine & self.by_human).sum()),
+                "segments": int(kept[mine].sum()),
+                "segments_by_human": int(kept[mine & self.by_human].sum()),
+            }
+            for name, mine in of_class.items()
+        }
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #94f0b1c1
+def select_segments(
+    detector: Detector,
+    recordings: Segments,  # level "recording"
+    scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
+    human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: not labelled
+    *,
+    keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
+    keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
+) -> Selection:
+    "Assign a class to each new recording, and select the segments to train on."
+    leak = detector.task.leak_in_model
+    of_leak = np.where(recordings.segment_mask, scores[..., leak], np.nan)
+    score = detector.recording_scores(of_leak)
+    is_leak = score >= detector.threshold
+    human = np.full(len(score), UNLABELLED, np.int64) if human is None else human
+    by_human = human != UNLABELLED
+    trusted = confident_segments(of_leak, is_leak, np.full(len(score), keep_share))
+    mean = np.where(trusted[..., None], scores, 0).sum(1)
+    mean[:, leak] = -np.inf
+    predicted = np.where(is_leak, leak, mean.argmax(1))  # else the likeliest other class
+    classes = np.where(by_human, human, predicted)
+    kept = confident_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
+    kept[classes == LEFT_OUT] = False
+    return Selection(LabelledSegments(recordings, kept, classes), score, by_human, predicted)
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #e89c0e48
+def draw_replay(
+    old: Segments,  # recordings, with a task
+    share: float = 0.5,  # of them, above 0 to 1
+    seed: int = 0,
+    round_number: int = 1,  # another one draws others
+) -> LabelledSegments:  # raises DataError where a class has no recording
+    "Draw whole recordings of the old training data."
+    rng = np.random.default_rng([seed, round_number])
+    chosen = []
+    for k, name in enumerate(old.task.model_names if old.task else ()):
+        mine = np.flatnonzero(old.labels == k)
+        if not len(mine):
+            raise DataError(
+                f"the replay data hold no recording of the class {show_path(name)}",
+                code="class-missing",
+                path=old.sources[0].path,
+                remedy="replay the data set that the detector was trained on",
+            )
+        chosen.append(rng.permutation(mine)[: max(1, round(share * len(mine)))])
+    return whole_recordings(old, np.sort(np.concatenate(chosen)))
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #bf6bbdf5
+def selection_csv(
+    selection: Selection,
+    task: Task,
+) -> str:
+    "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
+    import pandas as pd
+
+    choice = selection.choice
+    names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
+    columns = {
+        "path": list(map(show_path, recording_paths(choice.recordings))),
+        "class": names[choice.classes],
+        "by": np.where(selection.by_human, "human", "prediction"),
+        "predicted": names[selection.predicted],
+        "score": [repr(float(s)) for s in selection.score],
+        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in choice.kept],
+        "row": choice.recordings.rows,
+    }
+    return pd.DataFrame(columns).to_csv(index=False)
+
 # %% ../../../nbs/learn/retrain/rounds.ipynb #1ebacb2a
+def weights_digest(
+    detector: Detector,
+) -> str:
+    "Return the digest of the weights of a detector."
+    state = detector.classifier.state_dict()
+    values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
+    return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
+
+
 def _fine_tune_net(
     champion: Detector,
     items: SegmentSubset,
@@ -188,18 +458,16 @@ def _fine_tune_net(
     show: str,
 ) -> Detector:
     "Train a network, starting from the weights of the champion."
-    learned = " ".join([weights_digest(champion), items_digest(items), *map(source_digest, items.sources)])
+    chosen = digest_of(items.numbers.tobytes() + items.labels.tobytes())
+    learned = " ".join([weights_digest(champion), chosen, *map(source_digest, items.sources)])
     identity = {
         "task": json.dumps(asdict(champion.task)),
         "training": digest_of(learned.encode()),
         "validation": "" if validation is None else part_digest(validation),
     }
     data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
-    run = TrainingRun(
-        TrainingState(data, settings, pick_device(device), show=show),
-        folder,
-        checkpoints or CheckpointSettings(),
-    )
+    state = TrainingState(data, settings, pick_device(device), show=show)
+    run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
     run.state.stepper.net.load_state_dict(champion.classifier.state_dict())
     return train_network(run, resume, show=show).detector
 
@@ -256,67 +524,147 @@ def fine_tune(
     if champion.kind == "cnn":
         return _fine_tune_net(champion, items, validation, settings, folder, **how)
     spectral = _refit_spectral(champion, items, settings.seed)
-    record = champion.record
     classifier: Classifier = spectral
+    record = champion.record
     if isinstance(champion.classifier, BlendClassifier):
         net = next(m for m in champion.members if isinstance(m, LeakNet))
         tuned = _fine_tune_net(replace(champion, classifier=net), items, validation, settings, folder, **how)
+        classifier = BlendClassifier(champion.classifier.settings, [spectral, *tuned.members])
         record = tuned.record
-        classifier = BlendClassifier(
-            champion.classifier.settings, [spectral, next(m for m in tuned.members if isinstance(m, LeakNet))]
-        )
-    provenance = champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None)
-    fitted: dict[str, Any] = {"classifier": classifier, "record": record, "provenance": provenance}
-    challenger = replace(champion, **fitted, held_out=None, evaluations=())  # those are of the champion
+    challenger = replace(
+        champion,
+        classifier=classifier,
+        record=record,
+        provenance=champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None),
+        held_out=None,  # those of the champion, as its evaluations
+        evaluations=(),
+    )
     challenger = _with_decision(challenger, validation, settings, device)
     folder.mkdir(parents=True, exist_ok=True)
-    write_card(challenger, challenger.save(folder / MODEL))
+    update_card(challenger, challenger.save(folder / MODEL))
     return challenger
 
-# %% ../../../nbs/learn/retrain/rounds.ipynb #260442b4
+# %% ../../../nbs/learn/retrain/rounds.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
-class RoundItems:
-    "Training items of a challenger."
+class Comparison:
+    "Comparison of champion and challenger on the test recordings."
 
-    selection: Selection  # of the new recordings
-    replay: LabelledSegments
-    n_left: int  # new recordings that are left to replay
-    stamps: list[str]  # warnings that belong to every figure
+    groups: Groups
+    champion: ScoredModel
+    challenger: ScoredModel
+    differences: dict[str, Difference]  # of each figure, challenger minus champion
 
-    def record(
-        self,
-        parts: Mapping[str, Segments],  # of `open_parts`
-        task: Task,
-        kept_digest: str,  # digest of the table of selected segments
-    ) -> dict[str, Any]:
-        "Return the training items and their recordings as plain values."
-        selection, kept = self.selection, self.replay.kept
-        new = parts["new recordings"]
-        sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
-        names = [*map(show_path, task.model_names), ""]  # the last one: left out
-        paths, content = recording_paths(new), content_digests(new)
-        people = [
-            {
-                "path": show_path(paths[k]),
-                "class": names[selection.choice.classes[k]],
-                "predicted": names[selection.predicted[k]],
-                "content": content[k],  # which samples that is about, empty where that is not known
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Plain values."
+        apart = {
+            f: {
+                "value": plain(d.value),
+                "low": plain(d.interval.low),
+                "high": plain(d.interval.high),
+                "note": d.interval.note,
             }
-            for k in np.flatnonzero(selection.by_human).tolist()
-        ]
+            for f, d in self.differences.items()
+        }
         return {
-            "new": _part_record(new) | {"sources": sources, "left_to_replay": self.n_left},
-            "old": _part_record(parts["replay"]),
-            "validation": _part_record(parts["validation"]) if "validation" in parts else None,
-            "testing": {"testing": _part_record(parts["testing"])},
-            "kept": selection.counts(task),
-            "kept_digest": kept_digest,
-            "overruled": selection.n_overruled,
-            "replay": {"recordings": int(kept.any(1).sum()), "segments": int(kept.sum())},
-            "human_labels": people,
+            "recordings": len(self.groups.code),
+            "leaks": self.champion.counts.true_leak + self.champion.counts.missed_leak,
+            "groups": {"by": self.groups.by, "n": len(self.groups), "note": self.groups.note},
+            "champion": self.champion.summary,
+            "challenger": self.challenger.summary,
+            "differences": apart,
         }
 
+    def table(self) -> "pd.DataFrame":
+        "Figures of both, and the difference with its interval."
+        import pandas as pd
 
+        rows = {
+            figure_title(f): (self.champion.figures[f], self.challenger.figures[f], str(self.differences[f]))
+            for f in FIGURES
+        }
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["champion", "challenger", "difference"])
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #bddbb1a9
+def compare_models(
+    truth: np.ndarray,  # [n] bool, both of them
+    groups: Groups,
+    champion: Detector,
+    challenger: Detector,
+    scores: tuple[np.ndarray, np.ndarray],  # [n, L] of champion and challenger
+    *,
+    n_draws: int = 2000,
+    seed: int = 0,
+) -> Comparison:
+    "Compare two detectors on the same recordings, each with its own vote and threshold."
+    boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
+    one, other = (
+        score_model(
+            boot,
+            d.recording_scores(s),
+            name=name,
+            title=name,
+            threshold=d.threshold,
+            threshold_from=d.threshold_from,
+        )
+        for name, d, s in zip(("champion", "challenger"), (champion, challenger), scores)
+    )
+    apart = differences(boot, (other.figures, other.draws), (one.figures, one.draws))
+    return Comparison(groups, one, other, apart)
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #238bb84c
+def decide(
+    testing: Comparison,
+    figure: str = "auc",  # of FIGURES
+) -> tuple[bool, str]:  # whether the challenger wins, and why, a sentence
+    "Decide whether the challenger replaces the champion."
+    name, d = figure_title(figure), testing.differences[figure]
+    reasons = {
+        f"{name} is undefined on testing": not np.isfinite(d.value),
+        f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
+        f"the challenger is worse, {name} {d} on testing": d.is_worse,
+        f"the challenger is not shown to be better, {name} {d} on testing": not d.is_better,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return False, f"The champion stays: {reason}."
+    return True, f"The challenger replaces the champion: {name} {d} on testing."
+
+
+def test_set_reuse_note(
+    n: int,  # challengers compared on the test set in one folder of rounds, at least 1
+) -> str:
+    "Return a note on the number of comparisons on a test set."
+    return (
+        f"In this folder, {n:,} challenger{' has' if n == 1 else 's have'} been compared on these test recordings. "
+        f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
+    )
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #a8bda1d5
+def check_overlap(
+    trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
+    evaluated: Segments,
+    provenance: Provenance | None = None,  # training recordings of the champion
+) -> list[str]:  # sentences on what training and test share; raises DataError for shared recordings
+    "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
+    import pandas as pd
+
+    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
+    mine = recordings_table(evaluated.sources, progress="none").iloc[evaluated.rows]
+    both = pd.concat([*tables.values(), mine], ignore_index=True)
+    part = np.repeat([0, 1], [len(both) - len(mine), len(mine)])
+    found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
+    if twice := [s for s in found if s.kind == "content"]:
+        raise DataError(
+            "testing holds recordings that are also used for training",
+            code="test-set-learned",
+            found=str(twice[0]),
+            remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
+        )
+    overlap = find_overlap(provenance or Provenance(), evaluated)
+    return [*map(str, found), *([overlap.text] if overlap is not None and overlap.n_in_training else [])]
+
+# %% ../../../nbs/learn/retrain/rounds.ipynb #260442b4
 def _part_record(ds: Segments) -> dict[str, Any]:
     "Return the record entry of a part."
     return {
@@ -326,27 +674,62 @@ def _part_record(ds: Segments) -> dict[str, Any]:
         "digest": part_digest(ds),
     }
 
+
+def items_record(
+    parts: Mapping[str, Segments],  # of `open_parts`
+    task: Task,
+    selection: Selection,  # of the new recordings
+    replay: LabelledSegments,
+) -> dict[str, Any]:
+    "Return the training items and their recordings as plain values."
+    new = parts["new recordings"]
+    classes = selection.choice.classes
+    names = [*map(show_path, task.model_names), ""]  # the last one: left out
+    paths, content = recording_paths(new), content_digests(new)
+    people = [
+        {
+            "path": show_path(paths[k]),
+            "class": names[classes[k]],
+            "predicted": names[selection.predicted[k]],
+            "content": content[k],  # which samples that is about, empty where that is not known
+        }
+        for k in np.flatnonzero(selection.by_human).tolist()
+    ]
+    sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
+    n_left = int(np.count_nonzero((classes == LEFT_OUT) & ~selection.by_human))
+    return {
+        "new": _part_record(new) | {"sources": sources, "left_to_replay": n_left},
+        "old": _part_record(parts["replay"]),
+        "validation": _part_record(parts["validation"]) if "validation" in parts else None,
+        "testing": {"testing": _part_record(parts["testing"])},
+        "kept": selection.counts(task),
+        "overruled": selection.n_overruled,
+        "replay": {"recordings": int(replay.kept.any(1).sum()), "segments": int(replay.kept.sum())},
+        "human_labels": people,
+    }
+
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
-class EarlierLabelsWarning(UserWarning):
-    "The labels by people of an earlier round are not known."
-
-
 def earlier_labels(
     folder: Path,  # of all rounds
     lineage: Lineage | None,  # None: no round was begun
     task: Task,
-) -> dict[str, int]:  # as of `labels_by_content`
+) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a damaged record
     "Return the labels by people of the rounds whose challenger became champion."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
-    for number in [c.round for c in lineage.champions if c.round] if lineage else []:
-        try:
-            people = read_record(folder, number).get("human_labels", [])
-        except DataError as e:
-            text = f"labels by people of round {number} are not known: {e}"
-            warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
+    for path in [round_folder(folder, c.round) / RECORD for c in (lineage.champions if lineage else ())]:
+        if not os.path.lexists(path):
             continue
-        given = [(p.get("content"), p.get("class")) for p in people]
+        try:
+            given = [(p["content"], p["class"]) for p in read_own_json(path)["human_labels"]]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+            raise DataError(
+                "the file is not the record of a round, whose labels by people still count",
+                code="not-a-round",
+                path=path,
+                found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
+                remedy="restore it from a copy, or move it away",
+            ) from e
         found |= {content: known[name] for content, name in given if content and name in known}
     return found
 
@@ -382,26 +765,38 @@ class Round(RowTable):
             "left_to_replay": "in the replay data and learned from there",
         }
         left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
-        duels = (
-            (
-                name,
-                f"{figure} {c.champion.figures[figure]:.3f} -> {c.challenger.figures[figure]:.3f}, difference {c.differences[figure]}",
-            )
-            for name, c in self.duels.items()
+        for stamp in r["stamps"]:
+            yield "BEWARE", stamp
+        yield "decision", self.reason
+        yield "new", "; ".join([*kept, *left])
+        yield (
+            "replayed",
+            f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
         )
-        yield from (
-            *(("BEWARE", stamp) for stamp in r["stamps"]),
-            ("decision", self.reason),
-            ("new", "; ".join([*kept, *left])),
-            (
-                "replayed",
-                f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
-            ),
-            *duels,
-            ("record", show_path(self.folder / RECORD)),
-        )
+        for name, c in self.duels.items():
+            both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (c.champion, c.challenger))
+            yield name, f"{figure} {both}, difference {c.differences[figure]}"
+        yield "record", show_path(self.folder / RECORD)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #3d1b41a7
+def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
+    "Return the champion entry of the model of a round."
+    file = round_folder(folder, number) / MODEL
+    return Champion(number, digest_of(file.read_bytes()), weights_digest(detector))
+
+
+def begin_lineage(
+    folder: Path,
+    champion: Detector,
+    testing: str,  # digest of the recordings that judge
+) -> Lineage:
+    "Make a detector the first champion."
+    champion.save(round_folder(folder, 0) / MODEL)
+    lineage = Lineage((champion_entry(folder, 0, champion),), testing)
+    write_lineage(folder, lineage)
+    return lineage
+
+
 @dataclass(frozen=True, eq=False)
 class _RoundInProgress:
     "Round in progress, with open recordings."
@@ -419,65 +814,56 @@ class _RoundInProgress:
     def scores(self, score: Callable[..., np.ndarray], detector: Detector, ds: Segments, label: str) -> Any:
         "[n, L, K] or [n, L] scores of recordings."
         with Progress(len(ds.rows), label=label, show=self.show) as bar:
-            return score(detector, ds, device=pick_device(self.device), progress=bar.update)
+            return score(detector, ds, device=self.device, progress=bar.update)
 
-    def choose_items(
-        self, human: str | os.PathLike | None, earlier: Mapping[str, int], allow_leaky: bool
-    ) -> RoundItems:
-        "Choose the training items: predict, apply labels by people, select, draw."
-        new, old = self.parts["new recordings"], self.parts["replay"]
+    def overlap(self, allow_leaky: bool) -> list[str]:  # stamps, which belong to every figure
+        "Refuse test recordings in the training data, and warn of what else both share."
         learned = {name: ds for name, ds in self.parts.items() if name != "testing"}
         shared = check_overlap(learned, self.parts["testing"], provenance=self.champion.provenance)
         stamps = [f"{LEAKY_SPLIT} testing: {text}" for text in shared]
         if stamps and not allow_leaky:
             warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
+        return stamps
+
+    def choose_items(
+        self, human: str | os.PathLike | None, earlier: Mapping[str, int]
+    ) -> tuple[Selection, LabelledSegments]:  # of new and of replayed recordings
+        "Choose the training items: predict, apply labels by people, select, draw."
+        new, old = self.parts["new recordings"], self.parts["replay"]
         labels = np.full(len(new.rows), UNLABELLED)
         if human is not None:
             labels = read_human_labels(human, new, self.champion.task)
         known = {**earlier, **labels_by_content(new, labels)}
-        scores = self.scores(class_scores, self.champion, new, "predicting")
-        selection, n_left = self.select_new(scores, apply_human_labels(new, labels, known))
-        replay = draw_replay(old, self.rules.replay_share, self.rules.seed, self.number)
-        classes = apply_human_labels(old, replay.classes, known)
-        kept = replay.kept & (classes != LEFT_OUT)[:, None]
-        return RoundItems(selection, replace(replay, classes=classes, kept=kept), n_left, stamps)
-
-    def select_new(self, scores: np.ndarray, labels: np.ndarray) -> tuple[Selection, int]:
-        "Select segments of the new recordings; also return how many are left to the replay data."
-        new = self.parts["new recordings"]
-        shares = {"keep_share": self.rules.keep_share, "keep_share_human": self.rules.keep_share_human}
-        found = select_segments(self.champion, new, scores, labels, **shares)
-        held = set(content_digests(self.parts["replay"])) - {""}
+        found = select_segments(
+            self.champion,
+            new,
+            self.scores(class_scores, self.champion, new, "predicting"),
+            apply_human_labels(new, labels, known),
+            keep_share=self.rules.keep_share,
+            keep_share_human=self.rules.keep_share_human,
+        )
+        held = set(content_digests(old)) - {""}
         left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
-        classes = np.where(left, LEFT_OUT, found.choice.classes)
         kept = found.choice.kept & ~left[:, None]
         if not kept.any():
             raise DataError(
                 "no new recording is left to train on",
                 code="nothing-to-learn",
                 path=new.sources[0].path,
-                found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels"
-                if left.any()
-                else None,
+                found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels",
                 remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
             )
-        return replace(found, choice=LabelledSegments(new, kept, classes)), int(left.sum())
+        choice = LabelledSegments(new, kept, np.where(left, LEFT_OUT, found.choice.classes))
+        replay = draw_replay(old, self.rules.replay_share, self.rules.seed, self.number)
+        classes = apply_human_labels(old, replay.classes, known)
+        replayed = replay.kept & (classes != LEFT_OUT)[:, None]
+        return replace(found, choice=choice), LabelledSegments(old, replayed, classes)
 
-    def conclude(self, lineage: Lineage, challenger: Detector, chosen: RoundItems) -> Round:
-        "Compare, write the record, and replace the champion if the challenger wins."
-        here, testing = round_folder(self.folder, self.number), self.parts["testing"]
-        task = self.champion.task
-        kept = selection_csv(chosen.selection, task).encode("utf-8", "backslashreplace")
-        learned = chosen.record(self.parts, task, digest_of(kept))
-        before = asdict(lineage.current)
-        challenger.record = challenger.record | {
-            "training": {"new": learned["kept"], "replayed_segments": learned["replay"]["segments"]},
-            "round": {"number": self.number, "champion": before},
-        }
-        write_card(challenger, challenger.save(here / MODEL))
-        found = compare_models(
-            "testing",
-            testing.labels == task.leak_in_model,
+    def compare(self, challenger: Detector) -> Comparison:
+        "Compare the challenger with the champion on the test recordings."
+        testing = self.parts["testing"]
+        return compare_models(
+            testing.labels == self.champion.task.leak_in_model,
             self.groups,
             self.champion,
             challenger,
@@ -488,9 +874,29 @@ class _RoundInProgress:
             n_draws=self.rules.n_draws,
             seed=self.rules.seed,
         )
-        replaced, reason = decide(found, self.rules.metric)
-        n_compared = len(finished_rounds(self.folder)) + 1
-        reason = f"{reason} {test_set_reuse_note(n_compared)}"
+
+    def conclude(
+        self,
+        lineage: Lineage,
+        challenger: Detector,
+        selection: Selection,
+        replay: LabelledSegments,
+        stamps: list[str],
+    ) -> Round:
+        "Compare, replace the champion if the challenger wins, and write the record."
+        here = round_folder(self.folder, self.number)
+        task = self.champion.task
+        kept = selection_csv(selection, task).encode("utf-8", "backslashreplace")
+        learned = items_record(self.parts, task, selection, replay)
+        before = asdict(lineage.current)
+        challenger.record = challenger.record | {
+            "training": {"new": learned["kept"], "replayed_segments": learned["replay"]["segments"]},
+            "round": {"number": self.number, "champion": before},
+        }
+        update_card(challenger, challenger.save(here / MODEL))
+        found = self.compare(challenger)
+        replaced, why = decide(found, self.rules.metric)
+        reason = f"{why} {test_set_reuse_note(self.number)}"
         winner = champion_entry(self.folder, self.number, challenger)
         record = {
             "format": "leakmel round 3",
@@ -498,47 +904,27 @@ class _RoundInProgress:
             "leakmel_version": __version__,
             "replaced": replaced,
             "reason": reason,
-            "challengers_judged": n_compared,
+            "challengers_judged": self.number,
             "metrics": {"testing": found.summary},
             "champion": before,
             "challenger": asdict(winner),
-            "stamps": chosen.stamps,
+            "stamps": stamps,
             "rules": asdict(self.rules),
             "settings": json.loads(json.dumps(asdict(self.settings))),
+            "kept_digest": digest_of(kept),
             **learned,
         }
-        write_whole(here / SELECTION_FILE, kept)
-        write_whole(here / RECORD, sealed_json(record))
+        write_whole(here / "kept.csv", kept)
         if replaced:
             write_lineage(self.folder, lineage.follow(winner))
+        write_whole(here / RECORD, sealed_json(record))
         rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
         announce(reason, show=self.show)
-        return Round(
-            number=self.number,
-            folder=here,
-            replaced=replaced,
-            reason=reason,
-            champion=challenger if replaced else self.champion,
-            challenger=challenger,
-            selection=chosen.selection,
-            duels={"testing": found},
-            record=record,
-        )
+        champion = challenger if replaced else self.champion
+        duels = {"testing": found}
+        return Round(self.number, here, replaced, reason, champion, challenger, selection, duels, record)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
-@contextmanager
-def _round_lock(folder: Path) -> Iterator[None]:
-    "Hold the exclusive right to make rounds in a folder; an empty new folder is removed at the end."
-    is_new = not folder.exists()
-    try:
-        with folder_lock(folder, "round"):
-            yield
-    finally:
-        if is_new:
-            with suppress(OSError):
-                folder.rmdir()  # if it is empty
-
-
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
     first = load_detector(model_file(given)) if isinstance(given, (str, os.PathLike)) else given
@@ -568,14 +954,22 @@ def _check_test_set(
 ) -> str:
     "Check the test recordings and return their digest."
     for name in [name for name in ("testing", "validation") if name in parts]:
-        require_both_classes(name, parts[name].labels == champion.task.leak_in_model)
+        is_leak = parts[name].labels == champion.task.leak_in_model
+        if not 0 < is_leak.sum() < len(is_leak):
+            raise DataError(
+                f"all recordings of {name} belong to one class",
+                code="class-missing",
+                found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
+                expected="leaks and others",
+                remedy="use test recordings of both classes",
+            )
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
             "the champion was evaluated on other test recordings",
             code="another-test-set",
             path=folder,
-            remedy="use the same test recordings in all rounds, or start in another folder, as after rounds of an earlier version with more than one test set",
+            remedy="use the same test recordings in all rounds, or start in another folder",
         )
     return digest
 
@@ -616,31 +1010,32 @@ def retrain(
             found=repr(resume),
             expected=", ".join(RESUME),
         )
-    rules = rules or RoundRules()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = Path(os.path.abspath(os.path.expanduser(out)))
     device = pick_device(device)
-    with _round_lock(folder):
-        lineage = finish_interrupted_round(folder)
+    with folder_lock(folder, "round"):
+        lineage = read_lineage(folder)
         holder = _champion(folder, lineage, champion)
+        before = [*finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]
         with open_parts(holder, new_data, replay, testing, validation) as parts:
             digest = _check_test_set(folder, lineage, holder, parts)
             r = _RoundInProgress(
                 folder=folder,
-                number=next_round(folder, lineage),
+                number=max(before, default=0) + 1,
                 champion=holder,
                 parts=parts,
-                rules=rules,
+                rules=rules or RoundRules(),
                 settings=round_settings(holder, settings),
                 groups=recording_groups(recordings_of(parts["testing"]), group),
                 device=device,
                 show=show,
             )
             earlier = earlier_labels(folder, lineage, holder.task)
-            chosen = r.choose_items(human_labels, earlier, allow_leaky_split)
+            stamps = r.overlap(allow_leaky_split)
+            selection, replayed = r.choose_items(human_labels, earlier)
             lineage = lineage or begin_lineage(folder, holder, digest)
             items = SegmentSubset(
-                [chosen.selection.choice, chosen.replay],
+                [selection.choice, replayed],
                 holder.task,
                 preload_to_ram=r.settings.preload_to_ram,
                 progress=show,
@@ -656,4 +1051,4 @@ def retrain(
                 checkpoints=checkpoints,
                 show=show,
             )
-            return r.conclude(lineage, challenger, chosen)
+            return r.conclude(lineage, challenger, selection, replayed, stamps)

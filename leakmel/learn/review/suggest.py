@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'SUGGESTION_COLUMNS', 'MAX_FEATURES', 'SampleMix', 'sample_mix', 'Suggestion', 'check_suggestions_file',
-           'Suggestions', 'suggest']
+           'Suggestions', 'band_statistics', 'suggest']
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000003
 import base64, os
@@ -22,12 +22,13 @@ from leakmel.audio.manifest import Manifest
 from leakmel.audio.tables import csv_table, read_text
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
-from leakmel.learn.embed.embed import band_statistics
+from leakmel.learn.embed.embed import embed_recordings, listed, open_embedder
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.core.files import write_whole
-from leakmel.learn.model.locate import model_file
-from leakmel.learn.predict.predict import Predictions, predict
+from leakmel.learn.model.files import model_file
+from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.scoring import ScoredRecording, each_once
+from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,8 +47,7 @@ class SampleMix:
 
     def __post_init__(self) -> None:
         shares = [getattr(self, kind) for kind in KINDS]
-        is_right = all(isinstance(x, int | float) and 0 <= x <= 1 for x in shares)
-        if not is_right or abs(sum(shares) - 1) > 1e-6:
+        if not all(0 <= x <= 1 for x in shares) or abs(sum(shares) - 1) > 1e-6:
             raise UsageError(
                 "the shares of uncertain, diverse and random recordings must be from 0 to 1, with the sum 1",
                 code="out-of-range",
@@ -60,11 +60,9 @@ class SampleMix:
     ) -> dict[str, int]:  # of each kind, with the sum n
         "Compute the number of recordings of each kind."
         exact = {kind: getattr(self, kind) * n for kind in KINDS}
-        found = {kind: int(x) for kind, x in exact.items()}
-        by_remainder = sorted(KINDS, key=lambda kind: found[kind] - exact[kind])
-        for kind in by_remainder[: n - sum(found.values())]:
-            found[kind] += 1
-        return found
+        by_remainder = sorted(KINDS, key=lambda kind: int(exact[kind]) - exact[kind])
+        more = by_remainder[: n - sum(map(int, exact.values()))]
+        return {kind: int(x) + (kind in more) for kind, x in exact.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
@@ -74,111 +72,90 @@ def sample_mix(
     text: str,  # "uncertain=0.4,diverse=0.4,random=0.2"; kinds that are left out have the share 0
 ) -> SampleMix:  # raises UsageError
     "Read a mix."
-    shares = dict.fromkeys(KINDS, 0.0)
-    for word in text.split(","):
-        name, _, value = word.partition("=")
-        try:
-            shares[name.strip()]  # only the three kinds
-            shares[name.strip()] = float(value)
-        except (KeyError, ValueError):
-            raise UsageError(
-                "the mix of recordings is not understood",
-                code="unknown-value",
-                found=repr(text),
-                expected="uncertain=0.4,diverse=0.4,random=0.2",
-            ) from None
-    return SampleMix(**shares)
+    words = dict(word.partition("=")[::2] for word in text.split(","))
+    try:
+        shares = {name.strip(): float(share) for name, share in words.items()}
+        return SampleMix(**dict.fromkeys(KINDS, 0.0) | shares)
+    except (TypeError, ValueError) as e:
+        raise UsageError(
+            "the mix of recordings is not understood",
+            code="unknown-value",
+            found=repr(text),
+            expected="uncertain=0.4,diverse=0.4,random=0.2",
+        ) from e
 
 # %% ../../../nbs/learn/review/suggest.ipynb #sa000008
 MAX_GROUPS = 256  # of k-means
-
-
-@dataclass(frozen=True, eq=False)
-class SamplePool:
-    "Recordings of a folder: those that may be chosen, and those that have a label."
-
-    distance: np.ndarray  # [n] of the probability of a leak from the decision threshold, 0 to 1
-    features: np.ndarray  # [n, F] dB; NaN: not known, such a recording is never diverse
-    sensor: np.ndarray  # [n] of texts; "": not known, and without a limit
-    is_open: np.ndarray  # [n] bool, may be chosen
-    is_labelled: np.ndarray  # [n] bool, has a label or was trained on; never chosen
-
-    def __len__(self) -> int:
-        return len(self.distance)
 
 
 @dataclass(frozen=True)
 class Choice:
     "A recording that was chosen."
 
-    index: int  # in the pool
+    index: int
     kind: str  # of KINDS
     n_group: int = 0  # diverse: recordings of the group that it represents
 
 
-class _Quota:
-    "Recordings that may still be chosen, with a limit per sensor."
-
-    def __init__(self, pool: SamplePool, per_sensor: int):
-        self.sensor = pool.sensor
-        self.is_free = pool.is_open & ~pool.is_labelled
-        self.per_sensor = per_sensor
-        self.taken = Counter[str]()
-
-    def take(self, order: Iterable[int], n: int) -> list[int]:
-        "Take the first n recordings of an order that may be chosen."
-        found: list[int] = []
-        for i in order:
-            name = self.sensor[i]
-            if len(found) < n and self.is_free[i] and (name == "" or self.taken[name] < self.per_sensor):
-                self.is_free[i] = False
-                self.taken[name] += 1
-                found.append(i)
-        return found
-
-
-def _diverse(pool: SamplePool, quota: _Quota, n: int, seed: int) -> list[Choice]:
-    "Choose central recordings of the largest groups without a label."
+def _groups(
+    features: np.ndarray, counts: np.ndarray, is_free: np.ndarray, n: int, seed: int
+) -> list[list[int]]:
+    "Group recordings by their features: those with the fewest labels first, the largest first; of each, the most central first."
     from sklearn.cluster import KMeans
     from sklearn.preprocessing import StandardScaler
 
-    known = np.flatnonzero(np.isfinite(pool.features).all(1) & (pool.is_open | pool.is_labelled))
+    known = np.flatnonzero(np.isfinite(features).all(1) & counts)
     if not n or not len(known):
         return []
-    x = StandardScaler().fit_transform(pool.features[known])
-    has_label = ~quota.is_free[known]  # random recordings, chosen before, have a label soon
+    x = StandardScaler().fit_transform(features[known])
+    has_label = ~is_free[known]  # random recordings, chosen before, have a label soon
     n_groups = min(n + int(has_label.sum()), MAX_GROUPS, len(np.unique(x, axis=0)))
-    groups: Any = KMeans(n_groups, n_init=1, random_state=seed % (1 << 32)).fit(x)
-    to_centre = np.linalg.norm(x - groups.cluster_centers_[groups.labels_], axis=1)
-    size = np.bincount(groups.labels_, minlength=n_groups)
-    n_labels = np.bincount(groups.labels_, weights=has_label, minlength=n_groups)
-    found: list[Choice] = []
-    for g in np.lexsort((-size, n_labels)).tolist():
-        mine = np.flatnonzero(groups.labels_ == g)
-        near = known[mine[np.argsort(to_centre[mine], kind="stable")]].tolist()
-        found += [Choice(i, "diverse", int(size[g])) for i in quota.take(near, min(1, n - len(found)))]
-    return found
+    means: Any = KMeans(n_groups, n_init=1, random_state=seed % (1 << 32)).fit(x)
+    to_centre = np.linalg.norm(x - means.cluster_centers_[means.labels_], axis=1)
+    size = np.bincount(means.labels_, minlength=n_groups)
+    n_labels = np.bincount(means.labels_, weights=has_label, minlength=n_groups)
+    order = np.argsort(to_centre, kind="stable")
+    return [known[order[means.labels_[order] == g]].tolist() for g in np.lexsort((-size, n_labels))]
 
 
 def choose_recordings(
-    pool: SamplePool,
     n: int,  # recordings, at least 1; fewer where there are no more
     mix: SampleMix = SampleMix(),
     *,
+    distance: np.ndarray,  # [n] of the probability of a leak from the decision threshold, 0 to 1
+    features: np.ndarray,  # [n, F] dB; NaN: not known, such a recording is never diverse
+    sensor: np.ndarray,  # [n] of texts; "": not known, and without a limit
+    is_open: np.ndarray,  # [n] bool, may be chosen
+    is_labelled: np.ndarray,  # [n] bool, has a label or was trained on; never chosen
     per_sensor: int = 3,  # uncertain and diverse recordings of a sensor at the most
     seed: int = 0,
 ) -> list[Choice]:  # uncertain first, then diverse, then random
     "Choose recordings to label."
-    quota = _Quota(pool, per_sensor)
     counts = mix.counts(n)
-    free = np.flatnonzero(quota.is_free)
-    drawn = np.random.default_rng(seed).permutation(free)[: counts["random"]].tolist()
-    quota.is_free[drawn] = False
-    diverse = _diverse(pool, quota, counts["diverse"], seed)
+    is_free = is_open & ~is_labelled
+    taken = Counter[str]()
+
+    def take(order: Iterable[int], most: int) -> list[int]:
+        "Take the first recordings of an order that may be chosen."
+        found: list[int] = []
+        for i in order:
+            name = sensor[i]
+            if len(found) < most and is_free[i] and (name == "" or taken[name] < per_sensor):
+                is_free[i] = False
+                taken[name] += 1
+                found.append(i)
+        return found
+
+    drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_free))[: counts["random"]].tolist()
+    is_free[drawn] = False
+    diverse: list[Choice] = []
+    for group in _groups(features, is_open | is_labelled, is_free, counts["diverse"], seed):
+        one = take(group, min(1, counts["diverse"] - len(diverse)))
+        diverse += [Choice(i, "diverse", len(group)) for i in one]
     # they also replace diverse ones that are missing
     n_uncertain = n - len(drawn) - len(diverse) if counts["uncertain"] else 0
-    near = np.argsort(pool.distance, kind="stable").tolist()
-    uncertain = [Choice(i, "uncertain") for i in quota.take(near, n_uncertain)]
+    near = np.argsort(distance, kind="stable").tolist()
+    uncertain = [Choice(i, "uncertain") for i in take(near, n_uncertain)]
     return [*uncertain, *diverse, *(Choice(i, "random") for i in sorted(drawn))]
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000007
@@ -228,27 +205,27 @@ def check_suggestions_file(
 ) -> Path:  # absolute; raises OutputError
     "Refuse a target that is no CSV file, lies among the recordings or is another file."
     target = Path(os.path.abspath(out))
-    if target.suffix.lower() != ".csv":
-        raise OutputError(
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder))
+    refused = {
+        "not-csv": (
+            target.suffix.lower() != ".csv",
             "suggestions are written to a CSV file",
-            code="not-csv",
-            path=target,
-            expected="a name that ends in .csv",
-        )
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        raise OutputError(
+            "choose a name that ends in .csv",
+        ),
+        "output-in-source": (
+            inside,
             "the output lies inside the folder of the recordings",
-            code="output-in-source",
-            path=target,
-            remedy="choose a path outside that folder",
-        )
-    if os.path.lexists(target):
-        raise OutputError(
+            "choose a path outside that folder",
+        ),
+        "other-file-in-the-way": (
+            os.path.lexists(target),
             "the file exists, and a table of suggestions may hold labels by people",
-            code="other-file-in-the-way",
-            path=target,
-            remedy="choose a new name, and give the file as an earlier table of suggestions",
-        )
+            "choose a new name, and give the file as an earlier table of suggestions",
+        ),
+    }
+    for code, (is_refused, message, remedy) in refused.items():
+        if is_refused:
+            raise OutputError(message, code=code, path=target, remedy=remedy)
     return target
 
 
@@ -285,8 +262,7 @@ class Suggestions:
     ) -> Path:  # raises OutputError
         "Write the table."
         target = check_suggestions_file(out, self.folder)
-        text = self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-        write_whole(target, text.encode())
+        write_whole(target, self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
         return target
 
     @property
@@ -346,12 +322,6 @@ class Suggestions:
         return f"Suggestions({len(self)} of {self.n_scored:,} recordings of {show_path(self.folder)}; {self.mix})"
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000009
-def _earlier_digests(tables: Sequence[str | os.PathLike]) -> set[str]:
-    read = [csv_table(Path(file), read_text(file)) for file in tables]
-    rows = [row for table in read for _, row in table.records("path", "digest", "kind", "reason")]
-    return {row["digest"] for row in rows} - {""}
-
-
 _LABELLED = ("labelled", "in the training of the model", "suggested earlier")
 
 
@@ -366,33 +336,45 @@ def _reasons(scored: Sequence[ScoredRecording], labelled: set[str], earlier: set
             "in the training of the model": s.in_training,
             "suggested earlier": digest in earlier,
             "silent": bool(s.facts["silent"]),
-            "copies": digest in seen,
+            "copies": digest != "" and digest in seen,
         }
         reasons.append(next((why for why, does in holds.items() if does), ""))
-        seen.update({digest} - {""})
+        seen.add(digest)
     return np.array(reasons, object)
 
 # %% ../../../nbs/learn/review/suggest.ipynb #su000011
 MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 
-def _reason(choice: Choice, probability: float, threshold: float, is_calibrated: bool) -> str:
-    n, name = choice.n_group, "probability" if is_calibrated else "score"
-    return {
-        "random": "drawn at random for the test set",
-        "diverse": f"represents {n:,} similar recordings" if n > 1 else "unlike the other recordings",
-        "uncertain": f"{name} {probability:.2f}, threshold {threshold:.2f}",
-    }[choice.kind]
-
-
-def _features(done: Predictions, counts: np.ndarray, seed: int, progress: str) -> np.ndarray:
-    "Band statistics of a random part of the recordings that count, [n] bool; NaN for the others."
-    some = np.sort(np.random.default_rng(seed).permutation(np.flatnonzero(counts))[:MAX_FEATURES])
-    found = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
-    found[some] = band_statistics(
-        done.folder, [done.scored[i].path for i in some], done.spec, progress=progress
-    )
+def band_statistics(
+    folder: Path,  # of the recordings, absolute path or URL
+    paths: Sequence[bytes],  # relative to it
+    spec: MelSpec,
+    *,
+    progress: str = "auto",
+) -> np.ndarray:  # [n, 2*M + 1] float32 dB, the level last; NaN for a recording that cannot be read any more
+    "Compute the band statistics of some recordings of a folder."
+    found = np.full((len(paths), 2 * spec.n_mels + 1), np.nan, np.float32)
+    if len(paths):
+        done = embed_recordings(listed(folder, paths), open_embedder(None, spec, True), progress=progress)
+        places = {path: k for k, path in enumerate(paths)}
+        for path, vector in zip(done.paths, done.vectors):
+            found[places[path]] = vector
     return found
+
+
+def _decided(labels: str | os.PathLike) -> set[str]:  # digests, or paths where the table has no digests
+    people = read_labels(labels)
+    return {*people.labels, *people.disagreements, *people.unsure}
+
+
+def _reason(choice: Choice, uncertain: str) -> str:
+    if choice.kind == "uncertain":
+        return uncertain
+    if choice.kind == "random":
+        return "drawn at random for the test set"
+    n = choice.n_group
+    return f"represents {n:,} similar recordings" if n > 1 else "unlike the other recordings"
 
 
 def suggest(
@@ -416,10 +398,9 @@ def suggest(
             raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
-    people = None if labels is None else read_labels(labels)
-    # digests, or paths where the table has no digests
-    labelled = set() if people is None else {*people.labels, *people.disagreements, *people.unsure}
-    known = _earlier_digests(earlier)
+    labelled = set() if labels is None else _decided(labels)
+    columns = ("path", "digest", "kind", "reason")
+    read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     required_spec(detector)
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
@@ -432,23 +413,26 @@ def suggest(
             found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
         )
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
-    reasons = _reasons(done.scored, labelled, known)
+    reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
-    score = done.score
-    calibration = done.calibration
-    probability = score if calibration is None else calibration.probability(score)
-    at = done.rule.threshold
-    threshold = at if calibration is None else float(calibration.probability(at))
-    sensor = each_once(done.scored.sensor, text_key)
-    features = _features(done, is_open | is_labelled, seed, progress)
-    pool = SamplePool(np.abs(probability - threshold), features, sensor, is_open, is_labelled)
+    score, threshold, name = done.score, done.rule.threshold, "score"
+    probability, place = np.full(len(done), np.nan), score
+    if done.calibration is not None:
+        name = "probability"
+        probability = place = done.calibration.probability(score)
+        threshold = float(done.calibration.probability(threshold))
+    drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_open | is_labelled))[:MAX_FEATURES]
+    paths = [done.scored[i].path for i in drawn]
+    features = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
+    features[drawn] = band_statistics(done.folder, paths, done.spec, progress=progress)
+    given: dict[str, Any] = {"is_open": is_open, "is_labelled": is_labelled, "features": features}
+    given |= {"distance": np.abs(place - threshold), "sensor": each_once(done.scored.sensor, text_key)}
+    reason = f"{name} {{:.2f}}, threshold {threshold:.2f}"
     items = []
-    for c in choose_recordings(pool, n, mix, per_sensor=per_sensor, seed=seed):
-        s, p = done.scored[c.index], float(probability[c.index])
-        why = _reason(c, p, threshold, calibration is not None)
-        p = p if calibration is not None else float("nan")
-        digest = s.facts["digest"].decode()
-        items.append(Suggestion(s.path, s.sensor, c.kind, why, p, float(score[c.index]), digest))
+    for c in choose_recordings(n, mix, **given, per_sensor=per_sensor, seed=seed):
+        s, why = done.scored[c.index], _reason(c, reason.format(place[c.index]))
+        numbers = (float(probability[c.index]), float(score[c.index]))
+        items.append(Suggestion(s.path, s.sensor, c.kind, why, *numbers, s.facts["digest"].decode()))
     found = Suggestions(
         folder=done.folder,
         items=tuple(items),
@@ -460,7 +444,7 @@ def suggest(
         left_out={name: int((reasons == name).sum()) for name in (*_LABELLED, "silent", "copies")}
         | {"rejected": len(done.rejections)},
         threshold=threshold,
-        is_calibrated=calibration is not None,
+        is_calibrated=done.calibration is not None,
         provenance_known=detector.provenance.is_complete,
         out=target,
     )

@@ -44,7 +44,6 @@ from leakmel.learn.train.history import (
     F1_COLOR,
     LOSS_COLOR,
     EpochFigures,
-    epochs_from,
     should_stop,
 )
 from leakmel.insight.page_figures import Section, write_report
@@ -688,8 +687,8 @@ def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Tra
     here = trial_folder(task.folder, task.number, task.seed)
     try:
         if task.seed is None and (saved := latest_checkpoint(here / "checkpoints")) is not None:
-            for e in epochs_from(saved[1].get("epochs", [])):
-                after_epoch(e)
+            for e in saved[1].get("epochs", []):
+                after_epoch(EpochFigures(**e))
         how = task.how | {"device": pick_device(task.how["device"])}
         with warnings.catch_warnings():
             for kind in (LeakySplitWarning, TooShortWarning):

@@ -10,10 +10,9 @@ import math, time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from leakmel.core.errors import DataError
-from leakmel.core.progress import Progress, announce, front_end
+from leakmel.core.progress import Progress, announce
 from leakmel.insight.plots import f32, styled_figure
 from leakmel.core.files import write_whole
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from leakmel.learn.train.state import TrainingState
 
 LOSS_COLOR = "#1F82C6"
-VAL_COLOR = "#E69F00"
 F1_COLOR = "#009E73"
 
 # %% ../../../nbs/learn/train/history.ipynb #2130f724
@@ -34,28 +32,34 @@ class EpochFigures:
 
     epoch: int  # number of the epoch, from 1
     step: int  # optimiser steps since the beginning of the training
-    loss: float  # training loss, mean over the items
-    segment_accuracy: float  # share of the training items that are classified correctly, 0 to 1
-    learning_rate: float  # learning rate of the last step
-    val_loss: float  # log loss of leak or not, mean over the long segments of validation
-    val_segment_accuracy: float  # share of these segments that are classified correctly, threshold 0.5
-    f1: float  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
-    auc: float  # AUC of the validation recordings
-    balanced_accuracy: float  # balanced accuracy of the validation recordings, at the same threshold
-    seconds: float  # duration of the epoch: learn_s and evaluate_s
-    learn_s: float  # duration of the training steps
-    evaluate_s: float  # duration of the evaluation on validation
-    warm_up_s: float  # part of learn_s: the first step of a run, with compilation and allocation
-    n_batches: int  # number of batches in this run
-    batches_per_s: float  # batches per second of training, without the warm-up
-    items_per_s: float  # items per second of training, without the warm-up
-    loader_mean_ms: float  # wait for a batch, mean over the epoch
-    loader_max_ms: float  # longest wait for a batch
-    h2d_ms: float  # copy of a batch to the device, in one of profile_every batches
-    compute_ms: float  # computation of a step, in one of profile_every batches
-    io_to_compute: float  # (wait + copy) / computation
-    allocated_bytes: float  # largest allocated memory of the device
-    reserved_bytes: float  # memory reserved by torch's allocator
+    loss: float = math.nan  # training loss, mean over the items
+    segment_accuracy: float = math.nan  # share of the training items that are classified correctly, 0 to 1
+    learning_rate: float = math.nan  # learning rate of the last step
+    val_loss: float = math.nan  # log loss of leak or not, mean over the long segments of validation
+    val_segment_accuracy: float = (
+        math.nan
+    )  # share of these segments that are classified correctly, threshold 0.5
+    f1: float = (
+        math.nan
+    )  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
+    auc: float = math.nan  # AUC of the validation recordings
+    balanced_accuracy: float = (
+        math.nan
+    )  # balanced accuracy of the validation recordings, at the same threshold
+    seconds: float = math.nan  # duration of the epoch: learn_s and evaluate_s
+    learn_s: float = math.nan  # duration of the training steps
+    evaluate_s: float = math.nan  # duration of the evaluation on validation
+    warm_up_s: float = math.nan  # part of learn_s: the first step of a run, with compilation and allocation
+    n_batches: int = 0  # number of batches in this run
+    batches_per_s: float = math.nan  # batches per second of training, without the warm-up
+    items_per_s: float = math.nan  # items per second of training, without the warm-up
+    loader_mean_ms: float = math.nan  # wait for a batch, mean over the epoch
+    loader_max_ms: float = math.nan  # longest wait for a batch
+    h2d_ms: float = math.nan  # copy of a batch to the device, in one of profile_every batches
+    compute_ms: float = math.nan  # computation of a step, in one of profile_every batches
+    io_to_compute: float = math.nan  # (wait + copy) / computation
+    allocated_bytes: float = math.nan  # largest allocated memory of the device
+    reserved_bytes: float = math.nan  # memory reserved by torch's allocator
     grad_norm: float = math.nan  # norm of the gradients before clipping, mean over the steps
     clipped_share: float = math.nan  # share of the steps whose gradients were clipped, 0 to 1
     mean_rss_bytes: float = math.nan  # mean memory of the process (RSS)
@@ -75,14 +79,15 @@ def is_better(
     n_leaks: int,  # recordings of validation that F1 rests upon
 ) -> bool:
     "Return whether an epoch is better than the best one before it."
-    if b is None:
-        return True
     least = highest - f1_error(highest, n_leaks)
-    a_near = a.f1 >= least
-    b_near = b.f1 >= least
-    if a_near and b_near:
-        return _rank(a)[1] > _rank(b)[1]
-    return a_near or not b_near and _rank(a) > _rank(b)
+
+    def rank(e: EpochFigures) -> tuple[bool, float, float]:
+        "F1, then the loss; near the highest F1 only the loss; an undefined value is the worst."
+        is_near = e.f1 >= least
+        f1 = -math.inf if math.isnan(e.f1) else e.f1
+        return is_near, 0.0 if is_near else f1, -math.inf if math.isnan(e.val_loss) else -e.val_loss
+
+    return b is None or rank(a) > rank(b)
 
 
 def f1_error(
@@ -92,11 +97,6 @@ def f1_error(
     "Return the approximate standard error of an F1, as of a proportion of the leaks."
     share = (f1 * n_leaks + 2) / (n_leaks + 4)
     return math.sqrt(share * (1 - share) / (n_leaks + 4))
-
-
-def _rank(e: EpochFigures) -> tuple[float, float]:
-    "F1, then the loss; an undefined value is the worst."
-    return (-math.inf if math.isnan(e.f1) else e.f1), (-math.inf if math.isnan(e.val_loss) else -e.val_loss)
 
 
 def should_stop(
@@ -122,28 +122,12 @@ def history_table(
     ).set_index("epoch")
 
 
-def epochs_from(
-    values: Sequence[dict[str, Any]],  # of `asdict`, from a checkpoint
-) -> list[EpochFigures]:  # raises DataError if the values are not a history
-    "Make epochs from plain values."
-    try:
-        return [EpochFigures(**v) for v in values]
-    except TypeError as e:
-        raise DataError(
-            "this version cannot read the history in the checkpoint",
-            code="not-a-checkpoint",
-            found=str(e),
-            remedy="start a new training",
-        ) from e
-
-
 def write_history(
     path: Path,
     epochs: Sequence[EpochFigures],
 ) -> None:  # raises OutputError
     "Write the epochs as CSV; what was not measured stays empty."
-    text = history_table(epochs).to_csv(lineterminator="\n")
-    write_whole(path, text.encode(), sync=False)
+    write_whole(path, history_table(epochs).to_csv(lineterminator="\n").encode(), sync=False)
 
 # %% ../../../nbs/learn/train/history.ipynb #43d99a52
 def learning_curves(
@@ -168,7 +152,7 @@ def learning_curves(
         )
         for name, colour, values, axis in (
             ("training loss", LOSS_COLOR, [e.loss for e in epochs], "y"),
-            ("log loss of validation", VAL_COLOR, [e.val_loss for e in epochs], "y"),
+            ("log loss of validation", "#E69F00", [e.val_loss for e in epochs], "y"),
             ("F1 of validation", F1_COLOR, [e.f1 for e in epochs], "y2"),
         )
         if any(map(math.isfinite, values))
@@ -214,55 +198,43 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
 
 
-class TrainingDisplay:
+class TrainingDisplay(Progress):
     "Progress display of a training: a bar, and a table of the epochs in a notebook; a context manager."
 
-    every_s = 0.25
-
     def __init__(self, state: "TrainingState", show: str):  # as for Progress
-        self.state = state
-        self.drawn = -math.inf
+        self.training = state
         self.loss = math.nan
-        self.kind = front_end() if show == "auto" else show
-        total = state.settings.epochs * len(state.loader)
-        n_before = state.stepper.n_done
-        self.bar = Progress(total, unit="batches", label="training", show=show, n_before=n_before)
         self.table: Any = None  # handle of one output of a notebook
+        total = state.settings.epochs * len(state.loader)
+        super().__init__(total, unit="batches", label="training", show=show, n_before=state.stepper.n_done)
 
     def step(self) -> None:
-        "Update the bar after a step, a few times a second."
-        now = time.monotonic()
-        if now - self.drawn >= self.every_s:
-            self.drawn = now
-            self.loss = self.state.sums.mean_loss()
-            self.update()
+        "Update the bar after a step, when it is drawn again."
+        if time.monotonic() >= self._next_s:
+            self.loss = self.training.sums.mean_loss()
+            self.show_epoch()
 
     def epoch(self, figures: EpochFigures, advice: str | None) -> None:
         "Update the bar and the table after an epoch."
         if advice:
-            announce(f"epoch {figures.epoch}: {advice}", show=self.kind)
+            announce(f"epoch {figures.epoch}: {advice}", show=self._kind)
         self.loss = figures.loss
-        self.update()
-        if self.kind == "notebook":
+        self.show_epoch()
+        if self._kind == "notebook":
             from IPython.display import display
 
-            table = history_table(self.state.epochs)[_SHOWN].round(4)
+            table = history_table(self.training.epochs)[_SHOWN].round(4)
             if self.table is None:
                 self.table = display(table, display_id=True)
             else:
                 self.table.update(table)
 
-    def update(self, doing: str = "") -> None:
+    def show_epoch(self, doing: str = "") -> None:
         "Show epoch, loss and F1 in a few words."
-        s = self.state
-        best = ""
-        if s.best_figures is not None and not math.isnan(s.best_figures.f1):
-            best = f", F1 {s.epochs[-1].f1:.3f}, best {s.best_figures.f1:.3f} in {s.best_figures.epoch}"
+        s = self.training
+        best = s.best_figures
+        f1 = ""
+        if best is not None and not math.isnan(best.f1):
+            f1 = f", F1 {s.epochs[-1].f1:.3f}, best {best.f1:.3f} in {best.epoch}"
         epoch = f"{min(len(s.epochs) + 1, s.settings.epochs)}/{s.settings.epochs}"
-        self.bar.update(s.stepper.n_done, f"epoch {epoch}, loss {self.loss:.3f}{best}{doing}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.bar.close("done" if kind is None else "stopped")
+        self.update(s.stepper.n_done, f"epoch {epoch}, loss {self.loss:.3f}{f1}{doing}")

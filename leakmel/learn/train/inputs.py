@@ -20,10 +20,17 @@ from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset, read_rows
-from leakmel.learn.data.segments import DataSource, Segments, close_opened, open_sources, source_list
+from leakmel.learn.data.segments import (
+    DataSource,
+    Segments,
+    Task,
+    close_opened,
+    make_task,
+    open_sources,
+    source_list,
+)
 from leakmel.learn.data.splits import Split, existing_split
-from leakmel.learn.data.task import Task, make_task
-from leakmel.learn.model.provenance import Provenance, provenance_of
+from leakmel.learn.model.card import Provenance, provenance_of
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
@@ -72,10 +79,8 @@ def too_short(
     "Return a note on recordings that are shorter than one long segment."
     if not ds.n_too_short:
         return ""
-    found = next((s.spec for s in ds.sources if not s.legacy), None)
-    length = "" if found is None else f" of {found.long_window / found.sample_rate:g} s"
     n = ds.n_too_short + len(ds.rows)
-    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
+    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment and are left out; a prediction rejects them, too"
 
 
 def trailing_silence(
@@ -112,13 +117,11 @@ def open_training(
         found = "data sets and a split"
         raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
-        people = None if labels is None else read_labels(labels)
         given = source_list(training)
-        n = len(given)
         every = [*given, *([] if validation is None else source_list(validation))]
-        both = open_sources(every, legacy=legacy, people=people)
+        both = open_sources(every, legacy=legacy, people=None if labels is None else read_labels(labels))
         stack.callback(close_opened, both, every)
-        opened, held = both[:n], both[n:]
+        opened, held = both[: len(given)], both[len(given) :]
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         rows = validation_rows = None  # all
@@ -178,8 +181,8 @@ def part_digest(
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
         attrs = source.file.attrs
-        parts.append(str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode())
-        parts.append(row_digests(source, progress))
+        config = str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode()
+        parts += [config, row_digests(source, progress)]
     return digest_of(b"\0".join(parts))
 
 
@@ -207,10 +210,9 @@ def differences(
     now: Mapping[str, Any],
 ) -> list[str]:  # empty: a training can be resumed
     "List the differences of two trainings, a few words each."
-    then = before.get("settings", {})
-    changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
+    pairs = [(n, before["settings"].get(n), v) for n, v in now["settings"].items()]
+    changes = [f"{n}={then!r} then, {v!r} now" for n, then, v in pairs if then != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    words["pretraining"] = "a pre-training, which this version does not have"
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 

@@ -6,9 +6,9 @@
 __all__ = ['SAMPLE_S', 'TrainResult', 'train_network', 'train']
 
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time, warnings
+import json, logging, math, os, signal, threading, time, timeit, warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import join, quote
@@ -20,21 +20,20 @@ import torch
 
 from leakmel.audio.labels import LabelTable, counts_text
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path, write_error
+from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
 from leakmel.core.run_plan import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group
-from leakmel.learn.data.segments import Batch
+from leakmel.learn.data.segments import BINARY, LEFT_OUT, Batch
 from leakmel.learn.data.splits import Split, recordings_table
-from leakmel.learn.data.task import BINARY, LEFT_OUT
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import (
-    Checkpoint,
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
@@ -44,13 +43,11 @@ from leakmel.learn.model.files import (
 )
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.train.folds import (
-    MOST_FOR_FOLDS,
     Choice,
     FoldTrainer,
     blend_of,
     choose_kind,
     joined_groups,
-    kinds_to_fit,
     with_decision,
 )
 from leakmel.learn.train.history import EpochFigures, TrainingDisplay, history_table, write_history
@@ -64,7 +61,7 @@ from leakmel.learn.train.state import (
     restore_checkpoint,
     to_checkpoint,
 )
-from leakmel.learn.train.step import SLOW_MS, Stepper, loader_advice
+from leakmel.learn.train.step import Stepper, loader_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,10 +119,9 @@ def folder_lock(
         raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
     with ExitStack() as stack:
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(OutputLock(out / "model.pt"))
-        except OSError as e:
-            raise write_error(e, out) from e
+            with write_errors(out):
+                out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(OutputLock(out / "model.pt"))
         except OutputError as e:
             if e.code != "output-locked":
                 raise
@@ -147,37 +143,17 @@ _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
 }
 
 # %% ../../../nbs/learn/train/loop.ipynb #6ec3212b
-def begin_training(
-    run: TrainingRun,
-    resume: str,  # "auto", "always": resume where there is a checkpoint; "never": start over
-) -> str:  # a sentence on where it begins; raises UsageError, DataError
-    "Resume an interrupted training, or begin a new one."
-    state = run.state
-    found = latest_checkpoint(run.folder) if resume != "never" else None
-    if found is not None:
-        return _resume_from(run, *found)
-    for old in (*(c.path for c in list_checkpoints(run.folder)), run.folder / "best.pt"):
-        remove_file(old)
-    return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
-
-
-def _require_same_training(
-    out: Path,
-    checkpoint: Checkpoint,
-    values: dict[str, Any],  # of the checkpoint
-    now: dict[str, Any],  # of `training_identity`
-) -> None:
-    "Refuse to resume another training; raises UsageError, DataError."
-    try:
-        then = dict(json.loads(values["identity"]))
-    except (KeyError, TypeError, ValueError) as e:
-        raise DataError(
-            "the file is not a checkpoint of a training",
-            code="not-a-checkpoint",
-            path=checkpoint.path,
-            remedy="start over with resume='never'",
-        ) from e
-    if changes := differences(then, now):
+def same_training(
+    out: Path,  # folder of the training
+    data: TrainingData,
+    settings: TrainSettings,
+) -> dict[str, Any] | None:  # of `to_checkpoint`; None: there is none; raises UsageError, DataError
+    "Read the newest checkpoint, and refuse that of another training."
+    found = latest_checkpoint(out / "checkpoints")
+    if found is None:
+        return None
+    values = found[1]
+    if changes := differences(json.loads(values["identity"]), training_identity(data, settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
@@ -186,15 +162,27 @@ def _require_same_training(
             found="; ".join(changes),
             remedy="use its settings and data to resume it, or name another folder; resume='never' starts over and replaces it",
         )
+    return values
 
 
-def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
-    "Restore the state of a checkpoint of the same training."
+def _remove_network(out: Path) -> None:
+    "Remove the checkpoints of another training, and what was written with them."
+    folder = out / "checkpoints"
+    for old in (*(c.path for c in list_checkpoints(folder)), folder / "best.pt", out / "history.csv"):
+        remove_file(old)
+
+
+def begin_training(
+    run: TrainingRun,
+    resume: str,  # "auto", "always": resume where there is a checkpoint; "never": start over
+) -> str:  # a sentence on where it begins; raises UsageError, DataError
+    "Resume an interrupted training, or begin a new one."
     state = run.state
-    _require_same_training(run.out, checkpoint, values, training_identity(state.data, state.settings))
+    values = None if resume == "never" else same_training(run.out, state.data, state.settings)
+    if values is None:
+        _remove_network(run.out)
+        return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
     restore_checkpoint(state, values)
-    if state.best is not None and (run.folder / "best.pt").is_file():
-        run.kept_best = state.best.epoch
     if state.is_over:
         return f"The training was already finished after {len(state.epochs)} epochs: nothing to do."
     return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
@@ -221,11 +209,10 @@ class DeferredSignals:
         self._usual = dict[int, Any]()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if (usual := signal.getsignal(number)) not in (signal.SIG_IGN, None):
-                    self._usual[number] = usual
-                    signal.signal(number, self._remember)
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if is_main and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._usual[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -276,20 +263,20 @@ def train_epochs(
 
     def evaluated(n_done: int) -> None:
         between()
-        watch.update(", evaluating validation")
+        watch.show_epoch(", evaluating validation")
 
     while not state.is_over:
         if not state.is_learned:
             for batch in state.timer.batches(state.loader):
                 with state.timer.step():
-                    state.take(state.stepper.step(batch))
+                    state.sums.add(state.stepper.step(batch))
                 watch.step()
                 by_step = keep.checkpoint_steps and state.stepper.n_done % keep.checkpoint_steps == 0
                 by_time = keep.checkpoint_s and time.perf_counter() - run.saved >= keep.checkpoint_s
                 between(bool(by_step or by_time))
         times = state.timer.times()
         figures = end_epoch(state, times, evaluated)
-        watch.epoch(figures, loader_advice(times) if times["loader_mean_ms"] > SLOW_MS else None)
+        watch.epoch(figures, loader_advice(times))
         between(is_due=True)
         if after_epoch is not None:
             after_epoch(figures)
@@ -311,97 +298,83 @@ class TrainResult(RowTable):
         "Return the epochs as a table."
         return history_table(self.epochs)
 
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Yield pairs of a name and a text."
-        s = self.summary
-        if stamp := s["stamp"]:
-            yield "BEWARE", stamp
-        yield "model", show_path(self.model_path)
-        if counts := s.get("labels_by_people"):
-            yield "labels", counts_text(counts)
-        yield "kind", self.detector.kind
-        if choice := s.get("choice"):
-            groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "a fifth held out"
-            yield (
-                "",
-                f"{choice['reason']} {groups[0].upper()}{groups[1:]} of {choice['recordings']:,} recordings, by {choice['by']}:",
-            )
-            for tried in choice["tried"]:
-                figures = f"AUC {tried['auc']:.3f} (standard error {tried['error']:.3f})"
-                yield (
-                    "",
-                    f"{tried['kind']}: {figures}, balanced accuracy {tried['balanced_accuracy']:.3f}, {tried['seconds']:.1f} s",
-                )
-        if self.epochs:
-            yield from self._epoch_rows()
-        yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
-        yield "evaluation", evaluation_text(self.detector.evaluations)
-        for k, step in enumerate(steps_after(self)):
-            yield ("" if k else "next"), step
-        if n := s["n_ran_out"]:
-            pieces = f"a step takes its batch in pieces of {s['micro_batch']:,} items at most"
-            yield "memory", f"ran out {n} time{'s' * (n > 1)}, so {pieces}"
-        steady = [e.batches_per_s for e in self.epochs if not math.isnan(e.batches_per_s)]
-        rate = (
-            f", {sum(steady) / len(steady):,.1f} batches/s while learning (warm-up apart)" if steady else ""
-        )
-        yield "time", f"{self.seconds:,.1f} s{rate}, {s['device']}"
+    @property
+    def next_steps(self) -> list[str]:
+        "What to do after the training, with its paths."
+        if not self.detector.evaluations:
+            return list(self.summary["next_steps"])
+        return steps_of(self.detector, model=quote(show_path(self.model_path)))
 
-    def _epoch_rows(self) -> Iterator[tuple[str, str]]:
-        "Yield the rows on epochs."
+    def rows(self) -> list[tuple[str, str]]:
+        "Return pairs of a name and a text."
+        s = self.summary
+        found = [
+            ("BEWARE", s["stamp"]),
+            ("model", show_path(self.model_path)),
+            ("labels", counts_text(s["labels_by_people"]) if "labels_by_people" in s else ""),
+            ("kind", self.detector.kind),
+            *self._choice_rows(),
+            *self._epoch_rows(),
+            ("threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"),
+            ("evaluation", evaluation_text(self.detector.evaluations)),
+            *zip(("next", *[""] * len(self.next_steps)), self.next_steps),
+            ("time", f"{self.seconds:,.1f} s, {s['device']}"),
+        ]
+        return [(name, text) for name, text in found if text]
+
+    def _choice_rows(self) -> list[tuple[str, str]]:
+        "Return the rows on the choice of the kind."
+        choice = self.summary.get("choice")
+        if not choice:
+            return []
+        groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
+        texts = [f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"]
+        texts += [
+            f"{t['kind']}: AUC {t['auc']:.3f} (standard error {t['error']:.3f}), "
+            f"balanced accuracy {t['balanced_accuracy']:.3f}, {t['seconds']:.1f} s"
+            for t in choice["tried"]
+        ]
+        return [("", text) for text in texts]
+
+    def _epoch_rows(self) -> list[tuple[str, str]]:
+        "Return the rows on epochs."
+        if not self.epochs:
+            return []
         s = self.summary
         best = self.epochs[self.best_epoch - 1]
         stopped = ", stopped early" if s["stopped_early"] else ""
-        planned = s["settings"]["epochs"]
-        yield "epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"
-        if math.isnan(best.f1):
-            yield "F1", "not known: there was no validation, so the last epoch was kept"
-        else:
+        f1 = "not known: there was no validation, so the last epoch was kept"
+        if not math.isnan(best.f1):
             n = s["validation"]["recordings"]
-            chose = f"{n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
-            yield "F1", f"{best.f1:.4f} of {chose}"
+            f1 = f"{best.f1:.4f} of {n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
+        planned = s["settings"]["epochs"]
+        return [
+            ("epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"),
+            ("F1", f1),
+        ]
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
-def steps_after(result: TrainResult) -> list[str]:
-    "Return what to do after a training, with its paths."
-    if not result.detector.evaluations:
-        return list(result.summary["next_steps"])
-    return steps_of(result.detector, model=quote(show_path(result.model_path)))
-
-
 def finish_training(
     run: TrainingRun,
     start_text: str,  # of `begin_training`
     choice: Choice | None = None,  # of the kind; None: a network was asked for
     trainer: FoldTrainer | None = None,  # of the training recordings
 ) -> TrainResult:
-    "Write the model, its history and its summary."
+    "Write the model and its summary."
     state = run.state
-    figures = state.best_figures
-    if figures is None:
+    if state.best_figures is None:
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
     if choice is not None and trainer is not None and choice.kind == "blend":
         spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
-    device = str(state.stepper.device)
     chooser = None if choice is None else trainer
-    detector = with_decision(detector, state.data, state.settings, choice, chooser, device)
+    detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
     if choice is None and trainer is not None and not trainer.has_folds:
-        detector = replace(
-            detector, record=detector.record | {"choice": None}
-        )  # no cross-validation is advised
-    write_history(
-        run.out / "history.csv", state.epochs
-    )  # after a kill it may be older than the last checkpoint
-    more = {
-        "begin": start_text,
-        "stopped_early": len(state.epochs) < state.settings.epochs,
-        "f1": None if math.isnan(figures.f1) else figures.f1,
-        "micro_batch": state.stepper.micro_batch,
-        "n_ran_out": state.stepper.n_ran_out,
-    }
-    return _write_result(run.out, detector, state.data, tuple(state.epochs), figures.epoch, run.seconds, more)
+        # no cross-validation is advised
+        detector = replace(detector, record=detector.record | {"choice": None})
+    write_history(run.out / "history.csv", state.epochs)
+    return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
 
 def _words_of(data: TrainingData, out: Path) -> str:
@@ -425,29 +398,15 @@ def _write_result(
     out: Path,
     detector: Detector,
     data: TrainingData,
-    epochs: tuple[EpochFigures, ...],
-    best_epoch: int,
     seconds: float,
-    more: dict[str, Any],
+    begin: str,
+    state: TrainingState | None = None,  # None: no network was trained
 ) -> TrainResult:
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
-    result = _result_of(path, detector, data, epochs, best_epoch, seconds, more)
-    write_summary(out, result.summary)
-    return result
-
-
-def _result_of(
-    path: Path,
-    detector: Detector,
-    data: TrainingData,
-    epochs: tuple[EpochFigures, ...],
-    best_epoch: int,
-    seconds: float,
-    more: dict[str, Any],
-) -> TrainResult:
-    "Return the result of a training whose model is written."
+    epochs = () if state is None else tuple(state.epochs)
+    best = None if state is None else state.best_figures
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
@@ -459,12 +418,17 @@ def _result_of(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": steps_of(detector, _words_of(data, path.parent), quote(show_path(path))),
+        "next_steps": steps_of(detector, _words_of(data, out), quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
-        **more,
+        "begin": begin,
+        "stopped_early": state is not None and len(epochs) < state.settings.epochs,
+        "f1": None if best is None or math.isnan(best.f1) else best.f1,
+        "micro_batch": 0 if state is None else state.stepper.portions.most,
+        "n_ran_out": 0 if state is None else state.stepper.portions.n_ran_out,
     }
-    return TrainResult(detector, path, epochs, best_epoch, summary, seconds)
+    write_summary(out, summary)
+    return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
 def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
@@ -490,11 +454,8 @@ def network_time(
     stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
     x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
     batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        float(stepper.step(batch).loss)  # waits for the device
-        took.append(time.perf_counter() - began)
+    # reading the loss waits for the device
+    took = timeit.repeat(lambda: float(stepper.step(batch).loss), number=1, repeat=3)
     n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
     return n_steps, n_steps * min(took)
 
@@ -504,21 +465,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
-def _announce_time(trainer: FoldTrainer, data: TrainingData, show: str) -> None:
-    "Announce how long cross-validation and training take on this machine."
-    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.ds.rows)) or show == "none":
-        return
-    n_fits = (5 if len(trainer.ds.rows) <= MOST_FOR_FOLDS else 1) + 1
-    steps, seconds = network_time(trainer.settings, data, trainer.device)
-    text = f"{n_fits} networks of about {steps:,} steps each: about {seconds_text(n_fits * seconds)}"
-    announce(f"{text} on this machine", show=show)
-
-
-def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, show: str) -> Choice | None:
+def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, show: str) -> Choice | None:
     "Choose the kind by cross-validation; None: it is not possible, and a spectral detector is fitted without."
-    if resume == "never":
-        for old in trainer.folder.glob("*.npy") if trainer.folder is not None else ():
-            remove_file(old)
     try:
         return choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
     except DataError as e:
@@ -531,30 +479,24 @@ def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, sho
         return None
 
 
+def _identity_digest(data: TrainingData, settings: TrainSettings) -> str:
+    return digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
+
+
 def _train_spectral(
     data: TrainingData,
     settings: TrainSettings,
     trainer: FoldTrainer,
     choice: Choice | None,
     out: Path,
-    resume: str,
 ) -> TrainResult:
     "Fit a spectral detector on all training recordings, and write its files."
     began = time.perf_counter()
-    old = [c.path for c in list_checkpoints(out / "checkpoints")]
-    if old and resume != "never":
-        raise UsageError(
-            "the folder holds the training of a network, but the kind of detector is now spectral",
-            code="other-training",
-            path=out,
-            remedy="name another folder; resume='never' starts over and replaces it",
-        )
-    for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
-        remove_file(path)
+    _remove_network(out)
     fitted = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
     record = data_record(data, settings) | {
         "device": "cpu",
-        "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
+        "identity": _identity_digest(data, settings),
         "epochs": 0,
         "best_epoch": 0,
     }
@@ -564,55 +506,34 @@ def _train_spectral(
     if choice is not None:
         seconds += sum(t["seconds"] for t in choice.tried if t["kind"] != "blend")
     detector = replace(detector, record=detector.record | {"seconds": seconds})
-    return _write_result(out, detector, data, (), 0, seconds, _FITTED)
+    return _write_result(out, detector, data, seconds, "Fitted.")
 
 
-_FITTED = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
-
-
-def _check_folder(out: Path, resume: str) -> None:
-    "Refuse to replace the model of another training, and to resume where nothing was begun."
-    has_network = bool(list_checkpoints(out / "checkpoints"))
-    if resume == "auto" and (out / "model.pt").exists() and not has_network:
-        raise UsageError(
-            "the folder holds a model of another training",
-            code="model-exists",
-            path=out,
-            remedy="name another folder, or use resume='never', which replaces it",
-        )
-    if resume == "always" and not has_network and not any((out / "cross-validation").glob("*")):
+def _finished_result(
+    out: Path, resume: str, data: TrainingData, settings: TrainSettings
+) -> TrainResult | None:
+    "Return the result of the same training, if a spectral detector ended it; refuse to replace another model, and to resume nothing."
+    if resume == "never" or list_checkpoints(out / "checkpoints"):
+        return None
+    if (out / "model.pt").is_file():
+        detector = load_detector(out / "model.pt")
+        if detector.record.get("identity") == _identity_digest(data, settings):
+            return _write_result(out, detector, data, detector.record["seconds"], "Fitted.")
+        if resume == "auto":
+            raise UsageError(
+                "the folder holds a model of another training",
+                code="model-exists",
+                path=out,
+                remedy="name another folder, or use resume='never', which replaces it",
+            )
+    if resume == "always" and not any((out / "cross-validation").glob("*")):
         raise DataError(
             "the folder holds no training to resume",
             code="nothing-to-resume",
             path=out,
             remedy="leave out resume='always'",
         )
-
-
-def _check_resume(out: Path, resume: str, data: TrainingData, settings: TrainSettings) -> None:
-    "Refuse to resume another training before anything is computed."
-    if resume == "never":
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)  # the training reads it again, and warns
-        found = latest_checkpoint(out / "checkpoints")
-    if found is not None:
-        _require_same_training(out, *found, training_identity(data, settings))
-
-
-def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
-    "Return the result of the same training, if a spectral detector ended it."
-    if not (out / "model.pt").is_file() or list_checkpoints(out / "checkpoints"):
-        return None
-    detector = load_detector(out / "model.pt")
-    now = digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
-    if detector.record.get("identity") != now:
-        return None
-    seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
-    found = _result_of(out / "model.pt", detector, data, (), 0, seconds, _FITTED)
-    with suppress(OSError, ValueError, LookupError, TypeError):  # where the folder was then
-        found.summary["model"] = str(json.loads((out / "summary.json").read_bytes())["model"])
-    return found
+    return None
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
 SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a thousandth of it
@@ -686,23 +607,25 @@ def train(
         labels=labels,
         progress=show,
     )
-    with ExitStack() as stack:
-        data = stack.enter_context(opened)
-        stack.enter_context(folder_lock(folder))
+    with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
-        choice = None
-        _check_resume(folder, resume, data, lengths)
-        if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
+        if resume == "never":
+            for old in (folder / "cross-validation").glob("*.npy"):
+                remove_file(old)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointWarning)  # the training reads it again, and warns
+                same_training(folder, data, lengths)  # before anything is computed
+        if (done := _finished_result(folder, resume, data, lengths)) is not None:
             return done
-        _check_folder(folder, resume)
         trainer = _fold_trainer(data, settings, on, folder)
+        choice = None
         if settings.detector != "cnn":
-            _announce_time(trainer, data, show)
-            choice = _chosen_kind(trainer, settings, resume, show)
+            choice = _chosen_kind(trainer, settings, show)
             if choice is None or choice.kind == "spectral":
-                return _train_spectral(data, lengths, trainer, choice, folder, resume)
+                return _train_spectral(data, lengths, trainer, choice, folder)
         for part in (data.training, data.validation):
             if part is not None:
                 part.preload(settings.preload_to_ram, show)

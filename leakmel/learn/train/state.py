@@ -19,14 +19,13 @@ from leakmel import __version__
 from leakmel.core.errors import DataError
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import Timeline
-from leakmel.learn.data.loaders import Loader, open_loader
-from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.segments import Segments, open_loader
 from leakmel.learn.metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
 from leakmel.learn.model.detector import Detector, image_shape, score_rows
 from leakmel.learn.model.devices import memory_guard
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings, with_length
-from leakmel.learn.train.history import EpochFigures, epochs_from, is_better, should_stop
+from leakmel.learn.train.history import EpochFigures, is_better, should_stop
 from leakmel.learn.train.inputs import TrainingData, training_identity
 from leakmel.learn.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 
@@ -50,7 +49,8 @@ class EpochSums:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.n_correct = torch.zeros((), dtype=torch.int64, device=device)
         self.n = 0
-        self.norms: list[Tensor] = []  # [k] each, gradient lengths before clipping, of the steps in order
+        # [k] each, gradient lengths before clipping, of the steps in order
+        self.norms = [torch.zeros(0, device=device)]
 
     def add(self, figures: StepFigures) -> None:
         "Add a batch."
@@ -59,29 +59,23 @@ class EpochSums:
         self.n += figures.n
         self.norms.append(figures.grad_norm.reshape(1))
 
-    def all_norms(self) -> Tensor:
-        "[steps] float32, on the device."
-        return torch.cat(self.norms) if self.norms else torch.zeros(0, device=self.loss.device)
-
     def mean_loss(self) -> float:
         "Mean loss of the items. Waits for the device."
-        return float(self.loss) / self.n if self.n else math.nan
+        return float(self.loss) / self.n
 
-    def share_correct(self) -> float:
-        "Share of the items whose class was found. Waits for the device."
-        return int(self.n_correct) / self.n if self.n else math.nan
-
-    def gradients(self, clip_norm: float) -> tuple[float, float]:
-        "Mean length of the gradients before clipping, and the share of the steps whose gradients were clipped. Waits for the device."
-        found = self.all_norms().cpu().numpy().astype(np.float64)
-        found = found[np.isfinite(found)]  # the others were left out: half precision had overflowed
-        if not len(found):
-            return math.nan, math.nan
-        return float(found.mean()), float((found > (clip_norm or math.inf)).mean())
+    def figures(self, clip_norm: float) -> dict[str, Any]:
+        "Return figures of the epoch, named as in `EpochFigures`. Waits for the device."
+        norms = torch.cat(self.norms).cpu().numpy().astype(np.float64)
+        norms = norms[np.isfinite(norms)]  # the others were left out: half precision had overflowed
+        found: dict[str, Any] = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
+        if len(norms):
+            found["grad_norm"] = float(norms.mean())
+            found["clipped_share"] = float((norms > (clip_norm or math.inf)).mean())
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         "Return tensors and plain values."
-        return {"loss": self.loss, "n_correct": self.n_correct, "n": self.n, "norms": self.all_norms()}
+        return vars(self) | {"norms": torch.cat(self.norms)}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         "Continue the sums of `state_dict`."
@@ -140,13 +134,9 @@ class TrainingState:
         self.show = show
         self.epochs: list[EpochFigures] = []  # that are over
         self.best: BestEpoch | None = None
-        self.rate = math.nan  # learning rate of the last step
         self.first = 0  # steps that were done when this run began
         self.seconds = 0.0  # that runs before this one took
-        with memory_guard(
-            "the items do not fit into memory", "use loader='stream', which holds only a few items"
-        ):
-            self.loader = self._opened(settings.loader)
+        self.open(settings.loader)
         n_steps = settings.epochs * len(self.loader)
         self.stepper = Stepper(
             new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
@@ -155,22 +145,21 @@ class TrainingState:
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
         self.timeline = Timeline()  # with the samples of the machine since the last epoch
 
-    def _opened(self, kind: str) -> Loader:
+    def open(
+        self,
+        kind: str,  # on which the order of the items depends
+    ) -> None:  # raises MachineError where memory is too small for it
+        "Open the loader."
         s = self.settings
         given: dict[str, Any] = {"device": self.device, "seed": s.seed, "epoch_share": s.epoch_share}
-        given |= s.loader_options() | {"kind": kind, "progress": self.show}
-        return open_loader(self.data.training, s.batch_size, **given)
-
-    def reopen(self, kind: str) -> None:  # raises MachineError where memory is too small for it
-        "Open the kind of loader that the checkpoint used, because the order of the items depends on it."
-        if kind == self.loader.kind:
-            return
-        self.loader.close()
+        given |= {"device_fraction": s.device_fraction, "buffer_blocks": s.buffer_blocks}
         with memory_guard(
-            "the items fitted into memory when the training started, but do not fit now",
-            "free memory, or start over with resume='never'",
+            "the items do not fit into memory",
+            "free memory, or start over with loader='stream', which holds only a few items",
         ):
-            self.loader = self._opened(kind)
+            self.loader = open_loader(
+                self.data.training, s.batch_size, kind=kind, progress=self.show, **given
+            )
 
     def close(self) -> None:
         "Free what the loader holds."
@@ -194,11 +183,6 @@ class TrainingState:
         "Of the best epoch; None: no epoch is over."
         return None if self.best is None else self.epochs[self.best.epoch - 1]
 
-    def take(self, figures: StepFigures) -> None:
-        "Add the figures of a step."
-        self.sums.add(figures)
-        self.rate = figures.rate
-
 # %% ../../../nbs/learn/train/state.ipynb #1aa5c1cc
 def end_epoch(
     state: TrainingState,
@@ -209,17 +193,16 @@ def end_epoch(
     began = time.perf_counter()
     data = state.data
     s = state.settings
-    loss = state.sums.mean_loss()
-    if not math.isfinite(loss) and state.sums.n:
+    learned = state.sums.figures(s.clip_norm)
+    if not math.isfinite(learned["loss"]):
         raise DataError(
             "the training diverged: the loss is NaN or infinite",
             code="training-diverged",
-            found=f"loss {loss} in epoch {len(state.epochs) + 1}",
+            found=f"loss {learned['loss']} in epoch {len(state.epochs) + 1}",
             remedy="start over with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
         )
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
-    names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
-    found: dict[str, Any] = dict.fromkeys(names, math.nan)
+    found: dict[str, Any] = {}
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
@@ -233,24 +216,19 @@ def end_epoch(
         chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
         found = validation_figures(scores, is_leak, chosen)
     evaluate_s = time.perf_counter() - began
-    grad_norm, clipped_share = state.sums.gradients(s.clip_norm)
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
         step=state.stepper.n_done,
-        loss=loss,
-        segment_accuracy=state.sums.share_correct(),
-        learning_rate=state.rate,
+        learning_rate=state.stepper.optimiser.param_groups[0]["lr"],
+        **learned,
         **found,
         seconds=times["learn_s"] + evaluate_s,
         evaluate_s=evaluate_s,
-        grad_norm=grad_norm,
-        clipped_share=clipped_share,
         **_speed(state, times),
         **_machine_use(state.timeline.samples),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
-    best = state.best_figures
-    if data.validation is None or is_better(figures, best, highest, int(is_leak.sum())):
+    if data.validation is None or is_better(figures, state.best_figures, highest, int(is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
         state.best = BestEpoch(figures.epoch, kept, chosen)
     state.epochs.append(figures)
@@ -273,17 +251,14 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     "Rates and times of an epoch; the first step of a run, with what is compiled or allocated then, is counted apart."
-    found = dict(times)
-    first_ms = found.pop("first_wait_ms")
     n = int(times["n_batches"])
-    warm_s = 0.0
-    if n and state.stepper.n_done - n == state.first:
-        warm_s = first_ms / 1000 + (state.stepper.first_step_s or 0)
+    is_first = n > 0 and state.stepper.n_done - n == state.first
+    warm_s = times["first_wait_ms"] / 1000 + (state.stepper.first_step_s or 0) if is_first else 0.0
     steady_s = times["learn_s"] - warm_s
-    n_steady = n - bool(warm_s)
-    rate = n_steady / steady_s if n_steady > 0 and steady_s > 0 else math.nan
+    rate = (n - is_first) / steady_s if n > is_first and steady_s > 0 else math.nan
     items_per_s = rate * state.loader.order.n_items / len(state.loader)
-    return found | {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
+    speed = {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
+    return {name: value for name, value in times.items() if name != "first_wait_ms"} | speed
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
 def data_record(
@@ -298,11 +273,10 @@ def data_record(
             "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
             "unchecked": list(data.split.unchecked),
         }
-    values = asdict(settings)
     return {
         "leakmel_version": __version__,
         "torch_version": str(torch.__version__),
-        "settings": values | {"channels": list(values["channels"])},
+        "settings": asdict(settings) | {"channels": list(settings.channels)},
         "training": _part_record(data.training, data.task.model_names),
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
@@ -339,8 +313,11 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
 def detector_facts(data: TrainingData) -> dict[str, Any]:
     "Return what a detector takes over from its training data: task, spec and engine."
     source = data.training.sources[0]
-    spec = None if source.legacy else source.spec
-    return {"task": data.task, "spec": spec, "engine": str(source.file.attrs.get("engine", ""))}
+    return {
+        "task": data.task,
+        "spec": None if source.legacy else source.spec,
+        "engine": str(source.file.attrs.get("engine", "")),
+    }
 
 
 def detector_of(
@@ -372,7 +349,6 @@ def to_checkpoint(
         "net": state.stepper.net.state_dict(),
         "stepper": state.stepper.state_dict(),
         "loader": {"kind": state.loader.kind, **state.loader.order.state_dict()},
-        "rate": state.rate,
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
         "best": best and {"epoch": best.epoch, "net": best.net, "chosen": asdict(best.chosen)},
@@ -385,15 +361,15 @@ def restore_checkpoint(
 ) -> None:  # raises DataError for a checkpoint of another version
     "Restore the state of a checkpoint."
     try:
-        state.epochs = epochs_from(values["epochs"])
-        state.rate = float(values["rate"])
+        state.epochs = [EpochFigures(**e) for e in values["epochs"]]
         state.seconds = float(values["seconds"])
         if (best := values["best"]) is not None:
             state.best = BestEpoch(int(best["epoch"]), best["net"], DecisionRule(**best["chosen"]))
         state.stepper.net.load_state_dict(values["net"])
         state.stepper.load_state_dict(values["stepper"])
-        if state.settings.loader == "auto":
-            state.reopen(values["loader"]["kind"])
+        if state.settings.loader == "auto" and values["loader"]["kind"] != state.loader.kind:
+            state.close()
+            state.open(values["loader"]["kind"])
         state.loader.order.load_state_dict(values["loader"])
         state.sums.load_state_dict(values["sums"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../../nbs/learn/train/step.ipynb #df05bfe9
-import logging, math, time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import math, time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,8 @@ from torch import Tensor, nn
 
 from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
-from leakmel.learn.data.segments import Batch
-from leakmel.learn.data.task import Task
-from leakmel.learn.model.devices import is_out_of_memory, keep_freed_memory, memory_guard
+from leakmel.learn.data.segments import Batch, Task
+from leakmel.learn.model.devices import AdaptiveBatches, keep_freed_memory, memory_guard
 from leakmel.learn.model.net import (
     LeakNet,
     augment,
@@ -32,8 +32,6 @@ from leakmel.learn.model.net import (
 )
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.mel.torch_engine import full_float32_precision
-
-_LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/train/step.ipynb #5afd7d59
 def learning_rate(
@@ -105,7 +103,6 @@ class StepFigures:
     n_correct: Tensor  # [] int64, items whose class was found
     n: int  # items
     grad_norm: Tensor  # [] length of the gradients before clipping; not finite: the step was left out (fp16) or did harm
-    rate: float  # learning rate
 
 
 class Stepper:
@@ -121,11 +118,10 @@ class Stepper:
         n_steps: int,  # of the whole training, for the learning rate
     ):
         self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        if not on_gpu:
+        if self.device.type != "cuda":
             keep_freed_memory()
+        elif self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.settings = settings
         self.n_steps = n_steps
         self.half = half_type(settings, self.device)
@@ -134,20 +130,19 @@ class Stepper:
             self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net, dynamic=False) if settings.use_compile else self.net
         self._weights = list(net.parameters())
-        decaying = [p for p in self._weights if p.ndim > 1]  # not norms and biases: those are vectors
+        # norms and biases are vectors and do not decay
         groups = [
-            {"params": decaying, "weight_decay": settings.weight_decay},
+            {"params": [p for p in self._weights if p.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in self._weights if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
         self.scaler = self._new_scaler()
         self.weights = loss_weights(task, settings, class_counts, self.device)
         self.generator = torch.Generator(self.device)
-        # items at most; lowered where memory runs out
-        self.micro_batch = -(-settings.batch_size // settings.accumulation)
+        # micro-batches: their size is lowered where memory runs out
+        self.portions = AdaptiveBatches(-(-settings.batch_size // settings.accumulation), self._drop, "item")
         self._largest = 0  # items of a batch so far; an epoch begins with whole batches
         self.n_done = 0  # steps
-        self.n_ran_out = 0  # how often memory ran out
         self.first_step_s: float | None = None  # with the time that compiling took
 
     def _new_scaler(self) -> torch.amp.GradScaler:
@@ -159,34 +154,34 @@ class Stepper:
     ) -> StepFigures:  # raises MachineError where one item needs too much memory, or a net cannot be compiled
         "Train on a batch."
         start = time.perf_counter()
-        rate = learning_rate(self.n_done, self.n_steps, self.settings)
         self.net.train()
         with full_float32_precision():
-            while True:
-                try:
-                    loss, n_correct, norm = self._gradients(batch)
-                    break
-                except (RuntimeError, MemoryError) as e:
-                    why = str(e) or type(e).__name__
-                    if not is_out_of_memory(e):
-                        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                            raise MachineError(
-                                "the network could not be compiled",
-                                code="not-compiled",
-                                found=why.partition("\n")[0],
-                                remedy="train with use_compile=False",
-                            ) from e
-                        raise
-                # outside of the handler, which holds on to what the failed attempt had made
-                self._halve(len(batch), why)
-            self._write(rate)
+            try:
+                loss, n_correct, norm = self.portions.fit(partial(self._gradients, batch), len(batch))
+            except Exception as e:
+                if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                raise MachineError(
+                    "the network could not be compiled",
+                    code="not-compiled",
+                    found=str(e).partition("\n")[0],
+                    remedy="train with use_compile=False",
+                ) from e
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate(self.n_done, self.n_steps, self.settings)
+            with memory_guard(
+                "memory ran out while the weights were updated", "resume from the last checkpoint"
+            ):
+                self.scaler.step(self.optimiser)
+                self.scaler.update()
+        self.n_done += 1
         if self.first_step_s is None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.first_step_s = time.perf_counter() - start
-        return StepFigures(loss, n_correct, len(batch), norm, rate)
+        return StepFigures(loss, n_correct, len(batch), norm)
 
-    def _gradients(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradients(self, batch: Batch, micro_batch: int) -> tuple[Tensor, Tensor, Tensor]:
         "Loss, items that were right, and length of the gradients before clipping; the gradients are ready to be used."
         self.optimiser.zero_grad(set_to_none=True)
         s = self.settings
@@ -201,7 +196,7 @@ class Stepper:
         forward = self.net if s.use_compile and len(batch) < self._largest else self.forward
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         with seeded_random(step_seed(s.seed, self.n_done, 1), self.device):
-            for piece in micro_batch_slices(len(batch), self.micro_batch):
+            for piece in micro_batch_slices(len(batch), micro_batch):
                 y = batch.y[piece]
                 with half:
                     logits, leak_logit = forward(x[piece])
@@ -213,40 +208,20 @@ class Stepper:
         norm = nn.utils.clip_grad_norm_(self._weights, s.clip_norm or math.inf)
         return loss, n_correct, norm
 
-    def _halve(self, n: int, why: str) -> None:
-        "Drop half-made gradients and halve the micro-batch."
+    def _drop(self) -> None:
+        "Drop half-made gradients, and what the scaler believes of them."
         self.optimiser.zero_grad(set_to_none=True)
         scale = self.scaler.state_dict()
-        self.scaler = self._new_scaler()  # the old one may believe that gradients are unscaled already
+        self.scaler = self._new_scaler()
         self.scaler.load_state_dict(scale)
         torch.cuda.empty_cache()
-        now = min(self.micro_batch, n)
-        if now == 1:
-            raise MachineError(
-                "memory is too small for a single item",
-                code="out-of-memory",
-                found=why,
-                remedy="use a smaller network or batch_size, or device='cpu'",
-            )
-        self.micro_batch = now // 2
-        self.n_ran_out += 1
-        _LOG.warning("memory ran out: continuing with micro-batches of %d items", self.micro_batch)
-
-    def _write(self, rate: float) -> None:
-        "Change the weights by the gradients."
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        with memory_guard("memory ran out while the weights were updated", "resume from the last checkpoint"):
-            self.scaler.step(self.optimiser)
-            self.scaler.update()
-        self.n_done += 1
 
     def state_dict(self) -> dict[str, Any]:
         "Return what a resumed training needs in addition to the net's weights: tensors and plain values, copied."
         return {
             "n_done": self.n_done,
-            "micro_batch": self.micro_batch,
-            "n_ran_out": self.n_ran_out,
+            "micro_batch": self.portions.most,
+            "n_ran_out": self.portions.n_ran_out,
             "optimiser": deepcopy(self.optimiser.state_dict()),
             "scaler": self.scaler.state_dict(),
         }
@@ -256,19 +231,15 @@ class Stepper:
         state: dict[str, Any],  # of `state_dict`
     ) -> None:  # raises KeyError, ValueError ... for no state
         "Resume after the step at which a state was saved."
-        optimiser = deepcopy(state["optimiser"])
-        for group in optimiser["param_groups"]:
-            group["fused"] = True  # a training of an earlier version on a CPU was not
-        self.optimiser.load_state_dict(optimiser)
+        self.optimiser.load_state_dict(state["optimiser"])
         # a fused kernel goes through a weight and its state as they lie in memory
         for weight, held in self.optimiser.state.items():
             for name, value in held.items():
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    held[name] = torch.empty_like(weight).copy_(value)
+                held[name] = torch.empty_like(weight if value.shape == weight.shape else value).copy_(value)
         self.scaler.load_state_dict(state["scaler"])
         self.n_done = int(state["n_done"])
-        self.micro_batch = int(state["micro_batch"])
-        self.n_ran_out = int(state["n_ran_out"])
+        self.portions.most = int(state["micro_batch"])
+        self.portions.n_ran_out = int(state["n_ran_out"])
 
 # %% ../../../nbs/learn/train/step.ipynb #5174a65a
 # of waiting for a batch: nothing to do under the first, something wrong above the second
@@ -279,16 +250,12 @@ SLOW_MS = 50.0
 def loader_advice(
     times: Mapping[str, float],  # of `StepTimer.times`
 ) -> str | None:  # None: the loader keeps up
-    "Return advice if the training waits for its batches."
-    wait_ms = times["loader_mean_ms"]
-    if not wait_ms >= GOAL_MS:
+    "Return advice if the training waits long for its batches."
+    if not times["loader_mean_ms"] > SLOW_MS:
         return None
-    ratio = times["io_to_compute"]
-    slow = "is too slow" if wait_ms > SLOW_MS else "could be faster"
-    text = "" if math.isnan(ratio) else f", {ratio:.1f} times the computing time"
     return (
-        f"the loader {slow}: {wait_ms:.0f} ms of waiting for a batch{text} (goal: under {GOAL_MS:.0f} ms); "
-        "hold the rows in memory or on the device"
+        f"the loader is too slow: {times['loader_mean_ms']:.0f} ms of waiting for a batch, {times['io_to_compute']:.1f} "
+        f"times the computing time (goal: under {GOAL_MS:.0f} ms); hold the rows in memory or on the device"
     )
 
 # %% ../../../nbs/learn/train/step.ipynb #08860d73
@@ -307,36 +274,32 @@ class StepTimer:
 
     def _clear(self) -> None:
         self.waits: list[float] = []  # ms, of every batch
-        self.moved: dict[int, tuple[Any, Any]] = {}  # batch: marks around its transfer
-        self.computed: dict[int, tuple[Any, Any]] = {}  # batch: marks around its step
+        self.moved: list[tuple[Any, Any]] = []  # marks around the transfers of sampled batches
+        self.computed: list[tuple[Any, Any]] = []  # marks around their steps
         self.moving_s = 0.0  # of the host, in copies for the batch that is waited for
         self.start = time.perf_counter()
 
     def batches(
         self,
-        loader: Iterable[Batch],  # a `Loader`, or any other batches
+        loader: Iterable[Batch],  # with a method `transfer`, as a `Loader` has
     ) -> Iterator[Batch]:
         "Pass on the batches of a loader; an epoch begins."
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._clear()
-        if hooked := hasattr(loader, "transfer"):
-            setattr(loader, "transfer", self.transfer)  # noqa: B010 (replaces a method)
-        batches = iter(loader)
+        vars(loader)["transfer"] = self.transfer
         try:
-            while True:
-                self.moving_s = 0.0
-                asked = time.perf_counter()
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                self.waits.append(1000 * max(0.0, time.perf_counter() - asked - self.moving_s))
-                yield batch
+            with closing(iter(loader)) as batches:  # type: ignore[type-var]
+                while True:
+                    self.moving_s = 0.0
+                    asked = time.perf_counter()
+                    batch = next(batches, None)
+                    if batch is None:
+                        return
+                    self.waits.append(1000 * max(0.0, time.perf_counter() - asked - self.moving_s))
+                    yield batch
         finally:
-            if hooked:
-                delattr(loader, "transfer")
-            if isinstance(batches, Generator):
-                batches.close()
+            del vars(loader)["transfer"]
 
     def transfer(self, batch: Batch) -> Batch:
         "Copy a batch to the device."
@@ -351,14 +314,14 @@ class StepTimer:
         return self._marked(len(self.waits) - 1, self.computed, "step")
 
     @contextmanager
-    def _marked(self, i: int, marks: dict[int, tuple[Any, Any]], name: str) -> Iterator[None]:
+    def _marked(self, i: int, marks: list[tuple[Any, Any]], name: str) -> Iterator[None]:
         "Record the times before and after the body, if batch `i` is sampled; `name` is that of its NVTX range."
-        is_sampled = i == 0 or i % self.every == 1 % self.every
+        is_sampled = i > 0 and i % self.every == 1 % self.every
         first = self._mark() if is_sampled else None
         with nvtx_range(name):
             yield
         if is_sampled:
-            marks[i] = (first, self._mark())
+            marks.append((first, self._mark()))
 
     def _mark(self) -> Any:
         "A time of the host, or an event in the GPU's current stream, which waits for nothing."
@@ -368,10 +331,8 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _mean_ms(self, marks: dict[int, tuple[Any, Any]]) -> float:
-        "Mean of the times between marks, without the first batch where there are others."
-        pairs = [marks[i] for i in marks if i or len(marks) == 1]
-        found = [a.elapsed_time(b) if self.on_gpu else 1000 * (b - a) for a, b in pairs]
+    def _mean_ms(self, marks: list[tuple[Any, Any]]) -> float:
+        found = [a.elapsed_time(b) if self.on_gpu else 1000 * (b - a) for a, b in marks]
         return sum(found) / len(found) if found else math.nan
 
     def times(self) -> dict[str, float]:
