@@ -28,7 +28,6 @@ from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
     Bootstrap,
-    Difference,
     Groups,
     Interval,
     interval_from_draws,
@@ -38,6 +37,7 @@ from leakmel.learn.metrics.bootstrap import (
 )
 from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.metrics.significance import (
+    Difference,
     Verdict,
     cautions,
     give_verdict,

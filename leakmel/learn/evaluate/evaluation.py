@@ -42,8 +42,6 @@ from leakmel.learn.evaluate.plots import (
 )
 from leakmel.learn.metrics.bootstrap import (
     Bootstrap,
-    Difference,
-    differences,
     Groups,
     recording_groups,
     source_of_pieces,
@@ -60,6 +58,8 @@ from leakmel.learn.metrics.metrics import (
     vote_scores,
 )
 from leakmel.learn.metrics.significance import (
+    Difference,
+    differences,
     cautions,
     figure_title,
     group_rows,

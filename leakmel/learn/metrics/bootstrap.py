@@ -9,7 +9,7 @@ __all__ = []
 import os, re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Groups:
         return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
 
 
-def _encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
+def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
@@ -83,25 +83,25 @@ def recording_groups(
         values = group_values(table, group, missing="one")
         n, name = int(np.count_nonzero(values == "")), group_name(group)
         note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
-        return _encode_groups(name, values, note if n else "")
+        return encode_groups(name, values, note if n else "")
 
     def known(name: str) -> bool:
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
 
     if known("sensor"):
-        return _encode_groups("sensor", group_values(table, "sensor", missing="one"))
+        return encode_groups("sensor", group_values(table, "sensor", missing="one"))
     if known("start_time"):
         import pandas as pd
 
         nights = pd.to_datetime(table["start_time"].str.slice(0, 19)) - pd.Timedelta(hours=12)
-        return _encode_groups(
+        return encode_groups(
             "night",
             nights.dt.strftime("%Y-%m-%d").to_numpy(object),
             "the sensor of some recordings is unknown, so recordings are grouped by night; intervals are too narrow if a sensor recorded in several nights",
         )
     paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
     if "path" in table and (cut := source_of_pieces(table)).astype(bool).any():
-        return _encode_groups(
+        return encode_groups(
             "source",
             np.where(cut != "", cut, paths),
             "sensor and time of some recordings are unknown, so pieces of one recording are grouped by their file names",
@@ -144,6 +144,14 @@ class Interval:
 
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
+
+    def in_brackets(
+        self,
+        form: str = ".3f",  # of its ends
+        name: str = "",  # before them, with a space
+    ) -> str:
+        "Return the interval as text behind a value; empty: there is none."
+        return f" ({name}{self.low:{form}} to {self.high:{form}})" if self.known else ""
 
 
 def interval_from_draws(
@@ -259,49 +267,3 @@ def counts_by_group(
     "Count the confusion matrix of each group."
     cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
     return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1).astype(np.float64)
-
-
-# %% ../../../nbs/learn/metrics/bootstrap.ipynb #7bda957d
-@dataclass(frozen=True)
-class Difference:
-    "Paired difference of a figure between two models on the same recordings."
-
-    figure: str
-    value: float  # NaN where a figure is
-    interval: Interval
-
-    @property
-    def is_better(self) -> bool:
-        "Whether the whole interval is above 0."
-        return self.interval.known and self.interval.low > 0
-
-    @property
-    def is_worse(self) -> bool:
-        "Whether the whole interval is below 0."
-        return self.interval.known and self.interval.high < 0
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        "Return plain values."
-        i = self.interval
-        ends = {"value": self.value, "low": i.low, "high": i.high}
-        return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
-            "note": i.note,
-            "better": self.is_better,
-        }
-
-    def __str__(self) -> str:
-        if self.value != self.value:
-            return "undefined"
-        i = self.interval
-        return f"{self.value:+.3f}" + (f" ({i.low:+.3f} to {i.high:+.3f})" if i.known else "")
-
-
-def differences(
-    boot: Bootstrap,
-    one: tuple[Mapping[str, float], Mapping[str, np.ndarray]],  # figures, and their draws
-    other: tuple[Mapping[str, float], Mapping[str, np.ndarray]],
-) -> dict[str, Difference]:
-    "Compare two models figure by figure."
-    intervals = boot.intervals({name: one[1][name] - other[1][name] for name in FIGURES})
-    return {name: Difference(name, one[0][name] - other[0][name], intervals[name]) for name in FIGURES}

@@ -9,6 +9,7 @@ __all__ = []
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +17,9 @@ from leakmel.core.errors import show_path
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
     Bootstrap,
-    Difference,
     Groups,
     Interval,
     counts_by_group,
-    differences,
     interval_from_draws,
 )
 from leakmel.learn.metrics.metrics import (
@@ -111,6 +110,51 @@ def score_model(
     )
 
 
+# %% ../../../nbs/learn/metrics/significance.ipynb #7bda957d
+@dataclass(frozen=True)
+class Difference:
+    "Paired difference of a figure between two models on the same recordings."
+
+    figure: str
+    value: float  # NaN where a figure is
+    interval: Interval
+
+    @property
+    def is_better(self) -> bool:
+        "Whether the whole interval is above 0."
+        return self.interval.known and self.interval.low > 0
+
+    @property
+    def is_worse(self) -> bool:
+        "Whether the whole interval is below 0."
+        return self.interval.known and self.interval.high < 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return plain values."
+        i = self.interval
+        ends = {"value": self.value, "low": i.low, "high": i.high}
+        return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
+            "note": i.note,
+            "better": self.is_better,
+        }
+
+    def __str__(self) -> str:
+        if self.value != self.value:
+            return "undefined"
+        return f"{self.value:+.3f}{self.interval.in_brackets('+.3f')}"
+
+
+def differences(
+    boot: Bootstrap,
+    one: ScoredModel,
+    other: ScoredModel,
+) -> dict[str, Difference]:
+    "Compare two models figure by figure."
+    intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in FIGURES})
+    return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in FIGURES}
+
+
 # %% ../../../nbs/learn/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
 class Verdict:
@@ -133,8 +177,7 @@ def give_verdict(
 ) -> Verdict:
     "Decide whether a detector beats all baselines."
     name = figure_title(figure)
-    own = (detector.figures, detector.draws)
-    found = tuple((b.title, differences(boot, own, (b.figures, b.draws))[figure]) for b in baselines)
+    found = tuple((b.title, differences(boot, detector, b)[figure]) for b in baselines)
 
     def verdict(beats: bool | None, text: str) -> Verdict:
         return Verdict(beats, text, figure, found)

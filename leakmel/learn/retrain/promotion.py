@@ -19,9 +19,16 @@ from leakmel.core.files import read_own_json
 from leakmel.learn.data.groups import find_shared
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import recordings_table
-from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, differences
+from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
 from leakmel.learn.metrics.metrics import FIGURES
-from leakmel.learn.metrics.significance import ScoredModel, figure_title, plain, score_model
+from leakmel.learn.metrics.significance import (
+    Difference,
+    ScoredModel,
+    differences,
+    figure_title,
+    plain,
+    score_model,
+)
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.locate import (
     MODEL,
@@ -215,9 +222,7 @@ def compare_models(
         )
         for n, d, s in zip(("champion", "challenger"), (champion, challenger), scores)
     )
-    return Comparison(
-        name, groups, one, other, differences(boot, (other.figures, other.draws), (one.figures, one.draws))
-    )
+    return Comparison(name, groups, one, other, differences(boot, other, one))
 
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #238bb84c

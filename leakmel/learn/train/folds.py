@@ -294,12 +294,17 @@ def choose_kind(
     detector: str = "auto",  # "auto", or the kind whose out-of-fold scores are wanted
     seed: int = 0,  # of folds and fits
     progress: str = "none",  # as for `core.progress.Progress`
-) -> Choice:  # raises DataError where no folds are possible
+) -> Choice | None:  # None: no folds are possible; raises DataError where a blend needs them
     "Score recordings by cross-validation with each kind, and choose the simplest kind within one standard error."
     chosen = np.arange(len(trainer.ds.rows)) if chosen is None else chosen
     groups = groups or trainer.groups
     classes, code = trainer.ds.labels[chosen], groups.code[chosen]
-    fold = make_folds(classes, code, 5, seed)
+    try:
+        fold = make_folds(classes, code, 5, seed)
+    except DataError:
+        if detector == "blend":
+            raise
+        return None
     parts = _scored_folds(fold, trainer.ds.is_leak[chosen])
     scored = np.flatnonzero(np.isin(fold, parts))
     wanted = kinds_to_fit(detector, len(chosen))

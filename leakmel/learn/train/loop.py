@@ -528,16 +528,13 @@ def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, sho
     if resume == "never":
         for old in trainer.folder.glob("*.npy") if trainer.folder is not None else ():
             remove_file(old)
-    try:
-        return choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
-    except DataError as e:
-        if e.code != "label-in-one-part" or settings.detector == "blend":
-            raise
+    choice = choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
+    if choice is None:
         _LOG.warning(
-            "%s. A spectral detector is fitted on all recordings, with the threshold of validation or 0.5",
-            e,
+            "cross-validation is not possible: a label would be missing in training. "
+            "A spectral detector is fitted on all recordings, with the threshold of validation or 0.5"
         )
-        return None
+    return choice
 
 
 def _train_spectral(
