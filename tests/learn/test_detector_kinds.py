@@ -434,6 +434,7 @@ def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch,
         settings = lm.TrainSettings(detector=kind, **SMALL)
         trainer = folds_module.FoldTrainer(data_of(ds), settings, groups)
         choice = folds_module.choose_kind(trainer, detector=kind)
+        assert choice is not None
         truth = trainer.ds.is_leak[choice.scored]
     assert choice.n_folds == n_scored
     assert set(truth.tolist()) == {False, True}

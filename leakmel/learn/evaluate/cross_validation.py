@@ -200,7 +200,7 @@ def result_files(
     name: str,  # of the result, also the first key of its summary.json
 ) -> dict[str, str]:  # name of each file -> what it has near its begin
     "Name the files of a result."
-    files = {f"{name}.csv": _MARKS[name], "summary.json": f'"{name}"'}
+    files = {f"{name}.csv": _MARKS[name], "summary.json": f'{{\n "{name}":'}
     if name != "cross_validation" and importlib.util.find_spec("plotly"):
         files[f"{name}.html"] = f"<!doctype html><meta charset='utf-8'><title>{name}</title>"
     return files
@@ -536,7 +536,7 @@ def open_resampling(
             title = name.replace("_", "-")
             stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
-                require_kind(folder / file, f"result of a {title}", lambda f: mark.encode() in f.read(4096))  # noqa: B023
+                require_kind(folder / file, f"result of a {title}", lambda f: mark.encode() in f.read(4096))
         how_many = (n_folds, seeds, n_draws)
         yield Resampling(name, opened, settings, on, show, folder, jobs, cluster, *how_many, began)
 

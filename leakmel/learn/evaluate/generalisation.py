@@ -31,6 +31,7 @@ from leakmel.learn.evaluate.cross_validation import (
     open_resampling,
     plain_rows,
 )
+from leakmel.learn.evaluate.plots import error_bars
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
     Bootstrap,
@@ -171,10 +172,7 @@ def auc_figure(
     "Draw lines of AUC with their intervals as bars."
     traces = []
     for k, (name, x, auc, intervals, texts) in enumerate(lines):
-        ends = np.array([[i.low, i.high] for i in intervals]).reshape(-1, 2)
-        low, high = f32(np.nan_to_num(np.abs(ends - np.reshape(auc, (-1, 1)))).T)
         colour = label_colour(k)
-        bars = dict(type="data", symmetric=False, array=high, arrayminus=low, color=colour, thickness=1.4)
         traces.append(
             dict(
                 type="scatter",
@@ -184,7 +182,7 @@ def auc_figure(
                 mode="lines+markers",
                 line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
                 marker=dict(color=colour, size=6 if k else 9),
-                error_y=bars | {"width": 0},
+                error_y=error_bars(auc, [i.low for i in intervals], [i.high for i in intervals], colour),
                 customdata=[f"{text}{i}" for text, i in zip(texts, intervals)],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
