@@ -106,7 +106,8 @@ def _score_fit(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:  # facts; [m] fold and scores of detector and baselines
     "Train without the recordings of a fold, and score them; runs in any process, with one thread, so that scores do not depend on their number."
     began, n_before = time.perf_counter(), trainer.n_done
-    truth, asked = trainer.ds.is_leak, trainer.settings.detector
+    truth = trainer.ds.is_leak
+    asked = trainer.settings.detector
     wanted = kinds_to_fit(asked, len(fit.learned))
     reason = ONE_KIND if asked == "auto" else f"{asked} was asked for."
     about = {"kind": wanted[0], "reason": reason, "n_fits": 1}
@@ -190,19 +191,19 @@ def _n_processes(
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #ge000017
 _MARKS = {  # what the table of a result has in its first line
-    "cross_validation": ",leak,fold,score",
-    "generalisation": "grouping,",
-    "learning_curve": "curve,",
+    "cross_validation": b",leak,fold,score",
+    "generalisation": b"grouping,",
+    "learning_curve": b"curve,",
 }
 
 
 def result_files(
     name: str,  # of the result, also the first key of its summary.json
-) -> dict[str, str]:  # name of each file -> what it has near its begin
+) -> dict[str, bytes]:  # name of each file -> what it has near its begin
     "Name the files of a result."
-    files = {f"{name}.csv": _MARKS[name], "summary.json": f'{{\n "{name}":'}
+    files = {f"{name}.csv": _MARKS[name], "summary.json": f'{{\n "{name}":'.encode()}
     if name != "cross_validation" and importlib.util.find_spec("plotly"):
-        files[f"{name}.html"] = f"<!doctype html><meta charset='utf-8'><title>{name}</title>"
+        files[f"{name}.html"] = f"<!doctype html><meta charset='utf-8'><title>{name}</title>".encode()
     return files
 
 
@@ -495,13 +496,13 @@ class Resampling:
         "Write the table, the page and the summary of a result, where a folder was given."
         if self.folder is None:
             return
-        name, table = self.name, found.table
-        shown = [n for n in ("path", "label", "sensor", "group") if n in table]
-        table = table.assign(**{n: [show_path(v) for v in table[n]] for n in shown})
+        name = self.name
+        shown = [n for n in ("path", "label", "sensor", "group") if n in found.table]
+        table = found.table.assign(**{n: [show_path(v) for v in found.table[n]] for n in shown})
         write_whole(self.folder / f"{name}.csv", table.to_csv(index=False))
         if head := result_files(name).get(f"{name}.html"):
             figure = found.plots()[name].to_html(full_html=False, config={"displaylogo": False})
-            write_whole(self.folder / f"{name}.html", f"{head}{found._repr_html_()}{figure}\n")
+            write_whole(self.folder / f"{name}.html", f"{head.decode()}{found._repr_html_()}{figure}\n")
         write_summary(self.folder, found.to_dict())
 
 
@@ -536,7 +537,7 @@ def open_resampling(
             title = name.replace("_", "-")
             stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
-                require_kind(folder / file, f"result of a {title}", lambda f: mark.encode() in f.read(4096))
+                require_kind(folder / file, f"result of a {title}", lambda f: mark in f.read(4096))  # noqa: B023
         how_many = (n_folds, seeds, n_draws)
         yield Resampling(name, opened, settings, on, show, folder, jobs, cluster, *how_many, began)
 

@@ -158,17 +158,17 @@ class Evaluation:
         self,
     ) -> "dict[str, go.Figure]":  # roc, confusion, reliability, groups (if there are any), errors
         "Draw all figures, by name."
-        truth, own = self.table["leak"].to_numpy(bool), self.detector
+        truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         rules, baselines = list(self.votes.values()), list(self.baselines.values())
         verdict = self.verdict if baselines else None
         found = {
             "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamp=stamp),
-            "confusion": confusion_figure(own, self.task.leak_label, stamp=stamp),
+            "confusion": confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
             "reliability": reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
         if self.has_groups:
-            found["groups"] = group_figure(truth, own.score, own.threshold, self.groups, stamp=stamp)
+            found["groups"] = group_figure(truth, self.detector, self.groups, stamp=stamp)
         return found | {"errors": errors_figure(self.worst, self.spec, stamp=stamp)}
 
     @property
@@ -241,7 +241,7 @@ class Evaluation:
         written = {name: folder / name for name in _MARKS if plots or name != "evaluation.html"}
         for name, path in written.items():
             mark = _MARKS[name].encode()
-            require_kind(path, "result of an evaluation", lambda f: mark in f.read(4096))
+            require_kind(path, "result of an evaluation", lambda f: mark in f.read(4096))  # noqa: B023
         rows = self.table.assign(stamp=" ".join(self.stamps)) if self.leaky else self.table
         names = [n for n in ("path", "label", "sensor") if n in rows]
         rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in names})

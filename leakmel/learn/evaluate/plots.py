@@ -218,8 +218,7 @@ MOST_SENSORS = 30  # rows of a figure; more are not legible
 
 def group_figure(
     truth: np.ndarray,  # [B] bool
-    score: np.ndarray,  # [B]
-    threshold: float,
+    model: ScoredModel,
     groups: Groups,
     *,
     stamp: str = "",  # of a leaky split
@@ -228,10 +227,10 @@ def group_figure(
     import pandas as pd
 
     code, names = groups.code, [plain_text(name) for name in groups.names]
-    wrong = np.bincount(code, weights=(score >= threshold) != truth, minlength=len(names))
+    wrong = np.bincount(code, weights=(model.score >= model.threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
-    by_kind = pd.Series(np.asarray(score, np.float64)).groupby(code * 2 + truth)
+    by_kind = pd.Series(model.score).groupby(code * 2 + truth)
     found = by_kind.quantile(np.array([0.1, 0.5, 0.9]), interpolation="nearest").unstack()
     traces = []
     for k, (name, colour, symbol) in enumerate(
@@ -261,14 +260,17 @@ def group_figure(
         title,
         f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
         height=170 + 24 * len(rows),
-        xaxis=dict(title=dict(text="score"), range=[min(0, score.min()) - 0.02, max(1, score.max()) + 0.02]),
+        xaxis=dict(
+            title=dict(text="score"),
+            range=[min(0, model.score.min()) - 0.02, max(1, model.score.max()) + 0.02],
+        ),
         yaxis=dict(
             tickvals=list(range(len(rows))),
             ticktext=[f"{names[i]}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows],
             range=[len(rows) - 0.4, -0.6],
         ),
     )
-    return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=model.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #537ff067

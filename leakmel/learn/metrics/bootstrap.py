@@ -15,7 +15,7 @@ import numpy as np
 
 from leakmel.core.errors import UsageError
 from leakmel.learn.data.groups import Group, group_name, group_values, names_by_sensor
-from leakmel.learn.metrics.metrics import FIGURES, check_scores, figures_of_counts
+from leakmel.learn.metrics.metrics import FIGURES, check_scores, counts_by_group, figures_of_counts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,16 +118,6 @@ def recording_groups(
 MIN_GROUPS = 5  # with fewer there is no interval
 
 
-def tail_probability(
-    n_groups: int,  # MIN_GROUPS or more
-    confidence: float = 0.95,
-) -> float:  # of draws that are cut off on either side
-    "Probability outside of the expanded percentile interval, on each side."
-    from scipy.stats import norm, t
-
-    return norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf((1 + confidence) / 2, n_groups - 1))
-
-
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #e5eb33dc
 @dataclass(frozen=True)
 class Interval:
@@ -160,6 +150,8 @@ def interval_from_draws(
     what: str = "groups",  # the groups in words, "12 sensors with leaks"
 ) -> Interval:
     "Compute the expanded percentile interval of draws."
+    from scipy.stats import norm, t
+
     note = ""
     defined = draws[np.isfinite(draws)]
     if n_groups < MIN_GROUPS:
@@ -168,7 +160,8 @@ def interval_from_draws(
         note = f"the figure is undefined in {1 - len(defined) / len(draws):.0%} of the draws"
     if note:
         return Interval(np.nan, np.nan, note)
-    tail = tail_probability(n_groups)
+    # expanded: the draws that are cut off on each side
+    tail = norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf(0.975, n_groups - 1))
     low, high = np.quantile(defined, (tail, 1 - tail)).tolist()
     if low == high:
         note = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
@@ -238,16 +231,14 @@ class Bootstrap:
         figure: str,  # of FIGURES
     ) -> tuple[int, str]:
         "Count the groups with recordings that a figure depends on; also as text."
+        if figure == "accuracy":
+            return len(self.groups), self.groups.counted(len(self.groups))
         others = "without a leak" if self.groups.by == "recording" else "with others"
         either = {"with a leak": self.truth, others: ~self.truth}
         numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
-        word = "with a leak"
-        if figure == "accuracy":
-            return len(self.groups), self.groups.counted(len(self.groups))
-        if figure == "specificity":
-            word = others
-        elif figure in ("balanced_accuracy", "auc"):
-            word = min(numbers, key=lambda name: numbers[name])
+        fewest = min(numbers, key=lambda name: numbers[name])
+        words = {"specificity": others, "balanced_accuracy": fewest, "auc": fewest}
+        word = words.get(figure, "with a leak")
         return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
 
     def intervals(
@@ -256,14 +247,3 @@ class Bootstrap:
     ) -> dict[str, Interval]:
         "Compute the interval of each figure."
         return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
-
-
-def counts_by_group(
-    truth: np.ndarray,  # [B] bool
-    predicted: np.ndarray,  # [B] bool, classified as a leak
-    code: np.ndarray,  # [B] int, group of each recording
-    n: int,  # G
-) -> np.ndarray:  # [G, 4] float64: true leaks, missed leaks, false alarms, true normals
-    "Count the confusion matrix of each group."
-    cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
-    return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1).astype(np.float64)

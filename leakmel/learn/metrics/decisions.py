@@ -28,11 +28,6 @@ class HeldOutScores:
         return len(self.score)
 
     @property
-    def n_groups(self) -> int:
-        "Number of groups."
-        return len(np.unique(self.group))
-
-    @property
     def normal(self) -> tuple[np.ndarray, np.ndarray]:  # [m] float64, [m] int64
         "Scores and groups of the recordings without a leak."
         return self.score[~self.truth], self.group[~self.truth]
@@ -43,7 +38,8 @@ MIN_ISOTONIC = 1000  # recordings
 _MIN_SCORE = 1e-6  # the logit of 0 is infinite
 
 
-def _logit(score: np.ndarray | float) -> np.ndarray:
+def logit(score: np.ndarray | float) -> np.ndarray:
+    "Return the logit of scores, which are kept off 0 and 1."
     p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
     return np.log(p / (1 - p))
 
@@ -66,7 +62,7 @@ class Calibration:
         if self.method == "isotonic":
             return np.asarray(np.interp(score, self.x, self.y))
         slope, offset = self.x
-        return np.asarray(1 / (1 + np.exp(-(slope * _logit(score) + offset))))
+        return np.asarray(1 / (1 + np.exp(-(slope * logit(score) + offset))))
 
 
 def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all have the same label
@@ -84,7 +80,7 @@ def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all h
         )
     n_leaks = int(scores.truth.sum())
     target = np.where(scores.truth, (n_leaks + 1) / (n_leaks + 2), 1 / (n - n_leaks + 2))
-    x, twice = np.tile(_logit(scores.score), 2)[:, None], np.repeat([True, False], n)
+    x, twice = np.tile(logit(scores.score), 2)[:, None], np.repeat([True, False], n)
     line = LogisticRegression(C=np.inf, max_iter=1000).fit(  # C: no penalty, which would flatten the line
         x, twice, sample_weight=np.concatenate([target, 1 - target])
     )
@@ -100,7 +96,7 @@ def cross_calibrated(
     from sklearn.model_selection import GroupKFold
 
     found = np.full(len(scores), np.nan)
-    if (k := min(n_folds, scores.n_groups)) < 2:
+    if (k := min(n_folds, len(np.unique(scores.group)))) < 2:
         return found
     for fitted, held_out in GroupKFold(k).split(scores.score, groups=scores.group):
         some = HeldOutScores(
@@ -128,15 +124,20 @@ def conformal_threshold(
 
 
 # %% ../../../nbs/learn/metrics/decisions.ipynb #de000013
-def _quantile_threshold(normal: np.ndarray, share: float, scores: np.ndarray) -> float:
-    "Return the lowest threshold with at most a share of false alarms, in the middle of a gap between scores."
+def _budget_threshold(
+    normal: np.ndarray,  # [m] scores of recordings without a leak
+    group: np.ndarray,  # [m] int
+    share: float,  # of false alarms
+    scores: np.ndarray,  # of all recordings, to lie between
+) -> tuple[float, bool]:
+    "Return the conformal threshold, or the lowest one with at most a share of false alarms; and whether it is conformal."
+    if (conformal := conformal_threshold(normal, group, share)) is not None:
+        return min(1.0, conformal), conformal <= 1
     n_allowed = int(share * len(normal) + 1e-9)
-    if n_allowed >= len(normal):
-        return 0.0
     highest = float(np.sort(normal)[::-1][n_allowed])  # the highest score that must not be an alarm
     above = scores[scores > highest]
-    middle = (highest + float(above.min())) / 2 if len(above) else (highest + 1) / 2
-    return middle if middle > highest else float(np.nextafter(highest, np.inf))
+    middle = (highest + float(above.min(initial=1.0))) / 2  # of a gap between scores
+    return min(1.0, middle if middle > highest else float(np.nextafter(highest, np.inf))), False
 
 
 @dataclass(frozen=True)
@@ -156,24 +157,15 @@ class AlarmThreshold:
     n_groups: int  # groups of them
     by: str  # name of a group
 
-    @property
-    def is_resolved(self) -> bool:
-        "Whether one false alarm among the recordings is within the budget."
-        return self.per_100 * self.n_normal >= 100
-
     def __str__(self) -> str:
         many = f"{self.n_normal:,} recordings without a leak from {self.n_groups:,} {self.by}{'s' * (self.n_groups != 1)}"
-        text = f"at most {self.per_100:g} false alarm{'s' * (self.per_100 != 1)} per 100 recordings without a leak"
-        if self.is_guaranteed:
-            return f"{text}, guaranteed on average over new {self.by}s (conformal, {many})"
+        how = f"estimated; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
         if np.isnan(self.expected):
-            return f"{text}, estimated; no {self.by} can be left out to check it ({many})"
-        text += f", estimated; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
-        if not self.is_resolved:
-            text += (
-                f"; too few for this budget: one of {self.n_normal:,} is {100 / self.n_normal:.1f} per 100"
-            )
-        return text
+            how = f"estimated; no {self.by} can be left out to check it ({many})"
+        if self.is_guaranteed:
+            how = f"guaranteed on average over new {self.by}s (conformal, {many})"
+        alarms = f"false alarm{'s' * (self.per_100 != 1)} per 100 recordings without a leak"
+        return f"at most {self.per_100:g} {alarms}, {how}"
 
 
 def alarm_threshold(
@@ -199,29 +191,25 @@ def alarm_threshold(
             code="one-class",
             remedy="train with recordings without a leak, or set the threshold",
         )
-    share = per_100 / 100
-    conformal = conformal_threshold(normal, group, share)
-    wanted = conformal if conformal is not None else _quantile_threshold(normal, share, scores.score)
-    threshold = min(1.0, wanted)
+    how = (per_100 / 100, scores.score)
+    threshold, is_conformal = _budget_threshold(normal, group, *how)
     numbers, code = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
     rates = []
     for _ in range(n_draws if len(numbers) > 1 else 0):
         times = np.bincount(rng.integers(0, len(numbers), len(numbers)), minlength=len(numbers))[code]
         if (left_out := normal[times == 0]).size:
-            drawn = np.repeat(normal, times)
-            chosen = conformal_threshold(drawn, np.repeat(code, times), share) if conformal else None
-            chosen = _quantile_threshold(drawn, share, scores.score) if chosen is None else chosen
-            rates.append(100 * (left_out >= min(1.0, chosen)).mean())
+            chosen, _ = _budget_threshold(np.repeat(normal, times), np.repeat(code, times), *how)
+            rates.append(100 * (left_out >= chosen).mean())
     low, high = np.quantile(rates, (0.025, 0.975)).tolist() if rates else (np.nan, np.nan)
     leaks = scores.score[scores.truth]
     # then several single recordings may be of one sensor
     is_by_recording = scores.by in ("recording", "source")
-    is_by_recording |= scores.by != "sensor" and scores.n_groups == len(scores)
+    is_by_recording |= scores.by != "sensor" and len(np.unique(scores.group)) == len(scores)
     return AlarmThreshold(
-        threshold=float(threshold),
+        threshold=threshold,
         per_100=float(per_100),
-        is_guaranteed=conformal is not None and conformal <= 1 and not is_by_recording,
+        is_guaranteed=is_conformal and not is_by_recording,
         expected=float(np.mean(rates)) if rates else float("nan"),
         low=low,
         high=high,

@@ -25,24 +25,20 @@ def check_scores(
 ) -> tuple[np.ndarray, np.ndarray]:  # [B] bool, [B] float64; raises DataError for invalid labels or scores
     "Check labels and scores, and return them as arrays."
     truth, scores = np.asarray(y_true), np.asarray(score, np.float64)
-    if truth.ndim != 1 or truth.shape != scores.shape:
-        raise DataError(
-            "the scores and the labels have different shapes",
-            code="lengths-differ",
-            found=f"{scores.shape} scores, {truth.shape} labels",
-        )
-    if len(truth) and (truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all()):
-        raise DataError(
-            "the labels are not Boolean",
-            code="invalid-labels",
-            found=truth.dtype,
-            expected="True and False, or 1 and 0",
-        )
-    if not np.isfinite(scores).all():
-        raise DataError(
-            f"{np.count_nonzero(~np.isfinite(scores)):,} of {len(scores):,} scores are not finite",
-            code="invalid-scores",
-        )
+    problems = {
+        "lengths-differ": truth.ndim != 1 or truth.shape != scores.shape,
+        "invalid-labels": truth.size > 0
+        and (truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all()),
+        "invalid-scores": not np.isfinite(scores).all(),
+    }
+    for code, is_found in problems.items():
+        if is_found:
+            raise DataError(
+                "each recording needs a label and a finite score",
+                code=code,
+                found=f"{truth.shape} labels of type {truth.dtype}, {scores.shape} scores",
+                expected="labels True and False, or 1 and 0",
+            )
     return truth.astype(bool), scores
 
 
@@ -62,6 +58,17 @@ class Confusion:
         return self.true_leak + self.missed_leak + self.false_alarm + self.true_normal
 
 
+def counts_by_group(
+    truth: np.ndarray,  # [B] bool
+    predicted: np.ndarray,  # [B] bool, classified as a leak
+    code: np.ndarray,  # [B] int, group of each recording
+    n: int,  # G
+) -> np.ndarray:  # [G, 4] int: true leaks, missed leaks, false alarms, true normals
+    "Count the confusion matrix of each group."
+    cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
+    return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1)
+
+
 def confusion(
     y_true: ArrayLike,  # [B] bool
     score: ArrayLike,  # [B]
@@ -69,13 +76,7 @@ def confusion(
 ) -> Confusion:
     "Count the confusion matrix."
     truth, scores = check_scores(y_true, score)
-    predicted = scores >= threshold
-    return Confusion(
-        *(
-            int(np.count_nonzero(c))
-            for c in (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
-        )
-    )
+    return Confusion(*counts_by_group(truth, scores >= threshold, np.zeros(len(truth), int), 1)[0].tolist())
 
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #bc41691a
@@ -222,16 +223,9 @@ def reliability(
     y_true: ArrayLike,  # [B] bool
     score: ArrayLike,  # [B], 0 to 1
     n_bins: int = 10,  # bins of equal width
-) -> Reliability:  # raises DataError for scores outside of 0 to 1
+) -> Reliability:
     "Compare scores with the share of leaks."
     truth, scores = check_scores(y_true, score)
-    if len(scores) and not 0 <= scores.min() <= scores.max() <= 1:
-        raise DataError(
-            "the scores are not probabilities",
-            code="invalid-scores",
-            found=f"{scores.min():g} to {scores.max():g}",
-            expected="0 to 1",
-        )
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
     n = np.bincount(bins, minlength=n_bins)
     means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
@@ -263,10 +257,6 @@ def vote_scores(
     if rule not in VOTES:
         raise UsageError(
             "the voting rule is unknown", code="usage", found=repr(rule), expected=", ".join(VOTES)
-        )
-    if scores.ndim < 1 or not scores.shape[-1]:
-        raise UsageError(
-            "the array of segment scores is empty", code="invalid-scores", found=f"shape {scores.shape}"
         )
     n = (~np.isnan(scores)).sum(-1)
     if not n.all():

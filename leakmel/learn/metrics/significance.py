@@ -19,13 +19,13 @@ from leakmel.learn.metrics.bootstrap import (
     Bootstrap,
     Groups,
     Interval,
-    counts_by_group,
     interval_from_draws,
 )
 from leakmel.learn.metrics.metrics import (
     FIGURES,
     Confusion,
     confusion,
+    counts_by_group,
     figures_of_counts,
     leak_metrics,
     roc,
@@ -176,46 +176,34 @@ def give_verdict(
     figure: str = "auc",  # of FIGURES
 ) -> Verdict:
     "Decide whether a detector beats all baselines."
-    name = figure_title(figure)
     found = tuple((b.title, differences(boot, detector, b)[figure]) for b in baselines)
-
-    def verdict(beats: bool | None, text: str) -> Verdict:
-        return Verdict(beats, text, figure, found)
-
-    if not found:
-        return verdict(
-            None,
-            "The detector was not compared with a baseline: whether it is better than a level meter is unknown.",
-        )
-    if boot.truth.all() or not boot.truth.any():
-        only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
-        return verdict(
-            None,
-            f"The detector cannot be compared with the baselines: {only}, and a comparison needs both labels.",
-        )
-    for _, d in found:
-        if not np.isfinite(d.value):
-            why = next((m.undefined[figure] for m in (detector, *baselines) if figure in m.undefined), "")
-            return verdict(
-                None,
-                f"The detector cannot be compared with the baselines: {name} is undefined, because {why}.",
-            )
-        if not d.interval.known:
-            return verdict(None, f"The detector cannot be compared with the baselines: {d.interval.note}.")
+    unclear = [d for _, d in found if not (np.isfinite(d.value) and d.interval.known)]
     standing = [
         f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}"
         for title, d in found
         if not d.is_better
     ]
-    if standing:
-        return verdict(
-            False,
-            f"The detector is not useful yet: in {name} it is not shown to be better than a simple baseline ({'; '.join(standing)}).",
-        )
-    return verdict(
-        True,
-        f"The detector beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}.",
-    )
+    beats = None
+    reason = ""
+    if boot.truth.all() or not boot.truth.any():
+        only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
+        reason = f"{only}, and a comparison needs both labels"
+    elif unclear:
+        why = [
+            f"{figure_title(figure)} is undefined, because {m.undefined[figure]}"
+            for m in (detector, *baselines)
+            if figure in m.undefined
+        ]
+        reason = (*why, unclear[0].interval.note)[0]
+    text = f"The detector cannot be compared with the baselines: {reason}."
+    if not found:
+        text = "The detector was not compared with a baseline: whether it is better than a level meter is unknown."
+    elif not reason:
+        beats = not standing
+        text = f"The detector beats all baselines in {figure_title(figure)}: {'; '.join(f'{title} by {d}' for title, d in found)}."
+        if standing:
+            text = f"The detector is not useful yet: in {figure_title(figure)} it is not shown to be better than a simple baseline ({'; '.join(standing)})."
+    return Verdict(beats, text, figure, found)
 
 
 def figure_title(figure: str) -> str:
@@ -242,40 +230,33 @@ def cautions(
         return ("The test set is empty, so the evaluation proves nothing.",)
     found, weak = [], []
     n_all, code = len(groups), groups.code
-    sizes = np.bincount(code, minlength=n_all)
-    shares = np.bincount(code, weights=truth, minlength=n_all) / sizes  # of leaks
+    nothing = "so the evaluation proves nothing"
     for own, mine in (("a leak", truth), ("no leak", ~truth)):
         n = int(mine.sum())
-        counts = np.bincount(code[mine])
+        counts = np.bincount(code[mine], minlength=1)
         n_groups = int(np.count_nonzero(counts))
-        if not n:
-            found.append(
-                f"The test set has no recording with {own}, so the evaluation proves nothing. {_REMAINING_FIGURES[own]}"
-            )
-        elif n < MIN_RECORDINGS:
-            found.append(
-                f"The test set has only {n} recording{'s' * (n > 1)} with {own}, so the evaluation proves nothing."
-            )
-        elif n_groups == 1 < n_all:
-            found.append(
-                f"All recordings with {own} come from {groups.counted(1)}: any property of it predicts the label, so the evaluation proves nothing."
-            )
-        elif n_groups < MIN_GROUPS < n_all:
-            found.append(
-                f"The recordings with {own} come from only {groups.counted(n_groups)}: too few for a conclusion."
-            )
+        of_groups = groups.counted(n_groups)
+        reasons = {
+            f"The test set has no recording with {own}, {nothing}. {_REMAINING_FIGURES[own]}": not n,
+            f"The test set has only {n} recording{'s' * (n > 1)} with {own}, {nothing}.": n < MIN_RECORDINGS,
+            f"All recordings with {own} come from {of_groups}: any property of it predicts the label, {nothing}.": n_groups
+            == 1
+            < n_all,
+            f"The recordings with {own} come from only {of_groups}: too few for a conclusion.": n_groups
+            < MIN_GROUPS
+            < n_all,
+        }
+        found += [text for text, holds in reasons.items() if holds][:1]
         if n_groups >= MIN_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
             weak.append(
                 f"One of {groups.counted(n_all)} has {counts.max() / n:.0%} of the recordings with {own}, so the figures mostly describe that one."
             )
-    if n_all == 1:
-        found.append(
-            f"All recordings come from {groups.counted(1)}, so the evaluation proves nothing about others."
-        )
-    elif n_all < MIN_GROUPS:
-        found.append(
-            f"The recordings come from only {groups.counted(n_all)}: too few for intervals, so the evaluation proves nothing about others."
-        )
+    if n_all < MIN_GROUPS:
+        only = f"{'only ' * (n_all > 1)}{groups.counted(n_all)}"
+        found.append(f"All recordings come from {only}, {nothing} about others.")
+    shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(
+        code, minlength=n_all
+    )  # of leaks
     if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
         weak.append(
             f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
@@ -392,7 +373,7 @@ def group_rows(
 ) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
     "Compute the figures of each group."
     code = groups.code
-    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups)).astype(np.int64)
+    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups))
     figures = figures_of_counts(counts)
     order = np.argsort(code, kind="stable")
     ends = np.cumsum(counts.sum(1))

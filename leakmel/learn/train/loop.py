@@ -395,10 +395,6 @@ def finish_training(
     device = str(state.stepper.device)
     chooser = None if choice is None else trainer
     detector = with_decision(detector, state.data, state.settings, choice, chooser, device)
-    if choice is None and trainer is not None and not trainer.has_folds:
-        detector = replace(
-            detector, record=detector.record | {"choice": None}
-        )  # no cross-validation is advised
     write_history(
         run.out / "history.csv", state.epochs
     )  # after a kill it may be older than the last checkpoint
