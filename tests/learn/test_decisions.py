@@ -16,15 +16,15 @@ from leakmel.core.operation import Run, make
 from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.evaluate.evaluation import record_evaluation
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
-from leakmel.learn.metrics.decisions import (
+from leakmel.learn.metrics.metrics import (
     MIN_ISOTONIC,
     HeldOutScores,
     alarm_threshold,
     conformal_threshold,
     cross_calibrated,
     fit_calibration,
+    reliability,
 )
-from leakmel.learn.metrics.metrics import reliability
 from leakmel.learn.metrics.significance import give_verdict, score_model
 from leakmel.learn.model.card import (
     CROSS_VALIDATION,

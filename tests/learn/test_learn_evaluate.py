@@ -35,7 +35,7 @@ from leakmel.learn.metrics.bootstrap import (
     source_names,
     source_of_pieces,
 )
-from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
+from leakmel.learn.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
 from leakmel.learn.metrics.significance import (
     Difference,
     Verdict,
@@ -45,7 +45,6 @@ from leakmel.learn.metrics.significance import (
     permute_group_labels,
     score_model,
 )
-from leakmel.learn.metrics.metrics import UNCHOSEN
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings

@@ -36,8 +36,13 @@ from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_
 from leakmel.learn.data.task import Task
 from leakmel.learn.evaluate.plots import reliability_figure, roc_figure
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
-from leakmel.learn.metrics.decisions import HeldOutScores, cross_calibrated
-from leakmel.learn.metrics.metrics import leak_metrics, reliability, vote_scores
+from leakmel.learn.metrics.metrics import (
+    HeldOutScores,
+    cross_calibrated,
+    leak_metrics,
+    reliability,
+    vote_scores,
+)
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,

@@ -42,13 +42,13 @@ from leakmel.learn.evaluate.plots import (
     worst_errors,
 )
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
-from leakmel.learn.metrics.decisions import fit_calibration
 from leakmel.learn.metrics.metrics import (
     FIGURES,
     UNCHOSEN,
     VOTES,
     Reliability,
     best_threshold,
+    fit_calibration,
     reliability,
     vote_scores,
 )

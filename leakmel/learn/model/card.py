@@ -17,7 +17,7 @@ import torch
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
 from leakmel.learn.metrics.bootstrap import Groups
-from leakmel.learn.metrics.decisions import HeldOutScores
+from leakmel.learn.metrics.metrics import HeldOutScores
 from leakmel.learn.metrics.significance import ScoredModel, Verdict, plain
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.loaders import open_loader
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.task import Task
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, vote_scores
+from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.learn.model.card import (
     EvaluationRecord,
     held_out_from_plain,

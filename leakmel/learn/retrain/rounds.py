@@ -28,8 +28,7 @@ from leakmel.learn.data.segments import DataSource, Segments, source_list
 from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.data.task import LEFT_OUT, Task
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import DecisionRule, choose_rule
+from leakmel.learn.metrics.metrics import DecisionRule, HeldOutScores, choose_rule
 from leakmel.learn.model.cards import write_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows

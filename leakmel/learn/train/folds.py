@@ -28,8 +28,7 @@ from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordi
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
 from leakmel.learn.metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
-from leakmel.learn.metrics.decisions import HeldOutScores, logit
-from leakmel.learn.metrics.metrics import choose_rule, leak_metrics, vote_scores
+from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
 from leakmel.learn.metrics.significance import cautions, score_model
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
