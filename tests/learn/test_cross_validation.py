@@ -26,7 +26,7 @@ import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
-from leakmel.learn.metrics.bootstrap import Bootstrap
+from leakmel.learn.metrics.significance import Bootstrap
 from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train

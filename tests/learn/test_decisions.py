@@ -15,7 +15,7 @@ from leakmel.cli import main
 from leakmel.core.operation import Run, make
 from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.evaluate.evaluation import record_evaluation
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
+from leakmel.learn.metrics.significance import Bootstrap, Groups, give_verdict, score_model
 from leakmel.learn.metrics.metrics import (
     MIN_ISOTONIC,
     HeldOutScores,
@@ -25,7 +25,6 @@ from leakmel.learn.metrics.metrics import (
     fit_calibration,
     reliability,
 )
-from leakmel.learn.metrics.significance import give_verdict, score_model
 from leakmel.learn.model.card import (
     CROSS_VALIDATION,
     NEVER_EVALUATED,

@@ -15,8 +15,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.generalisation import Generalisation, find_grouping, new_group_answer
 from leakmel.learn.evaluate.generalisation import CURVES, Gain, smaller_part
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
-from leakmel.learn.metrics.significance import differences, score_model
+from leakmel.learn.metrics.significance import Bootstrap, Groups, differences, score_model
 from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = [

@@ -25,26 +25,24 @@ from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
 from leakmel.learn.evaluate.evaluation import score_baselines
 from leakmel.learn.evaluate.plots import roc_figure
-from leakmel.learn.metrics.bootstrap import (
+from leakmel.learn.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,
+    Difference,
     Groups,
     Interval,
+    Verdict,
+    cautions,
+    give_verdict,
     interval_from_draws,
+    permutation_test,
+    permute_group_labels,
     recording_groups,
+    score_model,
     source_names,
     source_of_pieces,
 )
 from leakmel.learn.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
-from leakmel.learn.metrics.significance import (
-    Difference,
-    Verdict,
-    cautions,
-    give_verdict,
-    permutation_test,
-    permute_group_labels,
-    score_model,
-)
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings

@@ -27,7 +27,7 @@ from leakmel.learn.data.loaders import open_loader
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.data.task import LEFT_OUT, make_task
-from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.learn.metrics.significance import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
 from leakmel.learn.model.locate import (

@@ -35,21 +35,22 @@ from leakmel.learn.data.groups import Group, group_values, recordings_of
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
 from leakmel.learn.data.task import Task
 from leakmel.learn.evaluate.plots import reliability_figure, roc_figure
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
-from leakmel.learn.metrics.metrics import (
-    HeldOutScores,
-    cross_calibrated,
-    leak_metrics,
-    reliability,
-    vote_scores,
-)
 from leakmel.learn.metrics.significance import (
+    Bootstrap,
+    Groups,
     ScoredModel,
     Verdict,
     cautions,
     figure_title,
     plain,
     score_model,
+)
+from leakmel.learn.metrics.metrics import (
+    HeldOutScores,
+    cross_calibrated,
+    leak_metrics,
+    reliability,
+    vote_scores,
 )
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.devices import pick_device
@@ -407,10 +408,6 @@ class Resampling:
     n_draws: int
     began: float
 
-    def bootstrap(self, groups: Groups) -> Bootstrap:
-        "Draw groups for intervals."
-        return Bootstrap(self.data.training.is_leak, groups, n_draws=self.n_draws, seed=self.settings.seed)
-
     def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError where no folds are possible
         "List the fits of cross-validations by groups, one for each seed."
         found = []
@@ -457,7 +454,7 @@ class Resampling:
         self, groups: Groups, scores: Mapping[str, np.ndarray], rows: pd.DataFrame
     ) -> CrossValidation:
         "Compute pooled figures, and compare them with those of the baselines."
-        boot = self.bootstrap(groups)
+        boot = Bootstrap(self.data.training.is_leak, groups, n_draws=self.n_draws, seed=self.settings.seed)
         titles = {"detector": self.settings.detector, **BASELINE_TITLES}
         models = {n: score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
         detector = models.pop("detector")

@@ -41,19 +41,10 @@ from leakmel.learn.evaluate.plots import (
     roc_figure,
     worst_errors,
 )
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
-from leakmel.learn.metrics.metrics import (
-    FIGURES,
-    UNCHOSEN,
-    VOTES,
-    Reliability,
-    best_threshold,
-    fit_calibration,
-    reliability,
-    vote_scores,
-)
 from leakmel.learn.metrics.significance import (
+    Bootstrap,
     Difference,
+    Groups,
     PermutationTest,
     ScoredModel,
     Verdict,
@@ -63,7 +54,19 @@ from leakmel.learn.metrics.significance import (
     group_rows,
     permutation_test,
     plain,
+    recording_groups,
     score_model,
+    source_of_pieces,
+)
+from leakmel.learn.metrics.metrics import (
+    FIGURES,
+    UNCHOSEN,
+    VOTES,
+    Reliability,
+    best_threshold,
+    fit_calibration,
+    reliability,
+    vote_scores,
 )
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import TEST_SET, evaluation_record

@@ -32,15 +32,18 @@ from leakmel.learn.evaluate.cross_validation import (
     plain_rows,
 )
 from leakmel.learn.evaluate.plots import error_bars
-from leakmel.learn.metrics.bootstrap import (
+from leakmel.learn.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,
+    Difference,
     Groups,
     Interval,
+    differences,
     encode_groups,
+    plain,
+    score_model,
 )
 from leakmel.learn.metrics.metrics import leak_metrics
-from leakmel.learn.metrics.significance import Difference, differences, plain, score_model
 from leakmel.learn.model.baselines import BASELINE_TITLES
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import joined_groups
@@ -510,7 +513,7 @@ def _points(
     found: Mapping[tuple[str, float], Mapping[str, np.ndarray]],  # scores of each curve and share
 ) -> tuple[pd.DataFrame, tuple[Gain, ...]]:
     "Compute the points of both curves and the gains."
-    boot = run.bootstrap(groups)
+    boot = Bootstrap(run.data.training.is_leak, groups, n_draws=run.n_draws, seed=run.settings.seed)
     sizes = pd.DataFrame(
         [(fit.of, len(fit.learned), len(np.unique(groups.code[fit.learned]))) for fit in fits],
         columns=["of", "recordings", "groups"],

@@ -31,9 +31,8 @@ from leakmel.insight.plots import (
     whole_db,
 )
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.metrics.bootstrap import Groups
+from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict
 from leakmel.learn.metrics.metrics import Reliability, roc
-from leakmel.learn.metrics.significance import ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -183,9 +182,10 @@ def reliability_figure(
 ) -> "go.Figure":
     "Draw the reliability diagram: share of leaks against score, and against calibrated probability."
     lines, texts = [_DIAGONAL], []
-    for name, own, colour in (("score", found, OTHER_COLOR), ("probability", calibrated, LEAK_COLOR)):
+    values = {"score": "Score", "probability": "Calibrated probability"}
+    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR)):
         if own is not None:
-            texts.append(f"{name.capitalize()} and share of leaks differ by {own.error:.2f} on average")
+            texts.append(f"{values[name]} and share of leaks differ by {own.error:.2f} on average")
             n = own.n[own.n > 0]
             lines.append(
                 dict(

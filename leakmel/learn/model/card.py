@@ -16,9 +16,8 @@ import torch
 
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
-from leakmel.learn.metrics.bootstrap import Groups
+from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict, plain
 from leakmel.learn.metrics.metrics import HeldOutScores
-from leakmel.learn.metrics.significance import ScoredModel, Verdict, plain
 
 if TYPE_CHECKING:
     from leakmel.learn.model.detector import Detector

@@ -19,16 +19,17 @@ from leakmel.core.files import read_own_json
 from leakmel.learn.data.groups import find_shared
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import recordings_table
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
-from leakmel.learn.metrics.metrics import FIGURES
 from leakmel.learn.metrics.significance import (
+    Bootstrap,
     Difference,
+    Groups,
     ScoredModel,
     differences,
     figure_title,
     plain,
     score_model,
 )
+from leakmel.learn.metrics.metrics import FIGURES
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.locate import (
     MODEL,

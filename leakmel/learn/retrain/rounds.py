@@ -27,7 +27,7 @@ from leakmel.learn.data.groups import LEAKY_SPLIT
 from leakmel.learn.data.segments import DataSource, Segments, source_list
 from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.data.task import LEFT_OUT, Task
-from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.learn.metrics.significance import Groups, recording_groups
 from leakmel.learn.metrics.metrics import DecisionRule, HeldOutScores, choose_rule
 from leakmel.learn.model.cards import write_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier

@@ -27,9 +27,15 @@ from leakmel.core.progress import Progress
 from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordings_of
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
+from leakmel.learn.metrics.significance import (
+    Bootstrap,
+    Groups,
+    cautions,
+    recording_groups,
+    score_model,
+    source_of_pieces,
+)
 from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
-from leakmel.learn.metrics.significance import cautions, score_model
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, platt
