@@ -147,7 +147,8 @@ def new_group_answer(
     fall = None
     if easy is not hard:
         fall = differences(boot, easy, hard)["auc"]
-        than, reach = f"folds by {easy.title} ({easy.figures['auc']:.2f})", fall.interval.in_brackets(*words)
+        than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
+        reach = fall.interval.in_brackets(*words)
         if fall.is_better:
             text += f": {fall.value:.2f} less{reach} than with {than}"
         else:

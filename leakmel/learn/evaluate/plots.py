@@ -86,7 +86,8 @@ def roc_figure(
     "Draw the ROC curves of a detector and the baselines."
     if not np.isfinite(ways[0].figures["auc"]):
         return styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
-    traces, names = [_DIAGONAL], []
+    traces = [_DIAGONAL]
+    names = []
     for k, model in enumerate((*ways, *baselines)):
         curve = roc(truth, model.score)
         at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
@@ -181,7 +182,8 @@ def reliability_figure(
     stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the reliability diagram: share of leaks against score, and against calibrated probability."
-    lines, texts = [_DIAGONAL], []
+    lines = [_DIAGONAL]
+    texts = []
     values = {"score": "Score", "probability": "Calibrated probability"}
     for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR)):
         if own is not None:

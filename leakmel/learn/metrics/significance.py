@@ -59,6 +59,7 @@ class Groups:
 
 
 def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
+    "Group recordings by a value of each."
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
