@@ -137,6 +137,16 @@ class Evaluation:
         return self.votes[self.vote]
 
     @property
+    def files_per_s(self) -> float:
+        "Recordings scored per second, including reading."
+        return len(self.table) / max(self.seconds, 1e-9)
+
+    @property
+    def ways(self) -> "list[ScoredModel]":
+        "The detector with each voting rule, then the baselines."
+        return [*self.votes.values(), *self.baselines.values()]
+
+    @property
     def has_groups(self) -> bool:
         "Whether a group has more than one recording."
         return len(self.groups) < len(self.table)
@@ -148,7 +158,7 @@ class Evaluation:
                 f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}".replace("nan", "undefined")
                 for f in FIGURES
             ]
-            for j in (*self.votes.values(), *self.baselines.values())
+            for j in self.ways
         }
         return pd.DataFrame(cells, index=[figure_title(f) for f in FIGURES])
 
@@ -220,7 +230,7 @@ class Evaluation:
             "by_group": group_rows(truth, self.detector, self.groups) if self.has_groups else [],
             "worst": [str(w) for w in self.worst],
             "seconds": self.seconds,
-            "files_per_s": len(self.table) / max(self.seconds, 1e-9),
+            "files_per_s": self.files_per_s,
             "details": dict(self.details),
         }
 
@@ -290,9 +300,8 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
         yield from ("", f"{e.detector.title}, differences from the baselines on the same recordings:")
         yield pd.DataFrame(apart, index=[figure_title(f) for f in FIGURES]).to_string(line_width=width)
     yield ""
-    ways = (*e.votes.values(), *e.baselines.values())
     reasons: dict[str, list[str]] = {}  # reason for a missing figure or interval -> which ones
-    for j in ways:
+    for j in e.ways:
         for f in FIGURES:
             if why := j.undefined.get(f) or j.intervals[f].note:
                 reasons.setdefault(why, []).append(f"{figure_title(f)} of {j.title}")
@@ -302,7 +311,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     yield f"{len(e):,} recordings, {n_leaks:,} of them leaks; 95 % confidence intervals by bootstrap over {e.groups.counted(len(e.groups))}."
     if text := e.details.get("silence"):
         yield f"{text}."
-    for j in ways:
+    for j in e.ways:
         yield f"{j.title}: decision threshold {j.threshold:.3f} ({j.threshold_from})."
     yield str(e.control)
     for name, own in (("Score", e.calibration), ("Calibrated probability", e.calibrated)):

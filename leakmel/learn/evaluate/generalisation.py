@@ -28,6 +28,7 @@ from leakmel.learn.evaluate.cross_validation import (
     Resampling,
     figures_text,
     groups_of,
+    models_of,
     open_resampling,
     plain_rows,
 )
@@ -248,7 +249,7 @@ class Generalisation(Resampled):
                 whole = g.result.to_dict()
                 row |= {n: whole[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
                 row |= {"method": g.result.method}
-                row["models"] = {n: m.summary for n, m in g.result.models.items()}
+                row["models"] = {n: m.summary for n, m in models_of(g.result).items()}
             found.append(row)
         return {"generalisation": found, "answer": self.answer.summary} | self._common_values()
 
@@ -258,7 +259,7 @@ class Generalisation(Resampled):
         labels = [" = ".join(map(_group_noun, (g.name, *g.also))) for g in shown]
         lines = []
         for k, name in enumerate(("detector", *BASELINE_TITLES)):
-            models = [found.models[name] for found in self.tested.values()]
+            models = [models_of(found)[name] for found in self.tested.values()]
             auc, intervals = [m.figures["auc"] for m in models], [m.intervals["auc"] for m in models]
             x = np.arange(len(models)) + 0.05 * (k - 1.5)
             lines.append((BASELINE_TITLES.get(name, name), x, auc, intervals, [""] * len(models)))
@@ -279,7 +280,7 @@ def _table_row(g: Grouping) -> dict[str, Any]:
     row |= {"groups": len(g.groups), "left_out": show_path(g.reason), "code": g.code}
     if g.result is not None:
         row |= {"recordings": len(g.result), "leaks": int(g.result.truth.sum())}
-        for name, m in g.result.models.items():
+        for name, m in models_of(g.result).items():
             for figure in QUALITY:
                 i = m.intervals[figure]
                 row |= {f"{name}_{figure}": m.figures[figure]}
