@@ -26,7 +26,7 @@ import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate import cross_validation as module
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
-from leakmel.learn.metrics.bootstrap import Bootstrap
+from leakmel.learn.metrics.significance import Bootstrap
 from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
@@ -89,13 +89,13 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_each_recording_is_scored_once_for_each_seed_without_its_group(found: CrossValidation) -> None:
     assert len(found.seeds) == 2
     assert len(found) == len(found.groups.code)
-    one, two = found.scores.of["detector"]
+    one, two = found.scores["detector"]
     assert np.isfinite([one, two]).all()
     assert (found.folds.groupby("seed")["recordings"].sum() == len(found)).all()
-    for fold in found.scores.fold:
+    for fold in found.scores["fold"]:
         for k in range(len(found.groups)):
             assert len(np.unique(fold[found.groups.code == k])) == 1, "a group on both sides"
-    assert not np.array_equal(*found.scores.fold)
+    assert not np.array_equal(*found.scores["fold"])
     assert np.allclose(found.table["score"], (one + two) / 2)
     assert found.detector.figures["auc"] > 0.7, "leaks of the demo are easy"
 
@@ -105,10 +105,10 @@ def test_pooled_figures_are_those_of_one_detector(found: CrossValidation) -> Non
     boot = Bootstrap(truth, found.groups, n_draws=200)
     for name in ("auc", "balanced_accuracy"):
         assert found.detector.figures[name] == np.mean(found.seeds[name])
-        draws = [boot.draws(score, 0.5)[name] for score in found.scores.of["detector"]]
+        draws = [boot.draws(score, 0.5)[name] for score in found.scores["detector"]]
         assert np.allclose(found.detector.draws[name], np.mean(draws, 0), equal_nan=True)
     for name, baseline in found.baselines.items():
-        areas = [leak_metrics(truth, score)["auc"] for score in found.scores.of[name]]
+        areas = [leak_metrics(truth, score)["auc"] for score in found.scores[name]]
         assert baseline.figures["auc"] == np.mean(areas)
     assert found.detector.counts.n == 2 * len(found)
 
@@ -139,23 +139,6 @@ def test_interrupted_run_of_a_kind_is_resumed(
     resumed = cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
     assert len(first) + len(second) == resumed.folds["n_fits"].sum()
     assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
-
-
-@pytest.mark.parametrize("most", [20, 200])
-def test_time_is_estimated_from_one_fit_on_a_few_recordings(
-    small_sets: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    sizes, done = list[int](), FoldTrainer.fit
-
-    def fit(self: FoldTrainer, kind: str, chosen: np.ndarray, seed: int = 0) -> Any:
-        sizes.append(len(chosen))
-        return done(self, kind, chosen, seed)
-
-    monkeypatch.setattr(module, "_MOST_TIMED", most, raising=False)
-    monkeypatch.setattr(FoldTrainer, "fit", fit)
-    found = cross_validated(small_sets, n_folds=2, progress="log")
-    assert len(sizes) == 1 + len(found.folds)
-    assert sizes[0] <= min(len(found), most + 2)  # with each class
 
 
 def processes_of_joblib() -> list[int]:

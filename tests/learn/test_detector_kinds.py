@@ -22,7 +22,7 @@ from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data import segments
 from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.data.splits import Split
-from leakmel.learn.metrics.bootstrap import Groups
+from leakmel.learn.metrics.significance import Groups
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.files import load_plain
@@ -433,6 +433,7 @@ def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch,
         settings = lm.TrainSettings(detector=kind, **SMALL)
         trainer = folds_module.FoldTrainer(data_of(ds), settings, groups)
         choice = folds_module.choose_kind(trainer, detector=kind)
+        assert choice is not None
         truth = trainer.ds.is_leak[choice.scored]
     assert choice.n_folds == n_scored
     assert set(truth.tolist()) == {False, True}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.learn.metrics.bootstrap import Bootstrap
+from leakmel.learn.metrics.significance import Bootstrap
 from leakmel.learn.model.settings import TrainSettings
 
 SMALL = TrainSettings(

@@ -24,27 +24,24 @@ from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, gr
 from leakmel.learn.evaluate import evaluation
 from leakmel.learn.evaluate.evaluation import score_baselines
 from leakmel.learn.evaluate.plots import roc_figure
-from leakmel.learn.metrics.bootstrap import (
+from leakmel.learn.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,
     Difference,
     Groups,
     Interval,
-    interval_from_draws,
-    recording_groups,
-    source_names,
-    source_of_pieces,
-)
-from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
-from leakmel.learn.metrics.significance import (
     Verdict,
     cautions,
     give_verdict,
+    interval_from_draws,
     permutation_test,
     permute_group_labels,
+    recording_groups,
     score_model,
+    source_names,
+    source_of_pieces,
 )
-from leakmel.learn.metrics.metrics import UNCHOSEN
+from leakmel.learn.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
 from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -659,13 +656,13 @@ def test_untrained_detector_does_not_beat_the_baselines(sets, split, tmp_path):
     assert e.detector.threshold_from == UNCHOSEN
     assert {n: j.title for n, j in e.votes.items()} == {
         "mean": "Mean of segments",
-        "long_vote": "20 of 40 segments",
+        "long_vote": "Half of segments",
     }
     np.testing.assert_allclose(e.detector.score, e.segment_scores.mean(1, dtype=np.float64), atol=1e-6)
     np.testing.assert_array_equal(e.votes["long_vote"].score, np.sort(e.segment_scores, axis=1)[:, 20])
     assert 0 < len(e.worst) <= 10
     assert all(w.is_leak != (w.score >= w.threshold) for w in e.worst)
-    assert e.files_per_s > 0
+    assert e.summary["files_per_s"] > 0
 
 
 def test_perfect_detector_beats_all_baselines(sets, split, monkeypatch):

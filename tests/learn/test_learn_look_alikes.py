@@ -23,7 +23,7 @@ from leakmel.learn.data.groups import group_values
 from leakmel.learn.data.groups import find_shared
 from leakmel.learn.data.segments import Segments, find_label, make_task
 from leakmel.learn.data.splits import LeakySplitWarning, existing_split, group_split
-from leakmel.learn.metrics.bootstrap import recording_groups
+from leakmel.learn.metrics.significance import recording_groups
 from leakmel.learn.nightly import run
 from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.nights import read_visits

@@ -199,5 +199,3 @@ def test_empty_bins_have_no_weight():
     assert found.n.tolist() == [1, *[0] * 8, 2]
     assert np.isnan(found.leak_share[1:9]).all()
     assert found.error == 0
-    with raises("invalid-scores", DataError):
-        reliability([1], [1.5])

@@ -16,7 +16,7 @@ from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
 from leakmel.learn.data import segments as loaders
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
+from leakmel.learn.metrics.significance import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
 from leakmel.core.operation import Run, make

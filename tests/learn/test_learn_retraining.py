@@ -24,7 +24,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.data.groups import recordings_of
 from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.learn.data.splits import LeakySplitWarning
-from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.learn.metrics.significance import Groups, recording_groups
 from leakmel.learn.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import (

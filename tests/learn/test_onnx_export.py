@@ -24,8 +24,7 @@ from leakmel.audio.wav import digest_of
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.learn.data.segments import make_task
-from leakmel.learn.metrics.decisions import HeldOutScores, fit_calibration
-from leakmel.learn.metrics.metrics import leak_metrics
+from leakmel.learn.metrics.metrics import HeldOutScores, fit_calibration, leak_metrics
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Classifier
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
