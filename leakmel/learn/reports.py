@@ -26,7 +26,8 @@ from leakmel.insight.plots import (
 )
 from leakmel.learn.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.learn.evaluate.cross_validation import CrossValidation
-from leakmel.learn.evaluate.plots import ScoredSpectrogram, spectrogram_figure
+from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
+from leakmel.learn.metrics.significance import figure_title
 from leakmel.learn.evaluate.evaluation import Evaluation
 from leakmel.learn.predict.predict import Predictions
 from leakmel.learn.predict.scoring import ScoredRecording
@@ -168,12 +169,11 @@ def suspicious_mels(
         name = f"{rule.score(scores):.3f}  {plain_text(show_path(recording.path))}"
         mels = segment_features(predictions, recording, part)
         shown.append(ScoredSpectrogram(name, mels, scores[part], first))
-    n = len(shown)
     return spectrogram_figure(
         shown,
         predictions.spec,
         threshold=rule.threshold,
-        title="The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings",
+        title=f"The {counted(len(shown), 'most suspicious recording')}",
         note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {plain_text(str(rule))}",
     )
 
@@ -194,12 +194,12 @@ def training_report(
     if result.epochs:
         curves = learning_curves(result.epochs, result.best_epoch)
         sections.append(Section("Learning curves", [curves, result.history[_CURVES].round(4)]))
-    if cross_validation is not None:
-        sections.append(Section("Cross-validation", [cross_validation, *cross_validation.plots().values()]))
+    for title, found in (("Cross-validation", cross_validation), ("Evaluation", evaluation)):
+        if found is not None:
+            sections.append(Section(title, [found, *found.plots().values()]))
     if evaluation is not None:
         verdict = str(evaluation.verdict)
         ok = evaluation.beats
-        sections.append(Section("Evaluation", [evaluation, *evaluation.plots().values()]))
     if stamp := result.summary["stamp"]:
         verdict = f"{stamp}\n{verdict}"
         ok = None
@@ -270,35 +270,26 @@ def promotion_plot(
     done: "Round",
 ) -> "go.Figure":
     "Draw the figures of champion and challenger on the test set, with confidence intervals."
-    import plotly.graph_objects as go
-
-    from leakmel.insight.plots import label_colour, f32, styled_figure
-    from leakmel.learn.metrics.metrics import FIGURES
-    from leakmel.learn.metrics.significance import figure_title
-
-    c = done.duels["testing"]
+    duel = done.duels["testing"]
     traces = []
-    for k, scored in enumerate((c.champion, c.challenger)):
-        values = [scored.figures[f] for f in FIGURES]
-        known = [scored.intervals[f] for f in FIGURES]
-        up = [i.high - v if i.known else 0.0 for i, v in zip(known, values)]
-        down = [v - i.low if i.known else 0.0 for i, v in zip(known, values)]
+    for k, scored in enumerate((duel.champion, duel.challenger)):
+        values, intervals = list(scored.figures.values()), list(scored.intervals.values())
+        ends = [i.low for i in intervals], [i.high for i in intervals]
         traces.append(
-            go.Scatter(
+            dict(
+                type="scatter",
                 name=scored.title,
                 x=f32(values),
-                y=[figure_title(f) for f in FIGURES],
+                y=[figure_title(f) for f in scored.figures],
                 mode="markers",
-                marker=dict(color=label_colour(k), size=9),
-                error_x=dict(
-                    type="data", array=f32(up), arrayminus=f32(down), color=label_colour(k), thickness=1
-                ),
+                marker=dict(color=LABEL_COLORS[k], size=9),
+                error_x=error_bars(values, *ends, LABEL_COLORS[k]),
             )
         )
     return styled_figure(
         traces,
         "The challenger is the new champion" if done.replaced else "The champion stays",
-        f"{len(c.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
+        f"{len(duel.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
         height=340,
         xaxis=dict(title=dict(text="value"), range=[0, 1.02]),
         yaxis=dict(title=dict(text=""), autorange="reversed"),

@@ -10,81 +10,87 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from leakmel.audio.labels import counts_text, CurrentLabels, joint_counts, LabelTable, read_labels
+from leakmel.audio.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
 from leakmel.audio.wav import digest_of
 from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, recordings_of, shared_values
 from leakmel.learn.data.segments import Segments, Task, close_opened, open_sources, source_list
-from leakmel.learn.data.splits import existing_split, LeakySplitWarning, Split
+from leakmel.learn.data.splits import LeakySplitWarning, Split, existing_split
 from leakmel.learn.evaluate.plots import (
+    Misclassified,
     confusion_figure,
     errors_figure,
     group_figure,
-    Misclassified,
     reliability_figure,
     roc_figure,
     worst_errors,
 )
-from leakmel.learn.metrics.bootstrap import (
+from leakmel.learn.metrics.significance import (
     Bootstrap,
     Difference,
-    differences,
     Groups,
+    PermutationTest,
+    ScoredModel,
+    Verdict,
+    cautions,
+    differences,
+    figure_title,
+    group_rows,
+    permutation_test,
+    plain,
     recording_groups,
+    score_model,
     source_of_pieces,
 )
-from leakmel.learn.metrics.decisions import fit_calibration
 from leakmel.learn.metrics.metrics import (
     FIGURES,
     UNCHOSEN,
     VOTES,
-    best_threshold,
     Reliability,
+    best_threshold,
+    fit_calibration,
     reliability,
-    segments_needed,
     vote_scores,
-)
-from leakmel.learn.metrics.significance import (
-    cautions,
-    figure_title,
-    group_rows,
-    permutation_test,
-    PermutationTest,
-    plain,
-    score_model,
-    ScoredModel,
-    Verdict,
 )
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import TEST_SET, evaluation_record
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.devices import pick_device
-from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.card import Overlap, find_overlap
 from leakmel.learn.model.files import CHAMPION_FILE, model_file
-from leakmel.learn.model.card import find_overlap, Overlap
-from leakmel.learn.train.inputs import row_digests, Sources, too_short, trailing_silence
+from leakmel.learn.train.inputs import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #56db5fa3
+_PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
+_MARKS = {  # of each file of an evaluation, what it has near its begin
+    "summary.json": '{\n "leaky_split":',  # the first key
+    "report.txt": "Evaluation of ",
+    "recordings.csv": "called_leak",
+    "evaluation.html": _PAGE,
+}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     "Result of an evaluation: figures with confidence intervals, comparison with baselines, cautions."
@@ -93,8 +99,8 @@ class Evaluation:
     task: Task
     spec: MelSpec | None  # None: files of the earlier system
     table: (
-        pd.DataFrame  # a row per recording: path, label, sensor, group, leak, a score for each rule and baseline
-    )
+        pd.DataFrame
+    )  # a row per recording: path, label, sensor, group, leak, a score for each rule and baseline
     segment_scores: np.ndarray  # [B, L]; NaN after the end of a recording
     groups: Groups
     vote: str  # voting rule of the verdict
@@ -132,29 +138,27 @@ class Evaluation:
     @property
     def files_per_s(self) -> float:
         "Recordings scored per second, including reading."
-        return len(self.table) / self.seconds if self.seconds > 0 else float("nan")
-
-    @property
-    def has_groups(self) -> bool:
-        "Whether a group has more than one recording."
-        return len(self.groups) < len(self.table)
+        return len(self.table) / max(self.seconds, 1e-9)
 
     @property
     def ways(self) -> "list[ScoredModel]":
         "The detector with each voting rule, then the baselines."
         return [*self.votes.values(), *self.baselines.values()]
 
+    @property
+    def has_groups(self) -> bool:
+        "Whether a group has more than one recording."
+        return len(self.groups) < len(self.table)
+
     def figures(self) -> pd.DataFrame:
         "Return a table with a row for each figure and a column for each rule and baseline."
-
-        def cell(j: ScoredModel, figure: str) -> str:
-            value, interval = j.figures[figure], j.intervals[figure]
-            if not np.isfinite(value):
-                return "undefined"
-            reach = f" [{interval.low:.2f}, {interval.high:.2f}]" if interval.known else ""
-            return f"{value:.2f}{reach}"
-
-        cells = {j.title: [cell(j, f) for f in FIGURES] for j in self.ways}
+        cells = {
+            j.title: [
+                f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}".replace("nan", "undefined")
+                for f in FIGURES
+            ]
+            for j in self.ways
+        }
         return pd.DataFrame(cells, index=[figure_title(f) for f in FIGURES])
 
     def by_group(self) -> pd.DataFrame:
@@ -167,29 +171,23 @@ class Evaluation:
     ) -> "dict[str, go.Figure]":  # roc, confusion, reliability, groups (if there are any), errors
         "Draw all figures, by name."
         truth = self.table["leak"].to_numpy(bool)
-        own = self.detector
-        stamped = self.leaky
+        stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         rules, baselines = list(self.votes.values()), list(self.baselines.values())
         verdict = self.verdict if baselines else None
         found = {
-            "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamped=stamped),
-            "confusion": confusion_figure(own, self.task.leak_label, stamped=stamped),
-            "reliability": reliability_figure(self.calibration, self.calibrated, stamped=stamped),
+            "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamp=stamp),
+            "confusion": confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
+            "reliability": reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
         if self.has_groups:
-            by = self.groups.by if self.groups.by.isalpha() else "group"
-            code = self.groups.code
-            found["groups"] = group_figure(
-                truth, own.score, own.threshold, code, self.groups.names, by, stamped=stamped
-            )
-        found["errors"] = errors_figure(self.worst, self.spec, stamped=stamped)
-        return found
+            found["groups"] = group_figure(truth, self.detector, self.groups, stamp=stamp)
+        return found | {"errors": errors_figure(self.worst, self.spec, stamp=stamp)}
 
     @property
     def summary(self) -> dict[str, Any]:
         "Return the evaluation as plain values for JSON."
         truth = self.table["leak"].to_numpy(bool)
-        c = self.control
+        c, r = self.control, self.calibration
         return {
             "leaky_split": self.leaky,
             "stamps": list(self.stamps),
@@ -222,16 +220,16 @@ class Evaluation:
                 "text": str(c),
             },
             "calibration": {
-                "error": plain(self.calibration.error),
+                "error": plain(r.error),
                 "error_calibrated": None if self.calibrated is None else plain(self.calibrated.error),
-                "recordings": self.calibration.n.tolist(),
-                "mean_score": [plain(v) for v in self.calibration.mean_score],
-                "leak_share": [plain(v) for v in self.calibration.leak_share],
+                "recordings": r.n.tolist(),
+                "mean_score": [plain(v) for v in r.mean_score],
+                "leak_share": [plain(v) for v in r.leak_share],
             },
             "by_group": group_rows(truth, self.detector, self.groups) if self.has_groups else [],
             "worst": [str(w) for w in self.worst],
             "seconds": self.seconds,
-            "files_per_s": plain(self.files_per_s),
+            "files_per_s": self.files_per_s,
             "details": dict(self.details),
         }
 
@@ -252,9 +250,10 @@ class Evaluation:
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise OutputError("the target is a file, not a folder", code="not-a-folder", path=folder)
-        written = {name: folder / name for name in _SIGNATURES if plots or name != "evaluation.html"}
+        written = {name: folder / name for name in _MARKS if plots or name != "evaluation.html"}
         for name, path in written.items():
-            require_kind(path, "result of an evaluation", _SIGNATURES[name])
+            mark = _MARKS[name].encode()
+            require_kind(path, "result of an evaluation", lambda f: mark in f.read(4096))  # noqa: B023
         rows = self.table.assign(stamp=" ".join(self.stamps)) if self.leaky else self.table
         names = [n for n in ("path", "label", "sensor") if n in rows]
         rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in names})
@@ -270,17 +269,14 @@ class Evaluation:
             ]
             content["evaluation.html"] = f"{_PAGE}{self._repr_html_()}{''.join(pieces)}\n"
         for name, text in content.items():
-            write_whole(written[name], text.encode("utf-8", "backslashreplace"))
+            write_whole(written[name], text)
         return written
 
     def __repr__(self) -> str:
-        result = {
-            True: "beats the baselines",
-            False: "does not beat the baselines",
-            None: "not comparable with the baselines",
-        }[self.beats]
+        result = {True: "beats", False: "does not beat", None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
-        return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result}{leaky})"
+        auc = f"AUC {self.detector.figures['auc']:.3f}"
+        return f"Evaluation({len(self.table):,} recordings: {auc}; {result} the baselines{leaky})"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.report())}</pre>"
@@ -316,33 +312,19 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     for j in e.ways:
         yield f"{j.title}: decision threshold {j.threshold:.3f} ({j.threshold_from})."
     yield str(e.control)
-    if np.isfinite(e.calibration.error):
-        text = f"Calibration error: score and share of leaks differ by {e.calibration.error:.3f} on average"
-        if e.calibrated is not None:
-            text += f"; calibrated probability and share of leaks by {e.calibrated.error:.3f}"
-        yield f"{text}."
-    yield f"Scored {e.files_per_s:,.0f} files/s on {e.details.get('device', 'the CPU')}."
+    for name, own in (("Score", e.calibration), ("Calibrated probability", e.calibrated)):
+        if own is not None:
+            yield f"{name} and share of leaks differ by {own.error:.3f} on average."
     if e.has_groups:
         table = e.by_group()[["recordings", "leaks", "accuracy", "sensitivity", "specificity", "auc"]]
-        yield from ("", f"Figures by {e.groups.by}, worst first:")
+        yield from (
+            "",
+            f"Figures by {e.groups.by}, the {min(_MAX_ROWS, len(table))} worst of {len(table):,}:",
+        )
         yield table.head(_MAX_ROWS).to_string(na_rep="-", float_format="{:.2f}".format)
-        if len(table) > _MAX_ROWS:
-            yield f"... and {len(table) - _MAX_ROWS:,} more"
     if e.worst:
         yield from ("", "Worst errors:", *map(str, e.worst))
-    for text in e.stamps:
-        yield from ("", text)
-
-# %% ../../../nbs/learn/evaluate/evaluation.ipynb #324d0443
-_PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
-
-
-_SIGNATURES: dict[str, Callable[[BinaryIO], bool]] = {  # name of a file -> whether it is an evaluation's
-    "summary.json": lambda f: {"judged_by", "verdict", "control"} <= dict(json.load(f)).keys(),
-    "report.txt": lambda f: f.read(14) == b"Evaluation of ",
-    "recordings.csv": lambda f: b"called_leak" in f.readline(),
-    "evaluation.html": lambda f: f.read(len(_PAGE)) == _PAGE.encode(),
-}
+    yield from e.stamps
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
@@ -357,18 +339,16 @@ def score_baselines(
 ]:  # by name, as in BASELINE_TITLES; raises DataError if training has one class only
     "Fit the baselines on training, choose their thresholds on validation, and score recordings."
     parts = [part for part in (training, ds, validation) if part is not None]
-    truth = [part.is_leak for part in parts]
-    numbers = np.split(np.arange(sum(map(len, truth))), np.cumsum([len(own) for own in truth])[:-1])
+    truth = np.concatenate([part.is_leak for part in parts])
+    n, m = len(training.rows), len(ds.rows)
+    validated = truth[n + m :]
     features = baseline_features(*parts, progress=progress)
-    every = fold_baselines(features, np.concatenate(truth), numbers[0], np.concatenate(numbers[1:]))
     found = {}
-    for name, score in every.items():
-        tested, validated = score[: len(ds.rows)], score[len(ds.rows) :]
+    for name, score in fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth))).items():
         chosen: dict[str, Any] = {}
-        if validation is not None and 0 < truth[2].sum() < len(truth[2]):
-            threshold = best_threshold(truth[2], validated)
-            chosen = {"threshold": threshold, "threshold_from": "validation"}
-        found[name] = score_model(boot, tested, name=name, title=BASELINE_TITLES[name], **chosen)
+        if 0 < validated.sum() < len(validated):
+            chosen = {"threshold": best_threshold(validated, score[m:]), "threshold_from": "validation"}
+        found[name] = score_model(boot, score[:m], name=name, title=BASELINE_TITLES[name], **chosen)
     return found
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #633af05c
@@ -403,11 +383,9 @@ def _leakage_warnings(
     "Collect the warnings of leakage for every figure, each once."
     trained = detector.record.get("split")
     own = trained.get("stamp") if isinstance(trained, dict) else ""
-    stamps = [
-        split.stamp if split else "",
-        known.stamp if known else "",
-        f"In training: {show_path(own)}" if own and isinstance(own, str) else "",
-    ]
+    stamps = [found.stamp for found in (split, known) if found is not None]
+    if own and isinstance(own, str):
+        stamps.append(f"In training: {show_path(own)}")
     tables = [recordings_of(ds) for ds in parts.values()]
     if len(tables) > 1 and all("path" in t for t in tables):  # pieces of one recording, by their names
         names = source_of_pieces(pd.concat(tables, ignore_index=True))
@@ -427,11 +405,11 @@ def _other_findings(
         for kind in split.unchecked:
             yield f"The {kind} was not checked for leakage, because it is unknown for some recordings."
     training = parts.get("training")
-    if known is None or not detector.provenance.is_complete:
-        if training is None:
-            yield "Leakage was not checked: no training recordings were given, and the model does not store which recordings it was trained on."
-    else:
-        learned = None if training is None else find_overlap(detector.provenance, training)
+    is_known = known is not None and detector.provenance.is_complete
+    if training is None and not is_known:
+        yield "Leakage was not checked: no training recordings were given, and the model does not store which recordings it was trained on."
+    if training is not None and is_known:
+        learned = find_overlap(detector.provenance, training)
         if learned is not None and learned.n_new:
             yield (
                 f"{learned.n_new:,} of {learned.n:,} recordings given as training were not used to train the detector: "
@@ -448,47 +426,13 @@ def _other_findings(
     if detector.threshold_from != UNCHOSEN and "validation" not in parts and training is not None:
         yield "No validation recordings were given: the baselines use the threshold 0.5, but the threshold of the detector was chosen. Compare the AUC only."
 
-# %% ../../../nbs/learn/evaluate/evaluation.ipynb #05e675d7
-def vote_title(
-    rule: str,  # of VOTES
-    n_long: int | None,  # long segments of a recording; None: it varies
-    share: float = 0.5,  # of "frac_vote"
-) -> str:
-    "Name a voting rule in a table, with the number of segments if all recordings have the same."
-    if n_long is not None and rule != "mean":
-        needed = 1 if rule == "any_long" else segments_needed(n_long, 0.5 if rule == "long_vote" else share)
-        return f"{needed} of {n_long} segments"
-    titles = {"mean": "Mean of segments", "any_long": "Any segment", "long_vote": "Half of segments"}
-    return titles.get(rule, f"{100 * share:g} % of segments")
-
-
-def _score_votes(
-    boot: Bootstrap,
-    detector: Detector,
-    ds: Segments,
-    segments: np.ndarray,  # [B, L] scores
-    votes: Sequence[str],
-) -> dict[str, ScoredModel]:
-    "Score the detector with each voting rule, its own first."
-    lengths = np.unique(ds.segment_counts)
-    n_long = int(lengths[0]) if len(lengths) == 1 else None
-    return {
-        rule: score_model(
-            boot,
-            detector.recording_scores(segments, rule),
-            name=rule,
-            title=vote_title(rule, n_long, detector.share),
-            threshold=detector.thresholds[rule],
-            threshold_from=detector.threshold_from,
-        )
-        for rule in dict.fromkeys((detector.vote, *votes))
-    }
-
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #cb32c535
-def _digest_of_recordings(ds: Segments) -> str:
-    "Digest of data sets and of the rows that are selected; labels by people do not change it."
-    own = (str(s.file.attrs.get(DIGEST_ATTRIBUTE, "")).encode() or row_digests(s, "none") for s in ds.sources)
-    return digest_of(b"\0".join([*own, np.ascontiguousarray(ds.rows).tobytes()]))
+_VOTE_TITLES = {  # of each of VOTES, with the percentage of segments that "frac_vote" needs
+    "mean": "Mean of segments",
+    "long_vote": "Half of segments",
+    "any_long": "Any segment",
+    "frac_vote": "{:g} % of segments",
+}
 
 
 def _evaluation(
@@ -501,32 +445,44 @@ def _evaluation(
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
     seed: int,  # of permutations
-    *,
-    name: str,  # of the detector
-    stamps: tuple[str, ...],
-    cautions: tuple[str, ...],
+    **found: Any,  # model, stamps and cautions of the result
 ) -> Evaluation:
     "Score the test set, and compare the scores with labels and baselines."
-    ds, validation = parts[part], parts.get("validation")
+    ds, training = parts[part], parts.get("training")
     began = time.perf_counter()
     with Progress(len(ds.rows), label=f"scoring {part}", show=progress) as bar:
         segments = score_rows(detector, ds, progress=bar.update, **how)
-    seconds = time.perf_counter() - began
-    ways = _score_votes(boot, detector, ds, segments, votes)
+    found["seconds"] = time.perf_counter() - began
+    ways = {
+        rule: score_model(
+            boot,
+            detector.recording_scores(segments, rule),
+            name=rule,
+            title=_VOTE_TITLES[rule].format(100 * detector.share),
+            threshold=detector.thresholds[rule],
+            threshold_from=detector.threshold_from,
+        )
+        for rule in dict.fromkeys((detector.vote, *votes))  # its own first
+    }
     simple = {}
-    training = parts.get("training")
     if training is not None and 0 < training.is_leak.sum() < len(training.rows):
-        simple = score_baselines(boot, ds, training, validation, progress=progress)
+        simple = score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
     own = ways[detector.vote]
     verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
+    found["cautions"] = (*found["cautions"], *notes)
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
+    probability = None if calibration is None else calibration.probability(np.clip(own.score, 0, 1))
     table = recordings_of(ds).assign(
         group=text_column(boot.groups.names[k] for k in boot.groups.code),
         leak=boot.truth,
         **{f"score_{n}": j.score for n, j in (ways | simple).items()},
         called_leak=own.score >= own.threshold,
     )
-    table.attrs["data_set"] = _digest_of_recordings(ds)
+    # of data sets and of the rows that are selected; labels by people do not change it
+    digests = (
+        str(s.file.attrs.get(DIGEST_ATTRIBUTE, "")).encode() or row_digests(s, "none") for s in ds.sources
+    )
+    table.attrs["data_set"] = digest_of(b"\0".join([*digests, np.ascontiguousarray(ds.rows).tobytes()]))
     return Evaluation(
         task=detector.task,
         spec=None if ds.sources[0].legacy else detector.spec,
@@ -536,23 +492,15 @@ def _evaluation(
         vote=detector.vote,
         votes=ways,
         baselines=simple,
-        differences={
-            v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()}
-            for v, j in ways.items()
-        },
+        differences={v: {b: differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()},
         verdict=verdict,
         control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
-        calibrated=None
-        if calibration is None
-        else reliability(boot.truth, calibration.probability(np.clip(own.score, 0, 1))),
+        calibrated=None if probability is None else reliability(boot.truth, probability),
         worst=worst_errors(ds, table, own, segments),
-        seconds=seconds,
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}
         | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
-        model=name,
-        stamps=stamps,
-        cautions=(*cautions, *notes),
+        **found,
     )
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #33d71f51
@@ -586,23 +534,20 @@ def evaluate(
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
     for what, asked, choices in (("voting rule", votes, VOTES), ("metric", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
-            raise UsageError(
-                f"the {what} is unknown",
-                code="unknown-choice",
-                found=repr(unknown[0]),
-                expected=", ".join(choices),
-            )
+            expected = ", ".join(choices)
+            code = "unknown-choice"
+            raise UsageError(f"the {what} is unknown", code=code, found=repr(unknown[0]), expected=expected)
     given = {"training": training, "validation": validation}
-    twice = [] if split is None else [name for name, own in given.items() if own is not None]
-    if twice or given.get(part) is not None:
+    twice = [name for name, own in given.items() if own is not None and (split is not None or name == part)]
+    if twice:
         raise UsageError(
             "a part of the data is given twice",
             code="given-twice",
-            found=", ".join(twice) or repr(part),
+            found=", ".join(twice),
             remedy="give each part once: in the split, or as data sets",
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
-    on = pick_device(device)
+    how = {"device": pick_device(device), "files_per_batch": files_per_batch}
     people = None if labels is None else read_labels(labels)
     with _open_parts(sources, split, part, detector.task, legacy, people) as parts:
         if split is None and len(parts) > 1:
@@ -614,31 +559,29 @@ def evaluate(
             )
         ds = parts[part]
         if not len(ds.rows):
-            found = too_short(ds) or None
-            path = ds.sources[0].path
             raise DataError(
-                "the test set has no recording to score", code="no-recordings", path=path, found=found
+                "the test set has no recording to score",
+                code="no-recordings",
+                path=ds.sources[0].path,
+                found=too_short(ds) or None,
             )
         known = find_overlap(detector.provenance, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
-
         groups = recording_groups(recordings_of(ds), group)
-        boot = Bootstrap(ds.is_leak, groups, n_draws=n_draws, seed=seed)
-        how = {"device": on, "files_per_batch": files_per_batch}
         return _evaluation(
             detector,
             parts,
             part,
-            boot,
+            Bootstrap(ds.is_leak, groups, n_draws=n_draws, seed=seed),
             votes,
             metric,
             how,
             progress,
             seed,
-            name="a detector" if isinstance(named, Detector) else os.fsdecode(named),
+            model="a detector" if isinstance(named, Detector) else os.fsdecode(named),
             stamps=_leakage_warnings(detector, known, split, parts, part),
-            cautions=(*cautions(boot.truth, groups), *_other_findings(detector, known, split, parts)),
+            cautions=(*cautions(ds.is_leak, groups), *_other_findings(detector, known, split, parts)),
         )
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #re000004

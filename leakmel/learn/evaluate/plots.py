@@ -11,27 +11,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from leakmel.core.errors import show_path
 from leakmel.dataset.file.reader import read_rows
 from leakmel.insight.plots import (
     LABEL_COLORS,
     LINE_COLOUR,
-    TEXT_COLOUR,
     MAX_POINTS,
-    colour_range,
+    TEXT_COLOUR,
     apply_style,
+    colour_range,
     f32,
-    styled_figure,
+    frame_starts_s,
+    label_colour,
     plain_text,
+    styled_figure,
     styled_subplots,
     whole_db,
-    frame_starts_s,
 )
-from leakmel.learn.data.groups import LEAKY_SPLIT
 from leakmel.learn.data.segments import Segments
+from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict
 from leakmel.learn.metrics.metrics import Reliability, roc
-from leakmel.learn.metrics.significance import ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -43,20 +44,23 @@ LEAK_COLOR = LABEL_COLORS[1]
 OTHER_COLOR = LABEL_COLORS[0]
 
 
-def leaky_note(
-    stamped: bool,  # a leaky split
-    text: str,
-) -> str:
-    "Prefix a subtitle with the warning of leakage."
-    return f"{LEAKY_SPLIT} {text}" if stamped else text
-
-
 def counted(
     n: int,
     what: str,  # in the singular
 ) -> str:
     "A number with its noun."
     return f"{n:,} {what}{'s' * (n != 1)}"
+
+
+def error_bars(
+    values: ArrayLike,  # [n]
+    low: ArrayLike,  # [n], NaN: no bar
+    high: ArrayLike,  # [n]
+    colour: str,
+) -> dict[str, Any]:
+    "Return the bars of figures with intervals, as plotly takes them."
+    down, up = (f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
+    return dict(type="data", symmetric=False, array=up, arrayminus=down, color=colour, thickness=1.4, width=0)
 
 
 _DIAGONAL: dict[str, Any] = dict(
@@ -76,43 +80,38 @@ def roc_figure(
     baselines: Sequence[ScoredModel] = (),
     *,
     verdict: Verdict | None = None,  # on the first; None: there is none
-    stamped: bool = False,  # a leaky split
+    stamp: str = "",  # of a leaky split, before the subtitle
 ) -> "go.Figure":
     "Draw the ROC curves of a detector and the baselines."
     if not np.isfinite(ways[0].figures["auc"]):
-        title = f"No ROC curve: {ways[0].undefined['auc']}"
-        return styled_figure([], title, leaky_note(stamped, ""), height=120)
+        return styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
     traces = [_DIAGONAL]
     names = []
     for k, model in enumerate((*ways, *baselines)):
-        colour = LABEL_COLORS[k % len(LABEL_COLORS)]
         curve = roc(truth, model.score)
         at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
-        i = model.intervals["auc"]
-        reach = f" ({i.low:.2f} to {i.high:.2f})" if i.known else ""
-        names.append(f"AUC {model.figures['auc']:.2f}{reach}")
-        own = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
+        names.append(f"AUC {model.figures['auc']:.2f}{model.intervals['auc'].in_brackets('.2f')}")
+        line = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
+        same = dict(type="scatter", legendgroup=model.name)
         traces += [
             dict(
-                type="scatter",
                 name=f"{plain_text(model.title)}: {names[-1]}",
                 x=f32(curve.false_alarm_rate[at]),
                 y=f32(curve.sensitivity[at]),
                 mode="lines",
-                line=dict(color=colour, **own),
-                legendgroup=model.name,
+                line=dict(color=label_colour(k), **line),
                 hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
+                **same,
             ),
             dict(
-                type="scatter",
                 x=f32([1 - model.figures["specificity"]]),
                 y=f32([model.figures["sensitivity"]]),
                 mode="markers",
-                marker=dict(color=colour, size=9, symbol="diamond"),
-                legendgroup=model.name,
+                marker=dict(color=label_colour(k), size=9, symbol="diamond"),
                 showlegend=False,
                 hovertemplate=f"threshold {model.threshold:.3f}: "
                 + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
+                **same,
             ),
         ]
     result = "not compared with a baseline"
@@ -123,27 +122,24 @@ def roc_figure(
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
-    fig = styled_figure(
+    place = dict(x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper")
+    alarms = "false alarm rate (share of recordings without a leak)"
+    return styled_figure(
         traces,
         f"{names[0]}, {result}",
-        leaky_note(stamped, "Diamonds: decision threshold. In brackets: 95 % confidence interval"),
+        f"{stamp}Diamonds: decision threshold. In brackets: 95 % confidence interval",
         height=520,
-        xaxis=dict(
-            title=dict(text="false alarm rate (share of recordings without a leak)"),
-            range=[-0.01, 1.01],
-            tickformat=".0%",
-        ),
+        xaxis=dict(title=dict(text=alarms), range=[-0.01, 1.01], tickformat=".0%"),
         yaxis=dict(title=dict(text="sensitivity (share of leaks)"), range=[-0.01, 1.02], tickformat=".0%"),
+        legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
     )
-    place = dict(x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper")
-    return fig.update_layout(legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place))
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #3e9619ec
 def confusion_figure(
     model: ScoredModel,
     leak_label: str = "leak",
     *,
-    stamped: bool = False,
+    stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the confusion matrix."
     c = model.counts
@@ -169,7 +165,7 @@ def confusion_figure(
     return styled_figure(
         [cells],
         f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
-        leaky_note(stamped, f"{model.title}, threshold {model.threshold:.3f}; percentages per row"),
+        f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
         height=300,
         xaxis=dict(side="bottom", showgrid=False),
         yaxis=dict(autorange="reversed", showgrid=False),
@@ -180,42 +176,37 @@ def reliability_figure(
     found: Reliability,  # of the scores
     calibrated: Reliability | None = None,  # of the calibrated probabilities
     *,
-    stamped: bool = False,
+    stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the reliability diagram: share of leaks against score, and against calibrated probability."
-    lines = []
-    for name, own, colour in (("score", found, OTHER_COLOR), ("probability", calibrated, LEAK_COLOR)):
-        if own is None:
-            continue
-        there = own.n > 0
-        n = own.n[there]
-        lines.append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(own.mean_score[there]),
-                y=f32(own.leak_share[there]),
-                mode="lines+markers",
-                line=dict(color=colour, width=1.4),
-                marker=dict(size=f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
-                customdata=n,
-                showlegend=calibrated is not None,
-                hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
+    lines = [_DIAGONAL]
+    texts = []
+    values = {"score": "Score", "probability": "Calibrated probability"}
+    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR)):
+        if own is not None:
+            texts.append(f"{values[name]} and share of leaks differ by {own.error:.2f} on average")
+            n = own.n[own.n > 0]
+            lines.append(
+                dict(
+                    type="scatter",
+                    name=name,
+                    x=f32(own.mean_score[own.n > 0]),
+                    y=f32(own.leak_share[own.n > 0]),
+                    mode="lines+markers",
+                    line=dict(color=colour, width=1.4),
+                    marker=dict(size=f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
+                    customdata=n,
+                    showlegend=calibrated is not None,
+                    hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
+                )
             )
-        )
     note = "Bins of 0.1; on the diagonal, values are probabilities of a leak"
-    title = f"Score and share of leaks differ by {found.error:.2f} on average"
-    if calibrated is not None:
-        title = f"Calibrated probability and share of leaks differ by {calibrated.error:.2f} on average"
-        note += f". Scores differ by {found.error:.2f}"
     return styled_figure(
-        [_DIAGONAL, *lines],
-        title,
-        leaky_note(stamped, note),
+        lines,
+        texts.pop(),
+        stamp + ". ".join([note, *texts]),
         height=420,
-        xaxis=dict(
-            title=dict(text="score" if calibrated is None else "score or probability"), range=[-0.03, 1.03]
-        ),
+        xaxis=dict(title=dict(text="score or probability"), range=[-0.03, 1.03]),
         yaxis=dict(title=dict(text="share of leaks"), range=[-0.06, 1.06], tickformat=".0%"),
     )
 
@@ -225,63 +216,59 @@ MOST_SENSORS = 30  # rows of a figure; more are not legible
 
 def group_figure(
     truth: np.ndarray,  # [B] bool
-    score: np.ndarray,  # [B]
-    threshold: float,
-    code: np.ndarray,  # [B] int, group of each recording
-    names: Sequence[str],  # [G]
-    by: str = "sensor",
+    model: ScoredModel,
+    groups: Groups,
     *,
-    stamped: bool = False,
+    stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
     import pandas as pd
 
-    wrong = np.bincount(code, weights=(score >= threshold) != truth, minlength=len(names))
+    code, names = groups.code, [plain_text(name) for name in groups.names]
+    wrong = np.bincount(code, weights=(model.score >= model.threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
-    by_kind = pd.Series(np.asarray(score, np.float64)).groupby(code * 2 + truth)
+    by_kind = pd.Series(model.score).groupby(code * 2 + truth)
     found = by_kind.quantile(np.array([0.1, 0.5, 0.9]), interpolation="nearest").unstack()
-    low, middle, high = found.reindex(range(2 * len(names))).to_numpy().T.reshape(3, len(names), 2)
     traces = []
     for k, (name, colour, symbol) in enumerate(
         (("others", OTHER_COLOR, "circle"), ("leaks", LEAK_COLOR, "diamond"))
     ):
-        at = np.flatnonzero(np.isfinite(middle[rows, k]))
-        own = rows[at]
-        mid = middle[own, k]
-        reach = dict(array=f32(high[own, k] - mid), arrayminus=f32(mid - low[own, k]))
+        low, mid, high = found.reindex(2 * rows + k).to_numpy().T
         traces.append(
             dict(
                 type="scatter",
                 name=name,
                 x=f32(mid),
-                y=f32(at + (0.16 if k else -0.16)),
+                y=f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
                 mode="markers",
-                error_x=dict(type="data", symmetric=False, color=colour, thickness=1.4, width=0, **reach),
+                error_x=error_bars(mid, low, high, colour),
                 hovertemplate="%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
                 marker=dict(color=colour, size=8, symbol=symbol),
-                customdata=f32(np.stack([low[own, k], high[own, k]], 1)),
-                hovertext=[plain_text(names[i]) for i in own],
+                customdata=f32(np.stack([low, high], 1)),
+                hovertext=[names[i] for i in rows],
             )
         )
-    labels = [f"{plain_text(names[i])}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows]
-    more = f"; the {MOST_SENSORS} worst of {len(names):,}" if len(names) > MOST_SENSORS else ""
-    title = f"No classification error in {counted(len(names), by)}"
+    title = f"No classification error in {groups.counted(len(names))}"
     if wrong.any():
         worst = rows[0]
-        title = f"{plain_text(names[worst])} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
+        title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
     fig = styled_figure(
         traces,
         title,
-        leaky_note(stamped, f"Median score; lines span the 10th to the 90th percentile{more}"),
+        f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
         height=170 + 24 * len(rows),
         xaxis=dict(
             title=dict(text="score"),
-            range=[min(0, float(score.min())) - 0.02, max(1, float(score.max())) + 0.02],
+            range=[min(0, model.score.min()) - 0.02, max(1, model.score.max()) + 0.02],
         ),
-        yaxis=dict(tickvals=list(range(len(rows))), ticktext=labels, range=[len(rows) - 0.4, -0.6]),
+        yaxis=dict(
+            tickvals=list(range(len(rows))),
+            ticktext=[f"{names[i]}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows],
+            range=[len(rows) - 0.4, -0.6],
+        ),
     )
-    return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=model.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
@@ -296,8 +283,8 @@ class Misclassified:
     is_leak: bool
     score: float  # of the recording
     threshold: float
-    segment_scores: np.ndarray  # [L]; NaN behind the end of the recording
-    mels: np.ndarray  # [L, S, M, T] dB, likewise
+    segment_scores: np.ndarray  # [L], without those behind the end of the recording
+    mels: np.ndarray  # [L, S, M, T] dB
 
     def __str__(self) -> str:
         error = "missed leak" if self.is_leak else "false alarm"
@@ -318,10 +305,10 @@ def worst_errors(
     for k in wrong[np.argsort(-np.abs(model.score[wrong] - model.threshold), kind="stable")][:MAX_ERRORS]:
         source = int(np.searchsorted(ds.starts, ds.rows[k], side="right")) - 1
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
-        mels[ds.segment_counts[k] :] = np.nan
-        path, label = (str(table[n].iloc[k]) if n in table else "" for n in ("path", "label"))
-        score = float(model.score[k])
-        found.append(Misclassified(path, label, bool(truth[k]), score, model.threshold, segments[k], mels))
+        n = ds.segment_counts[k]
+        path, label = (str(table[name].iloc[k]) if name in table else "" for name in ("path", "label"))
+        about = (path, label, bool(truth[k]), float(model.score[k]), model.threshold)
+        found.append(Misclassified(*about, segments[k][:n], mels[:n]))
     return tuple(found)
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da115
@@ -361,15 +348,14 @@ def spectrogram_figure(
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
     fig.update_annotations(font=dict(size=11, color=TEXT_COLOUR))
-    for k, (s, (starts, times, picture)) in enumerate(zip(shown, pictures)):
+    for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures)):
         row, col = divmod(k, n_cols)
         upper, lower = dict(row=2 * row + 1, col=col + 1), dict(row=2 * row + 2, col=col + 1)
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
-        heat, scores = _traces(s, starts, times, bands, whole_db(picture, low, high))
-        fig.add_trace(heat, **upper)
-        fig.add_trace(scores, **lower)
+        heat, scores = _traces(s, edges, times, bands, whole_db(picture, low, high))
+        fig.add_trace(heat, **upper).add_trace(scores, **lower)
         fig.add_hline(y=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"), **lower)
-        reach = [float(starts[0]), float(starts[-1])]
+        reach = [float(edges[0]), float(edges[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
         top = 1 - (row + 0.12) / n_rows  # below it the scores are close to their spectrogram
@@ -385,13 +371,11 @@ def spectrogram_figure(
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Return [L + 1] the edges of the long segments, [C] times of columns, and [M, C] their levels."
     n_long, n_short, n_mels, n_frames = s.mels.shape
-    long_s, short_s, frame_s = 1.0, 1 / n_short, 1 / (n_short * n_frames)
+    steps = [1.0, 1 / n_short, 1 / (n_short * n_frames)]  # of long and short segments and of frames
     if spec is not None:
-        long_s, short_s, frame_s = (
-            n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)
-        )
-    edges = (s.first + np.arange(n_long + 1)) * long_s
-    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * short_s, n_frames, frame_s)
+        steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
+    edges = (s.first + np.arange(n_long + 1)) * steps[0]
+    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))
     frames = s.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32)
     return edges, times[first], np.fmax.reduceat(frames, first, axis=1)
@@ -428,20 +412,19 @@ def errors_figure(
     worst: Sequence[Misclassified],
     spec: MelSpec | None,  # None: bands and segments by number
     *,
-    stamped: bool = False,
+    stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
     if not worst:
-        return styled_figure([], "No recording was misclassified", leaky_note(stamped, ""), height=120)
+        return styled_figure([], "No recording was misclassified", stamp, height=120)
     shown = []
     for w in worst:
-        n = int(np.isfinite(w.segment_scores).sum())
-        colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
         path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
         short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
         error = f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}"
+        colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
         title = f"{error}<br>{plain_text(w.label)}, score {w.score:.2f}"
-        shown.append(ScoredSpectrogram(title, w.mels[:n], w.segment_scores[:n], colour=colour))
+        shown.append(ScoredSpectrogram(title, w.mels, w.segment_scores, colour=colour))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
     note = "Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold"
@@ -450,6 +433,6 @@ def errors_figure(
         spec,
         threshold=worst[0].threshold,
         title=f"The worst errors: {errors}",
-        note=leaky_note(stamped, note),
+        note=f"{stamp}{note}",
         n_cols=2,
     )

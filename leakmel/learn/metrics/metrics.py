@@ -25,24 +25,20 @@ def check_scores(
 ) -> tuple[np.ndarray, np.ndarray]:  # [B] bool, [B] float64; raises DataError for invalid labels or scores
     "Check labels and scores, and return them as arrays."
     truth, scores = np.asarray(y_true), np.asarray(score, np.float64)
-    if truth.ndim != 1 or truth.shape != scores.shape:
-        raise DataError(
-            "the scores and the labels have different shapes",
-            code="lengths-differ",
-            found=f"{scores.shape} scores, {truth.shape} labels",
-        )
-    if len(truth) and (truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all()):
-        raise DataError(
-            "the labels are not Boolean",
-            code="invalid-labels",
-            found=truth.dtype,
-            expected="True and False, or 1 and 0",
-        )
-    if not np.isfinite(scores).all():
-        raise DataError(
-            f"{np.count_nonzero(~np.isfinite(scores)):,} of {len(scores):,} scores are not finite",
-            code="invalid-scores",
-        )
+    problems = {
+        "lengths-differ": truth.ndim != 1 or truth.shape != scores.shape,
+        "invalid-labels": truth.size > 0
+        and (truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all()),
+        "invalid-scores": not np.isfinite(scores).all(),
+    }
+    for code, is_found in problems.items():
+        if is_found:
+            raise DataError(
+                "each recording needs a label and a finite score",
+                code=code,
+                found=f"{truth.shape} labels of type {truth.dtype}, {scores.shape} scores",
+                expected="labels True and False, or 1 and 0",
+            )
     return truth.astype(bool), scores
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #68914787
@@ -61,6 +57,17 @@ class Confusion:
         return self.true_leak + self.missed_leak + self.false_alarm + self.true_normal
 
 
+def counts_by_group(
+    truth: np.ndarray,  # [B] bool
+    predicted: np.ndarray,  # [B] bool, classified as a leak
+    code: np.ndarray,  # [B] int, group of each recording
+    n: int,  # G
+) -> np.ndarray:  # [G, 4] int: true leaks, missed leaks, false alarms, true normals
+    "Count the confusion matrix of each group."
+    cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
+    return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1)
+
+
 def confusion(
     y_true: ArrayLike,  # [B] bool
     score: ArrayLike,  # [B]
@@ -68,13 +75,7 @@ def confusion(
 ) -> Confusion:
     "Count the confusion matrix."
     truth, scores = check_scores(y_true, score)
-    predicted = scores >= threshold
-    return Confusion(
-        *(
-            int(np.count_nonzero(c))
-            for c in (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
-        )
-    )
+    return Confusion(*counts_by_group(truth, scores >= threshold, np.zeros(len(truth), int), 1)[0].tolist())
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #bc41691a
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
@@ -216,16 +217,9 @@ def reliability(
     y_true: ArrayLike,  # [B] bool
     score: ArrayLike,  # [B], 0 to 1
     n_bins: int = 10,  # bins of equal width
-) -> Reliability:  # raises DataError for scores outside of 0 to 1
+) -> Reliability:
     "Compare scores with the share of leaks."
     truth, scores = check_scores(y_true, score)
-    if len(scores) and not 0 <= scores.min() <= scores.max() <= 1:
-        raise DataError(
-            "the scores are not probabilities",
-            code="invalid-scores",
-            found=f"{scores.min():g} to {scores.max():g}",
-            expected="0 to 1",
-        )
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
     n = np.bincount(bins, minlength=n_bins)
     means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
@@ -256,10 +250,6 @@ def vote_scores(
     if rule not in VOTES:
         raise UsageError(
             "the voting rule is unknown", code="usage", found=repr(rule), expected=", ".join(VOTES)
-        )
-    if scores.ndim < 1 or not scores.shape[-1]:
-        raise UsageError(
-            "the array of segment scores is empty", code="invalid-scores", found=f"shape {scores.shape}"
         )
     n = (~np.isnan(scores)).sum(-1)
     if not n.all():
@@ -332,3 +322,206 @@ def choose_rule(
     thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
     source = f"highest F1 on {len(segment_scores):,} validation recordings"
     return DecisionRule(rule, needed, thresholds, source)
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #de000004
+@dataclass(frozen=True, eq=False)
+class HeldOutScores:
+    "Scores of recordings by detectors that were not trained on them."
+
+    score: np.ndarray  # [n] float64, 0 to 1, of the voting rule in use
+    truth: np.ndarray  # [n] bool
+    group: np.ndarray  # [n] int64, number of the sensor or other group
+    by: str  # name of a group: "sensor", "night", ...
+    method: str  # how they were held out, for example "5 folds by sensor"
+
+    def __len__(self) -> int:
+        return len(self.score)
+
+    @property
+    def normal(self) -> tuple[np.ndarray, np.ndarray]:  # [m] float64, [m] int64
+        "Scores and groups of the recordings without a leak."
+        return self.score[~self.truth], self.group[~self.truth]
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #de000006
+MIN_ISOTONIC = 1000  # recordings
+_MIN_SCORE = 1e-6  # the logit of 0 is infinite
+
+
+def logit(score: np.ndarray | float) -> np.ndarray:
+    "Return the logit of scores, which are kept off 0 and 1."
+    p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
+    return np.log(p / (1 - p))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    "Map from scores to probabilities of a leak: a line on the logit, or a monotonic piecewise linear function."
+
+    method: str  # "Platt" or "isotonic"
+    x: tuple[float, ...]  # Platt: slope and offset; isotonic: scores, ascending
+    y: tuple[float, ...]  # isotonic: probability at each of these scores
+    n: int  # recordings it was fitted on
+    share: float  # of them that are leaks
+
+    def probability(
+        self,
+        score: np.ndarray | float,  # [...] 0 to 1
+    ) -> np.ndarray:  # [...] float64, 0 to 1
+        "Return the probability of a leak for each score."
+        if self.method == "isotonic":
+            return np.asarray(np.interp(score, self.x, self.y))
+        slope, offset = self.x
+        return np.asarray(1 / (1 + np.exp(-(slope * logit(score) + offset))))
+
+
+def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all have the same label
+    "Fit a calibration: isotonic from 1,000 recordings, else by Platt's method."
+    from sklearn.isotonic import IsotonicRegression
+    from sklearn.linear_model import LogisticRegression
+
+    n, share = len(scores), float(scores.truth.mean()) if len(scores) else 0.0
+    if not 0 < share < 1:
+        return None
+    if n >= MIN_ISOTONIC:
+        curve = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores.score, scores.truth)
+        return Calibration(
+            "isotonic", tuple(curve.X_thresholds_.tolist()), tuple(curve.y_thresholds_.tolist()), n, share
+        )
+    n_leaks = int(scores.truth.sum())
+    target = np.where(scores.truth, (n_leaks + 1) / (n_leaks + 2), 1 / (n - n_leaks + 2))
+    x, twice = np.tile(logit(scores.score), 2)[:, None], np.repeat([True, False], n)
+    line = LogisticRegression(C=np.inf, max_iter=1000).fit(  # C: no penalty, which would flatten the line
+        x, twice, sample_weight=np.concatenate([target, 1 - target])
+    )
+    slope = max(0.0, float(line.coef_[0, 0]))  # a higher score never means a lower probability
+    return Calibration("Platt", (slope, float(line.intercept_[0])), (), n, share)
+
+
+def cross_calibrated(
+    scores: HeldOutScores,
+    n_folds: int = 5,
+) -> np.ndarray:  # [n] float64; NaN where the other groups have one label only
+    "Compute the probability of each recording by a calibration of the other groups, to check it on new ones."
+    from sklearn.model_selection import GroupKFold
+
+    found = np.full(len(scores), np.nan)
+    if (k := min(n_folds, len(np.unique(scores.group)))) < 2:
+        return found
+    for fitted, held_out in GroupKFold(k).split(scores.score, groups=scores.group):
+        some = HeldOutScores(
+            scores.score[fitted], scores.truth[fitted], scores.group[fitted], scores.by, scores.method
+        )
+        if (calibration := fit_calibration(some)) is not None:
+            found[held_out] = calibration.probability(scores.score[held_out])
+    return found
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #de000010
+def conformal_threshold(
+    score: np.ndarray,  # [m] of recordings without a leak
+    group: np.ndarray,  # [m] int
+    share: float,  # of false alarms among recordings of new groups, above 0 and below 1
+) -> float | None:  # a leak from here on; None: too few groups
+    "Compute the threshold that keeps false alarms on new groups within a share (hierarchical conformal prediction)."
+    if not 0 < share < 1:
+        raise UsageError("share must be above 0 and below 1", code="out-of-range", found=share)
+    numbers, code, counts = np.unique(group, return_inverse=True, return_counts=True)
+    order = np.argsort(score, kind="stable")
+    mass = np.cumsum(1 / ((len(numbers) + 1) * counts[code[order]]))
+    at = int(np.searchsorted(mass, 1 - share - 1e-12))
+    return None if at == len(mass) else float(np.nextafter(score[order[at]], np.inf))
+
+# %% ../../../nbs/learn/metrics/metrics.ipynb #de000013
+def _budget_threshold(
+    normal: np.ndarray,  # [m] scores of recordings without a leak
+    group: np.ndarray,  # [m] int
+    share: float,  # of false alarms
+    scores: np.ndarray,  # of all recordings, to lie between
+) -> tuple[float, bool]:
+    "Return the conformal threshold, or the lowest one with at most a share of false alarms; and whether it is conformal."
+    if (conformal := conformal_threshold(normal, group, share)) is not None:
+        return min(1.0, conformal), conformal <= 1
+    n_allowed = int(share * len(normal) + 1e-9)
+    highest = float(np.sort(normal)[::-1][n_allowed])  # the highest score that must not be an alarm
+    above = scores[scores > highest]
+    middle = (highest + float(above.min(initial=1.0))) / 2  # of a gap between scores
+    return min(1.0, middle if middle > highest else float(np.nextafter(highest, np.inf))), False
+
+
+@dataclass(frozen=True)
+class AlarmThreshold:
+    "Decision threshold for an alarm budget."
+
+    threshold: float  # a leak from here on, 0 to 1
+    per_100: float  # budget: false alarms per 100 recordings without a leak
+    is_guaranteed: bool  # conformal, for a recording of a new group
+    expected: (
+        float  # false alarms per 100 recordings of groups that were left out of the choice; NaN: not known
+    )
+    low: float  # 95 % of the draws are between low and high
+    high: float
+    sensitivity: float  # share of the held-out leaks from the threshold on; NaN: there is none
+    n_normal: int  # recordings without a leak
+    n_groups: int  # groups of them
+    by: str  # name of a group
+
+    def __str__(self) -> str:
+        many = f"{self.n_normal:,} recordings without a leak from {self.n_groups:,} {self.by}{'s' * (self.n_groups != 1)}"
+        how = f"estimated; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
+        if np.isnan(self.expected):
+            how = f"estimated; no {self.by} can be left out to check it ({many})"
+        if self.is_guaranteed:
+            how = f"guaranteed on average over new {self.by}s (conformal, {many})"
+        alarms = f"false alarm{'s' * (self.per_100 != 1)} per 100 recordings without a leak"
+        return f"at most {self.per_100:g} {alarms}, {how}"
+
+
+def alarm_threshold(
+    scores: HeldOutScores,
+    per_100: float,  # false alarms per 100 recordings without a leak, above 0 and below 100
+    *,
+    n_draws: int = 400,  # of groups
+    seed: int = 0,
+) -> (
+    AlarmThreshold
+):  # raises UsageError for an impossible budget, DataError without recordings that have no leak
+    "Choose a threshold for an alarm budget, and measure how well it is kept on new groups."
+    if isinstance(per_100, bool) or not 0 < per_100 < 100:
+        raise UsageError(
+            "the number of false alarms per 100 recordings must be above 0 and below 100",
+            code="out-of-range",
+            found=repr(per_100),
+        )
+    normal, group = scores.normal
+    if not len(normal):
+        raise DataError(
+            "a threshold for a number of false alarms needs held-out recordings without a leak",
+            code="one-class",
+            remedy="train with recordings without a leak, or set the threshold",
+        )
+    how = (per_100 / 100, scores.score)
+    threshold, is_conformal = _budget_threshold(normal, group, *how)
+    numbers, code = np.unique(group, return_inverse=True)
+    rng = np.random.default_rng(seed)
+    rates = []
+    for _ in range(n_draws if len(numbers) > 1 else 0):
+        times = np.bincount(rng.integers(0, len(numbers), len(numbers)), minlength=len(numbers))[code]
+        if (left_out := normal[times == 0]).size:
+            chosen, _ = _budget_threshold(np.repeat(normal, times), np.repeat(code, times), *how)
+            rates.append(100 * (left_out >= chosen).mean())
+    low, high = np.quantile(rates, (0.025, 0.975)).tolist() if rates else (np.nan, np.nan)
+    leaks = scores.score[scores.truth]
+    # then several single recordings may be of one sensor
+    is_by_recording = scores.by in ("recording", "source")
+    is_by_recording |= scores.by != "sensor" and len(np.unique(scores.group)) == len(scores)
+    return AlarmThreshold(
+        threshold=threshold,
+        per_100=float(per_100),
+        is_guaranteed=is_conformal and not is_by_recording,
+        expected=float(np.mean(rates)) if rates else float("nan"),
+        low=low,
+        high=high,
+        sensitivity=float((leaks >= threshold).mean()) if len(leaks) else float("nan"),
+        n_normal=len(normal),
+        n_groups=len(numbers),
+        by=scores.by,
+    )

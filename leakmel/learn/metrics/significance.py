@@ -7,31 +7,255 @@ __all__ = []
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #12e5ec4d
 import copy
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import show_path
-from leakmel.learn.metrics.bootstrap import (
-    MIN_GROUPS,
-    Bootstrap,
-    Difference,
-    Groups,
-    Interval,
-    counts_by_group,
-    differences,
-    interval_from_draws,
-)
+from leakmel.core.errors import UsageError, show_path
+from leakmel.learn.data.groups import Group, group_name, group_values, names_by_sensor
 from leakmel.learn.metrics.metrics import (
     FIGURES,
     Confusion,
+    check_scores,
     confusion,
+    counts_by_group,
     figures_of_counts,
     leak_metrics,
     roc,
     why_undefined,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #45683b22
+_WORDS = {"sensor": "sensor", "night": "night", "source": "source recording", "recording": "recording"}
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    "Groups of recordings that are resampled together."
+
+    by: str  # "sensor", "night", "source" (of pieces), "recording", or what was asked for
+    code: np.ndarray  # [B] int, number of each recording's group
+    names: tuple[str, ...]  # [G] of the groups
+    note: str = ""  # remark for the reader of an interval
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def of(self, chosen: np.ndarray) -> "Groups":  # [m] int, numbers of recordings
+        "Choose recordings; groups without one of them are left out."
+        used, code = np.unique(self.code[chosen], return_inverse=True)
+        return Groups(self.by, code.astype(np.int64), tuple(self.names[k] for k in used.tolist()), self.note)
+
+    def counted(self, n: int) -> str:
+        "Format a number of groups with their noun."
+        return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
+
+
+def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
+    "Group recordings by a value of each."
+    names, code = np.unique(values.astype(np.str_), return_inverse=True)
+    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #6b77bcb0
+_PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
+
+
+def source_names(
+    paths: Iterable[str],  # of recordings
+) -> (
+    np.ndarray
+):  # [B] str: the name that pieces of one recording share; empty for a name without a mark of a piece
+    "Recognise by its name the recording that a piece was cut from."
+    stems = [os.path.splitext(os.path.basename(p))[0] for p in paths]
+    return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
+
+
+def source_of_pieces(
+    table: "pd.DataFrame",  # a row for each recording, with its path
+) -> np.ndarray:  # [B] str, as `source_names`, with the sensor where it is known
+    "Recognise the recording that a piece was cut from by its name and its sensor."
+    return names_by_sensor(table, source_names(table["path"]).tolist())
+
+
+def recording_groups(
+    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
+    group: Group = "sensor",  # as in `group_values`
+) -> (
+    Groups
+):  # by night, else by what pieces were cut from, else each alone, where the sensor of some is not known
+    "Group the recordings that are resampled together."
+    if not (isinstance(group, str) and group == "sensor"):
+        values = group_values(table, group, missing="one")
+        n, name = int(np.count_nonzero(values == "")), group_name(group)
+        note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
+        return encode_groups(name, values, note if n else "")
+
+    def known(name: str) -> bool:
+        return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
+
+    if known("sensor"):
+        return encode_groups("sensor", group_values(table, "sensor", missing="one"))
+    if known("start_time"):
+        import pandas as pd
+
+        nights = pd.to_datetime(table["start_time"].str.slice(0, 19)) - pd.Timedelta(hours=12)
+        return encode_groups(
+            "night",
+            nights.dt.strftime("%Y-%m-%d").to_numpy(object),
+            "the sensor of some recordings is unknown, so recordings are grouped by night; intervals are too narrow if a sensor recorded in several nights",
+        )
+    paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
+    if "path" in table and (cut := source_of_pieces(table)).astype(bool).any():
+        return encode_groups(
+            "source",
+            np.where(cut != "", cut, paths),
+            "sensor and time of some recordings are unknown, so pieces of one recording are grouped by their file names",
+        )
+    return Groups(
+        "recording",
+        np.arange(len(table)),
+        tuple(paths),
+        "sensor and time of some recordings are unknown, so each recording is a group of its own; intervals are too narrow if a sensor has several recordings",
+    )
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #92cfd21b
+MIN_GROUPS = 5  # with fewer there is no interval
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #e5eb33dc
+@dataclass(frozen=True)
+class Interval:
+    "95 % confidence interval of a figure."
+
+    low: float  # NaN: there is no interval
+    high: float
+    note: str = ""  # why there is no interval, or a remark
+
+    @property
+    def known(self) -> bool:
+        "Whether there is an interval."
+        return self.low == self.low
+
+    def __str__(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
+
+    def in_brackets(
+        self,
+        form: str = ".3f",  # of its ends
+        name: str = "",  # before them, with a space
+    ) -> str:
+        "Return the interval as text behind a value; empty: there is none."
+        return f" ({name}{self.low:{form}} to {self.high:{form}})" if self.known else ""
+
+
+def interval_from_draws(
+    draws: np.ndarray,  # [D] a figure, or a difference of two, in each draw; NaN where it is undefined
+    n_groups: int,  # that the figure depends on
+    what: str = "groups",  # the groups in words, "12 sensors with leaks"
+) -> Interval:
+    "Compute the expanded percentile interval of draws."
+    from scipy.stats import norm, t
+
+    note = ""
+    defined = draws[np.isfinite(draws)]
+    if n_groups < MIN_GROUPS:
+        note = f"only {what}: an interval needs at least {MIN_GROUPS}"
+    elif len(defined) < 0.95 * len(draws):
+        note = f"the figure is undefined in {1 - len(defined) / len(draws):.0%} of the draws"
+    if note:
+        return Interval(np.nan, np.nan, note)
+    # expanded: the draws that are cut off on each side
+    tail = norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf(0.975, n_groups - 1))
+    low, high = np.quantile(defined, (tail, 1 - tail)).tolist()
+    if low == high:
+        note = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
+    return Interval(low, high, note)
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #a31ced4f
+_BLOCK_VALUES = 1 << 20  # numbers held at once
+
+
+class Bootstrap:
+    "Bootstrap draws of whole groups, the same ones for every model."
+
+    def __init__(
+        self,
+        truth: np.ndarray,  # [B] bool
+        groups: Groups,
+        *,
+        n_draws: int = 2000,  # D
+        seed: int = 0,
+    ):
+        if n_draws < 100:
+            raise UsageError("n_draws must be at least 100", code="usage", found=n_draws)
+        if seed < 0:
+            raise UsageError("seed must be at least 0", code="usage", found=seed)
+        self.truth = np.asarray(truth, bool)
+        self.groups = groups
+        rng = np.random.default_rng(seed)
+        n = max(1, len(groups))
+        self.times = np.empty((n_draws, n), np.uint16)  # [D, G] of each group
+        for times in self.times:
+            times[:] = np.bincount(rng.integers(0, n, n), minlength=n)
+
+    def auc_draws(
+        self,
+        score: np.ndarray,  # [B]
+    ) -> np.ndarray:  # [D], NaN where a draw holds one class only
+        "Compute the area under the ROC curve in every draw."
+        truth, scores = check_scores(self.truth, score)
+        order = np.argsort(scores, kind="stable")
+        first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
+        code, is_leak = self.groups.code[order], truth[order]
+        areas = []
+        step = max(1, _BLOCK_VALUES // max(1, len(truth)))
+        for at in range(0, len(self.times), step):
+            own = self.times[at : at + step, code].astype(np.float64)  # [d, B] in the order of scores
+            leaks = np.add.reduceat(own * is_leak, first, axis=1)
+            others = np.add.reduceat(own * ~is_leak, first, axis=1)
+            pairs = (leaks * (np.cumsum(others, axis=1) - others / 2)).sum(1)
+            n_pairs = leaks.sum(1) * others.sum(1)
+            areas.append(np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0))
+        return np.concatenate(areas)
+
+    def draws(
+        self,
+        score: np.ndarray,  # [B]
+        threshold: float,
+    ) -> dict[str, np.ndarray]:  # each of FIGURES, [D]
+        "Compute every figure of a model in every draw."
+        truth, scores = check_scores(self.truth, score)
+        by_group = counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
+        figures = figures_of_counts(np.stack([times @ by_group for times in self.times]))
+        return figures | {"auc": self.auc_draws(scores)}
+
+    def group_support(
+        self,
+        figure: str,  # of FIGURES
+    ) -> tuple[int, str]:
+        "Count the groups with recordings that a figure depends on; also as text."
+        if figure == "accuracy":
+            return len(self.groups), self.groups.counted(len(self.groups))
+        others = "without a leak" if self.groups.by == "recording" else "with others"
+        either = {"with a leak": self.truth, others: ~self.truth}
+        numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
+        fewest = min(numbers, key=lambda name: numbers[name])
+        words = {"specificity": others, "balanced_accuracy": fewest, "auc": fewest}
+        word = words.get(figure, "with a leak")
+        return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
+
+    def intervals(
+        self,
+        draws: Mapping[str, np.ndarray],  # as `draws` gives them, or a difference of two
+    ) -> dict[str, Interval]:
+        "Compute the interval of each figure."
+        return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
@@ -109,6 +333,50 @@ def score_model(
         draws,
     )
 
+# %% ../../../nbs/learn/metrics/significance.ipynb #7bda957d
+@dataclass(frozen=True)
+class Difference:
+    "Paired difference of a figure between two models on the same recordings."
+
+    figure: str
+    value: float  # NaN where a figure is
+    interval: Interval
+
+    @property
+    def is_better(self) -> bool:
+        "Whether the whole interval is above 0."
+        return self.interval.known and self.interval.low > 0
+
+    @property
+    def is_worse(self) -> bool:
+        "Whether the whole interval is below 0."
+        return self.interval.known and self.interval.high < 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return plain values."
+        i = self.interval
+        ends = {"value": self.value, "low": i.low, "high": i.high}
+        return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
+            "note": i.note,
+            "better": self.is_better,
+        }
+
+    def __str__(self) -> str:
+        if self.value != self.value:
+            return "undefined"
+        return f"{self.value:+.3f}{self.interval.in_brackets('+.3f')}"
+
+
+def differences(
+    boot: Bootstrap,
+    one: ScoredModel,
+    other: ScoredModel,
+) -> dict[str, Difference]:
+    "Compare two models figure by figure."
+    intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in FIGURES})
+    return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in FIGURES}
+
 # %% ../../../nbs/learn/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
 class Verdict:
@@ -130,47 +398,34 @@ def give_verdict(
     figure: str = "auc",  # of FIGURES
 ) -> Verdict:
     "Decide whether a detector beats all baselines."
-    name = figure_title(figure)
-    own = (detector.figures, detector.draws)
-    found = tuple((b.title, differences(boot, own, (b.figures, b.draws))[figure]) for b in baselines)
-
-    def verdict(beats: bool | None, text: str) -> Verdict:
-        return Verdict(beats, text, figure, found)
-
-    if not found:
-        return verdict(
-            None,
-            "The detector was not compared with a baseline: whether it is better than a level meter is unknown.",
-        )
-    if boot.truth.all() or not boot.truth.any():
-        only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
-        return verdict(
-            None,
-            f"The detector cannot be compared with the baselines: {only}, and a comparison needs both labels.",
-        )
-    for _, d in found:
-        if not np.isfinite(d.value):
-            why = next((m.undefined[figure] for m in (detector, *baselines) if figure in m.undefined), "")
-            return verdict(
-                None,
-                f"The detector cannot be compared with the baselines: {name} is undefined, because {why}.",
-            )
-        if not d.interval.known:
-            return verdict(None, f"The detector cannot be compared with the baselines: {d.interval.note}.")
+    found = tuple((b.title, differences(boot, detector, b)[figure]) for b in baselines)
+    unclear = [d for _, d in found if not (np.isfinite(d.value) and d.interval.known)]
     standing = [
         f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}"
         for title, d in found
         if not d.is_better
     ]
-    if standing:
-        return verdict(
-            False,
-            f"The detector is not useful yet: in {name} it is not shown to be better than a simple baseline ({'; '.join(standing)}).",
-        )
-    return verdict(
-        True,
-        f"The detector beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}.",
-    )
+    beats = None
+    reason = ""
+    if boot.truth.all() or not boot.truth.any():
+        only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
+        reason = f"{only}, and a comparison needs both labels"
+    elif unclear:
+        why = [
+            f"{figure_title(figure)} is undefined, because {m.undefined[figure]}"
+            for m in (detector, *baselines)
+            if figure in m.undefined
+        ]
+        reason = (*why, unclear[0].interval.note)[0]
+    text = f"The detector cannot be compared with the baselines: {reason}."
+    if not found:
+        text = "The detector was not compared with a baseline: whether it is better than a level meter is unknown."
+    elif not reason:
+        beats = not standing
+        text = f"The detector beats all baselines in {figure_title(figure)}: {'; '.join(f'{title} by {d}' for title, d in found)}."
+        if standing:
+            text = f"The detector is not useful yet: in {figure_title(figure)} it is not shown to be better than a simple baseline ({'; '.join(standing)})."
+    return Verdict(beats, text, figure, found)
 
 
 def figure_title(figure: str) -> str:
@@ -196,40 +451,33 @@ def cautions(
         return ("The test set is empty, so the evaluation proves nothing.",)
     found, weak = [], []
     n_all, code = len(groups), groups.code
-    sizes = np.bincount(code, minlength=n_all)
-    shares = np.bincount(code, weights=truth, minlength=n_all) / sizes  # of leaks
+    nothing = "so the evaluation proves nothing"
     for own, mine in (("a leak", truth), ("no leak", ~truth)):
         n = int(mine.sum())
-        counts = np.bincount(code[mine])
+        counts = np.bincount(code[mine], minlength=1)
         n_groups = int(np.count_nonzero(counts))
-        if not n:
-            found.append(
-                f"The test set has no recording with {own}, so the evaluation proves nothing. {_REMAINING_FIGURES[own]}"
-            )
-        elif n < MIN_RECORDINGS:
-            found.append(
-                f"The test set has only {n} recording{'s' * (n > 1)} with {own}, so the evaluation proves nothing."
-            )
-        elif n_groups == 1 < n_all:
-            found.append(
-                f"All recordings with {own} come from {groups.counted(1)}: any property of it predicts the label, so the evaluation proves nothing."
-            )
-        elif n_groups < MIN_GROUPS < n_all:
-            found.append(
-                f"The recordings with {own} come from only {groups.counted(n_groups)}: too few for a conclusion."
-            )
+        of_groups = groups.counted(n_groups)
+        reasons = {
+            f"The test set has no recording with {own}, {nothing}. {_REMAINING_FIGURES[own]}": not n,
+            f"The test set has only {n} recording{'s' * (n > 1)} with {own}, {nothing}.": n < MIN_RECORDINGS,
+            f"All recordings with {own} come from {of_groups}: any property of it predicts the label, {nothing}.": n_groups
+            == 1
+            < n_all,
+            f"The recordings with {own} come from only {of_groups}: too few for a conclusion.": n_groups
+            < MIN_GROUPS
+            < n_all,
+        }
+        found += [text for text, holds in reasons.items() if holds][:1]
         if n_groups >= MIN_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
             weak.append(
                 f"One of {groups.counted(n_all)} has {counts.max() / n:.0%} of the recordings with {own}, so the figures mostly describe that one."
             )
-    if n_all == 1:
-        found.append(
-            f"All recordings come from {groups.counted(1)}, so the evaluation proves nothing about others."
-        )
-    elif n_all < MIN_GROUPS:
-        found.append(
-            f"The recordings come from only {groups.counted(n_all)}: too few for intervals, so the evaluation proves nothing about others."
-        )
+    if n_all < MIN_GROUPS:
+        only = f"{'only ' * (n_all > 1)}{groups.counted(n_all)}"
+        found.append(f"All recordings come from {only}, {nothing} about others.")
+    shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(
+        code, minlength=n_all
+    )  # of leaks
     if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
         weak.append(
             f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
@@ -342,7 +590,7 @@ def group_rows(
 ) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
     "Compute the figures of each group."
     code = groups.code
-    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups)).astype(np.int64)
+    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups))
     figures = figures_of_counts(counts)
     order = np.argsort(code, kind="stable")
     ends = np.cumsum(counts.sum(1))

@@ -16,8 +16,7 @@ from leakmel.core.errors import DataError
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.metrics.bootstrap import Bootstrap
-from leakmel.learn.metrics.significance import ScoredModel, Verdict, give_verdict
+from leakmel.learn.metrics.significance import Bootstrap, ScoredModel, Verdict, give_verdict
 from leakmel.learn.model.spectral import fit_trees, segment_statistics, window_features
 
 if TYPE_CHECKING:

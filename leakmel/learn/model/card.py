@@ -20,9 +20,8 @@ from leakmel.core.parameters import check_types, field_kinds
 from leakmel.learn.data.groups import LEAKY_SPLIT
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import recordings_table
-from leakmel.learn.metrics.bootstrap import Groups
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.significance import ScoredModel, Verdict, plain
+from leakmel.learn.metrics.metrics import HeldOutScores
+from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict, plain
 
 if TYPE_CHECKING:
     from leakmel.learn.model.detector import Detector

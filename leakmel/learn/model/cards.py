@@ -216,7 +216,7 @@ def model_card(
     "Return the model card of a detector."
     from markupsafe import Markup
 
-    from leakmel.learn.metrics.decisions import alarm_threshold, fit_calibration
+    from leakmel.learn.metrics.metrics import alarm_threshold, fit_calibration
     from leakmel.learn.model.card import evaluation_text, steps_of
 
     scores = detector.held_out

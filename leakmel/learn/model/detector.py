@@ -22,8 +22,7 @@ from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageErro
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.segments import Segments, Task, open_loader
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, vote_scores
+from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.learn.model.card import (
     EvaluationRecord,
     Provenance,

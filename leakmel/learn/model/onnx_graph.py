@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from leakmel.audio.conform import even_step
 from leakmel.core.errors import DataError, UsageError
-from leakmel.learn.metrics.decisions import Calibration
-from leakmel.learn.metrics.metrics import segments_needed
+from leakmel.learn.metrics.metrics import Calibration, segments_needed
 from leakmel.learn.model.detector import Detector, required_spec
 from leakmel.learn.model.spectral import SpectralClassifier
 from leakmel.mel.reference import hann_periodic

@@ -22,8 +22,7 @@ from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.store import LocalCopies, output_path
 from leakmel.dataset.export.columns import require_package
 from leakmel.learn.data.segments import conform_recording
-from leakmel.learn.metrics.decisions import Calibration, fit_calibration
-from leakmel.learn.metrics.metrics import leak_metrics
+from leakmel.learn.metrics.metrics import Calibration, fit_calibration, leak_metrics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.core.files import write_whole
 from leakmel.learn.model.files import require_kind

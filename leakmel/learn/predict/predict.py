@@ -29,8 +29,7 @@ from leakmel.core.store import absolute_folder, output_path
 from leakmel.dataset.file.schema import Rejected
 from leakmel.dataset.source.loader import PLAIN
 from leakmel.learn.data.segments import LENGTHS, covered_samples
-from leakmel.learn.metrics.decisions import Calibration, alarm_threshold, fit_calibration
-from leakmel.learn.metrics.metrics import VOTES, vote_scores
+from leakmel.learn.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
 from leakmel.learn.model.card import EvaluationRecord, evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.devices import pick_device

@@ -28,10 +28,16 @@ from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
 from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task, find_label, source_list
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
-from leakmel.learn.metrics.bootstrap import Bootstrap, Difference, Groups, differences, recording_groups
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, choose_rule, segments_needed
-from leakmel.learn.metrics.significance import ScoredModel, figure_title, plain, score_model
+from leakmel.learn.metrics.significance import Bootstrap, Difference, differences
+from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, HeldOutScores, choose_rule, segments_needed
+from leakmel.learn.metrics.significance import (
+    Groups,
+    ScoredModel,
+    figure_title,
+    plain,
+    recording_groups,
+    score_model,
+)
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows
@@ -609,7 +615,7 @@ def compare_models(
         )
         for name, d, s in zip(("champion", "challenger"), (champion, challenger), scores)
     )
-    apart = differences(boot, (other.figures, other.draws), (one.figures, one.draws))
+    apart = differences(boot, other, one)
     return Comparison(groups, one, other, apart)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #238bb84c

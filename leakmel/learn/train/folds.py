@@ -10,7 +10,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,16 +27,21 @@ from leakmel.core.progress import Progress
 from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordings_of
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
-from leakmel.learn.metrics.bootstrap import Bootstrap, Groups, recording_groups, source_of_pieces
-from leakmel.learn.metrics.decisions import HeldOutScores
-from leakmel.learn.metrics.metrics import choose_rule, leak_metrics, vote_scores
-from leakmel.learn.metrics.significance import cautions, score_model
+from leakmel.learn.metrics.significance import (
+    Bootstrap,
+    Groups,
+    cautions,
+    recording_groups,
+    score_model,
+    source_of_pieces,
+)
+from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, platt
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
-from leakmel.learn.model.spectral import WEIGHTS, SpectralFeatures, fit_spectral, spectral_features
+from leakmel.learn.model.spectral import SpectralFeatures, fit_spectral, spectral_features
 from leakmel.learn.train.inputs import TrainingData
 from leakmel.learn.train.state import TrainingState, detector_facts, detector_of
 
@@ -55,17 +60,15 @@ def joined_groups(
         code = join_groups(code, source_of_pieces(table))
     of = np.zeros(len(found), np.int64)
     of[found.code] = code
-    names = []
-    for j in range(int(code.max()) + 1):
-        joined = [found.names[k] for k in np.flatnonzero(of == j)]
-        names.append(
-            " + ".join(joined) if len(joined) <= 3 else f"{joined[0]} and {len(joined) - 1:,} others"
-        )
+    parts = [[found.names[k] for k in np.flatnonzero(of == j)] for j in range(int(code.max()) + 1)]
+    names = tuple(
+        " + ".join(part) if len(part) <= 3 else f"{part[0]} and {len(part) - 1:,} others" for part in parts
+    )
     note = found.note
     if n_joined := len(found) - len(names):
         text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
         note = "; ".join(filter(None, [note, text]))
-    return Groups(found.by, code, tuple(names), note)
+    return Groups(found.by, code, names, note)
 
 
 def make_folds(
@@ -107,9 +110,8 @@ def calibration_line(
     "Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight."
     from sklearn.linear_model import LogisticRegression
 
-    p = np.clip(np.asarray(score, np.float64), 1e-6, 1 - 1e-6)
     # without equal weights the offset follows the labels of the training recordings, and lowers a pooled AUC
-    line = LogisticRegression(class_weight="balanced", max_iter=1000).fit(np.log(p / (1 - p))[:, None], truth)
+    line = LogisticRegression(class_weight="balanced", max_iter=1000).fit(logit(score)[:, None], truth)
     return max(MIN_MEMBER_SLOPE, float(line.coef_[0, 0])), float(line.intercept_[0])
 
 
@@ -134,15 +136,6 @@ class FoldTrainer:
     def features(self) -> SpectralFeatures:
         "Features of all recordings."
         return spectral_features(self.ds, keep_level=self.settings.keep_level)
-
-    @property
-    def has_folds(self) -> bool:
-        "Whether the groups can be divided into folds: whether a cross-validation is possible."
-        try:
-            make_folds(self.ds.labels, self.groups.code, 5)
-        except DataError:
-            return False
-        return True
 
     def _segments(self, chosen: np.ndarray, level: str) -> Segments:
         return Segments(
@@ -187,29 +180,25 @@ class FoldTrainer:
         np.ndarray
     ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
-        settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
-        settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
+        # kinds share their fits, and another version may fit otherwise
+        settings = {n: v for n, v in asdict(self.settings).items() if n not in (*SPEED_ONLY, "detector")}
         identity = {n: v for n, v in self.data.identity.items() if n != "validation"}
-        about = {"kind": kind, "seed": seed, "identity": identity, "settings": settings}
-        about["leakmel"] = __version__  # another version may fit otherwise
-        if kind == "spectral":  # fits of a release with other weights are not used
-            about["weights"] = WEIGHTS
-        facts = json.dumps(about, sort_keys=True).encode()
-        digest = digest_of(
-            b"\0".join([facts, *(self.data.training.rows[some].tobytes() for some in (learned, held_out))])
-        )
+        about = {
+            "kind": kind,
+            "seed": seed,
+            "identity": identity,
+            "settings": settings,
+            "leakmel": __version__,
+        }
+        rows = [self.data.training.rows[some].tobytes() for some in (learned, held_out)]
+        digest = digest_of(b"\0".join([json.dumps(about, sort_keys=True).encode(), *rows]))
         path = None if self.folder is None else self.folder / f"{kind}-{digest}.npy"
-        shape = (len(held_out), self.ds.row_shape[0])
-        if path is not None and path.is_file():
-            try:
-                found = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
-                if found.shape == shape and found.dtype == np.float32:
-                    return found
-            except (OSError, ValueError):
-                pass  # damaged, or of an earlier version: fitted again
-        found = score_rows(
-            self.fit(kind, learned, seed), self._segments(held_out, "recording"), device=self.device
-        )
+        if path is not None:
+            with suppress(OSError, ValueError):  # missing or damaged: fitted again
+                stored: np.ndarray = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
+                return stored
+        segments = self._segments(held_out, "recording")
+        found = score_rows(self.fit(kind, learned, seed), segments, device=self.device)
         self.n_done += 1
         if path is not None:
             np.save(content := io.BytesIO(), found)
@@ -228,11 +217,9 @@ def kinds_to_fit(
     n_recordings: int,  # of the training
 ) -> tuple[str, ...]:
     "Return the kinds of detectors that a choice fits: a network only where it can be better."
-    if detector in ("spectral", "cnn"):
-        return (detector,)
-    if detector == "auto" and n_recordings < MIN_FOR_NETWORK:
+    if detector == "spectral" or (detector == "auto" and n_recordings < MIN_FOR_NETWORK):
         return ("spectral",)
-    return ("spectral", "cnn")
+    return ("cnn",) if detector == "cnn" else ("spectral", "cnn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,19 +257,6 @@ def blend_scores(members: Sequence[np.ndarray], lines: Sequence[tuple[float, flo
     return np.mean(found, 0).astype(np.float32)
 
 
-def _scored_folds(
-    fold: np.ndarray,  # [k] int, of `make_folds`
-    is_leak: np.ndarray,  # [k] bool
-) -> list[int]:
-    "Choose the folds that are scored: of many recordings the first one with leaks and others, else all."
-    every = list(range(int(fold.max()) + 1))
-    if len(fold) > MOST_FOR_FOLDS:
-        for k in every:
-            if 0 < is_leak[fold == k].mean() < 1:
-                return [k]
-    return every
-
-
 def choose_kind(
     trainer: FoldTrainer,
     chosen: np.ndarray | None = None,  # [k] int, recordings to use, ascending; None: all
@@ -291,13 +265,20 @@ def choose_kind(
     detector: str = "auto",  # "auto", or the kind whose out-of-fold scores are wanted
     seed: int = 0,  # of folds and fits
     progress: str = "none",  # as for `core.progress.Progress`
-) -> Choice:  # raises DataError where no folds are possible
+) -> Choice | None:  # None: no folds are possible; raises DataError where a blend needs them
     "Score recordings by cross-validation with each kind, and choose the simplest kind within one standard error."
     chosen = np.arange(len(trainer.ds.rows)) if chosen is None else chosen
     groups = groups or trainer.groups
-    classes, code = trainer.ds.labels[chosen], groups.code[chosen]
-    fold = make_folds(classes, code, 5, seed)
-    parts = _scored_folds(fold, trainer.ds.is_leak[chosen])
+    is_leak = trainer.ds.is_leak[chosen]
+    try:
+        fold = make_folds(trainer.ds.labels[chosen], groups.code[chosen], 5, seed)
+    except DataError:
+        if detector == "blend":
+            raise
+        return None
+    parts = list(range(int(fold.max()) + 1))
+    if len(chosen) > MOST_FOR_FOLDS:  # the first one with leaks and others is enough
+        parts = [k for k in parts if 0 < is_leak[fold == k].mean() < 1][:1] or parts
     scored = np.flatnonzero(np.isin(fold, parts))
     wanted = kinds_to_fit(detector, len(chosen))
     found: dict[str, np.ndarray] = {}
@@ -313,7 +294,7 @@ def choose_kind(
                 bar.update(bar.n_done + 1)
             found[kind] = out[scored]
             seconds[kind] = time.perf_counter() - began
-    truth = trainer.ds.is_leak[chosen][scored]
+    truth = is_leak[scored]
     lines: list[tuple[float, float]] = []
     if len(wanted) > 1:
         lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
@@ -327,13 +308,9 @@ def choose_kind(
     elif detector == "auto":
         best = max(tried, key=lambda t: t["auc"])
         kind = next(t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"])
-        reason = (
-            f"{kind} is the best kind in cross-validation."
-            if kind == best["kind"]
-            else (
-                f"{kind} is the simplest kind within one standard error ({best['error']:.3f}) of the best, {best['kind']}."
-            )
-        )
+        reason = f"{kind} is the best kind in cross-validation."
+        if kind != best["kind"]:
+            reason = f"{kind} is the simplest kind within one standard error ({best['error']:.3f}) of the best, {best['kind']}."
     return Choice(
         kind=kind,
         tried=tuple(tried),
@@ -355,8 +332,8 @@ def _evaluate_kind(
     figures = leak_metrics(truth, score)
     draws = Bootstrap(truth, groups, n_draws=200).auc_draws(score)
     error = float(np.nanstd(draws)) if np.isfinite(draws).any() else 0.0
-    quality = {"auc": figures["auc"], "error": error, "balanced_accuracy": figures["balanced_accuracy"]}
-    return {"kind": kind, **quality, "seconds": seconds}
+    found = {"kind": kind, "auc": figures["auc"], "error": error}
+    return found | {"balanced_accuracy": figures["balanced_accuracy"], "seconds": seconds}
 
 
 def blend_of(
@@ -375,21 +352,21 @@ _N_DRAWS = 1000  # of groups
 
 def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
-    truth, numbers = trainer.ds.is_leak[choice.scored], np.arange(len(trainer.ds.rows))
+    every, numbers = trainer.ds.is_leak, np.arange(len(trainer.ds.rows))
     features = baseline_features(trainer.ds, progress="none")
-    simple = {name: np.empty(len(truth)) for name in features}
+    simple = {name: np.empty(len(numbers)) for name in features}
     for k in np.unique(choice.fold):
-        mine = choice.fold == k
-        held_out = choice.scored[mine]
+        held_out = choice.scored[choice.fold == k]
         learned = np.setdiff1d(numbers, held_out)
-        for name, values in fold_baselines(
-            features, trainer.ds.is_leak, learned, held_out, trainer.settings.seed
-        ).items():
-            simple[name][mine] = values
+        for name, values in fold_baselines(features, every, learned, held_out, trainer.settings.seed).items():
+            simple[name][held_out] = values
+    truth = every[choice.scored]
     groups = choice.groups
     boot = Bootstrap(truth, groups, n_draws=_N_DRAWS, seed=trainer.settings.seed)
     own = score_model(boot, vote_scores(choice.segment_scores), name=choice.kind, title=choice.kind)
-    against = {n: score_model(boot, s, name=n, title=BASELINE_TITLES[n]) for n, s in simple.items()}
+    against = {
+        n: score_model(boot, s[choice.scored], name=n, title=BASELINE_TITLES[n]) for n, s in simple.items()
+    }
     verdict, notes = judge(boot, own, against, choice.kind == "spectral")
     notes = (*cautions(truth, groups), *notes)
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"

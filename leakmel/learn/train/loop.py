@@ -370,9 +370,6 @@ def finish_training(
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     chooser = None if choice is None else trainer
     detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
-    if choice is None and trainer is not None and not trainer.has_folds:
-        # no cross-validation is advised
-        detector = replace(detector, record=detector.record | {"choice": None})
     write_history(run.out / "history.csv", state.epochs)
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
@@ -467,16 +464,13 @@ def seconds_text(seconds: float) -> str:
 
 def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, show: str) -> Choice | None:
     "Choose the kind by cross-validation; None: it is not possible, and a spectral detector is fitted without."
-    try:
-        return choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
-    except DataError as e:
-        if e.code != "label-in-one-part" or settings.detector == "blend":
-            raise
+    choice = choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
+    if choice is None:
         _LOG.warning(
-            "%s. A spectral detector is fitted on all recordings, with the threshold of validation or 0.5",
-            e,
+            "cross-validation is not possible: a label would be missing in training. "
+            "A spectral detector is fitted on all recordings, with the threshold of validation or 0.5"
         )
-        return None
+    return choice
 
 
 def _identity_digest(data: TrainingData, settings: TrainSettings) -> str:
