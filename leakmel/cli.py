@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, difflib, errno, gc, io, json, logging, os, re, select, signal, sys, threading, warnings
+import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, threading, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -39,11 +39,13 @@ from leakmel.ops.operations import (
 )
 
 # in the order of the help
-_LISTED: tuple[type[Operation], ...] = (
-    *(Init, Demo, Scan, Build, Join, Verify, Train, Search, Evaluate, Predict, Suggest, Similar, Embed),
-    *(Nightly, Review, Retrain, Fetch, Correlate, Export, Card, Labels, Page, Cache, Bench, Tune, Doctor),
-)
-OPERATIONS = {cls.command.name: cls for cls in _LISTED}
+OPERATIONS: dict[str, type[Operation]] = {
+    cls.command.name: cls
+    for cls in (
+        *(Init, Demo, Scan, Build, Join, Verify, Train, Search, Evaluate, Predict, Suggest, Similar, Embed),
+        *(Nightly, Review, Retrain, Fetch, Correlate, Export, Card, Labels, Page, Cache, Bench, Tune, Doctor),
+    )
+}
 FIRST_DAY = """leakmel: log-mel data sets and leak detectors from folders of pipe recordings
 
   leakmel scan recordings --content                 rates, lengths, labels and problems of a folder
@@ -94,8 +96,10 @@ class CommandParser(argparse.ArgumentParser):
         options = [named[f"--{word}"] for word in words]
         positional = [a for a in self._actions if not a.option_strings]
         rest = argparse.Action(["options"], "options", nargs=0)  # shown as [options]
-        usage = [*(a for a in options if a.required), rest, *positional]
-        return self._format(usage, [("positional arguments", positional), ("options", options)])
+        return self._format(
+            [*(a for a in options if a.required), rest, *positional],
+            [("positional arguments", positional), ("options", options)],
+        )
 
     def format_help_all(self) -> str:
         "Return the complete help."
@@ -123,10 +127,9 @@ class CommandParser(argparse.ArgumentParser):
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' ", message):
-            close = difflib.get_close_matches(wrong[1].lower(), OPERATIONS, n=1)
-            message = f"unknown command {wrong[1]}" + (f": did you mean {close[0]}?" if close else "")
-        text = f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help"
-        raise UsageError(text, code="invalid-arguments")
+            message = f"unknown command: {answer_unknown(wrong[1].lower(), OPERATIONS)}"
+        end = "" if message.endswith("?") else "."
+        raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
 
 
 def _parser(
@@ -252,8 +255,8 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
         handlers = _catch_signals()
         try:
             with warnings_to_stderr(), safe_module_path():
-                shown = Run("none" if args.json or args.quiet else "auto", width=line_width())
-                done = make(OPERATIONS[args.command], vars(args))(shown)
+                run = make(OPERATIONS[args.command], vars(args))
+                done = run(Run("none" if args.json or args.quiet else "auto", width=line_width()))
                 status, body, text = done.status, dict(done.body), done.text
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
@@ -322,8 +325,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser(next(iter(words), "-"))
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        of_commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+        of_commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 

@@ -434,7 +434,7 @@ def read_open_wav(
 
 # %% ../../nbs/audio/wav.ipynb #5fb93904
 def read_wav(
-    path: str | bytes | os.PathLike,
+    path: str | bytes | os.PathLike,  # of a WAV file
 ) -> Recording:  # samples [n, C]: int16 for 16-bit PCM, else float32
     "Read one WAV file; raises RecordingError with path, code and offset if it is invalid."
     try:

@@ -374,9 +374,9 @@ def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = T
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
 def log_mel(
     samples: np.ndarray,  # [..., N] int16 (divided by 32768) or float; N is the number of samples in the spec
-    spec: MelSpec,
+    spec: MelSpec,  # settings of the features
     *,
-    engine: str = "auto",
+    engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
 ) -> np.ndarray:  # [..., L, S, M, T] float32, dB; float64 from the reference
     "Compute log-mel features of recordings in memory; raises SpecError if the length is wrong."
     samples = np.asarray(samples)

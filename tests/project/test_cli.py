@@ -264,7 +264,7 @@ def test_without_a_command_the_first_day_is_shown_and_a_misspelt_command_is_name
     for word, meant in (("bulid", "build"), ("Predict", "predict"), ("nightley", "nightly")):
         status, _, err = say(word, "x")
         assert status == 2
-        assert f"unknown command {word}: did you mean {meant}?" in err
+        assert f"unknown command: {word.lower()} is unknown; did you mean {meant}?" in err
 
 
 def test_invalid_choice_lists_valid_ones(data, tmp_path, say):

@@ -309,7 +309,7 @@ class MelDataset:
 
 # %% ../../../nbs/dataset/file/reader.ipynb #123926c2
 def open_dataset(
-    path: str | os.PathLike,
+    path: str | os.PathLike,  # of a data set
     *,
     legacy: bool = False,  # open a file of the earlier system, unverified
     chunk_cache_bytes: int | None = None,  # size of HDF5's cache of decompressed chunks; None: HDF5's default

@@ -691,9 +691,9 @@ def preload(
     split: str | None = None,  # "training", "validation", "testing"; None: all
     spec: SpecLike = None,  # as for `build`; only rate, length and rules are used
     mode: str = "preload",  # "preload" or "memmap"
-    pipeline: PipelineConfig | None = None,
+    pipeline: PipelineConfig | None = None,  # memory and cache folder; None: the defaults
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    progress: str = "auto",
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> Preloaded:  # a context manager; closing it frees the memory
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):

@@ -206,7 +206,7 @@ def similar(
     length: str
     | None = None,  # of the query and of recordings of a folder: "spec", or "whole" for all of a recording; None: as stored, else "spec"
     engine: str = "auto",  # as for `predict`
-    progress: str = "auto",
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> SimilarRecordings:  # raises LeakmelError
     "Find the recordings that are most similar to a recording, by exact search."
     if not isinstance(k, int) or k < 1:

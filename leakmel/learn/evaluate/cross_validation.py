@@ -563,8 +563,24 @@ def cross_validate(
     | None = None,  # an Executor, a Dask client or the address of a scheduler: it fits the folds, instead of `jobs`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    given = {name: value for name, value in locals().items() if name != "group"}
-    with open_resampling("cross_validation", **given) as run:
+    with open_resampling(
+        "cross_validation",
+        data,
+        out,
+        settings,
+        device,
+        progress,
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        cluster=cluster,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
         groups = groups_of(run.data, group)
         scores, rows = run.scores(run.fits("", groups))
         found = run.cross_validation(groups, scores[""], rows)

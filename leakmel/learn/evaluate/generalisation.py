@@ -340,11 +340,26 @@ def generalisation(
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
     "Cross-validate a detector by several groupings, from the easiest test to the hardest."
-    given = {name: value for name, value in locals().items() if name != "groups"}
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
     if not names:
         raise UsageError("groups must name a grouping", code="usage", found=names)
-    with open_resampling("generalisation", **given) as run:
+    with open_resampling(
+        "generalisation",
+        data,
+        out,
+        settings,
+        device,
+        progress,
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
         planned, left_out, fits = _plan_groupings(run, names)
         scores, rows = run.scores(fits)
         tested, hardest = [], []
@@ -562,7 +577,6 @@ def learning_curve(
     them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
     hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
     """
-    given = {name: value for name, value in locals().items() if name not in ("group", "sizes")}
     shares = sorted({float(share) for share in (SHARES if sizes is None else sizes)} - {1.0})
     settings = settings or TrainSettings()
     if not shares or shares[0] <= 0 or shares[-1] > 1 or settings.detector == "blend":
@@ -573,8 +587,24 @@ def learning_curve(
             expected="shares above 0 and at most 1, one of them below 1; spectral, cnn or auto",
         )
     note = _AUTO if settings.detector == "auto" else ""
-    given["settings"] = replace(settings, detector="spectral") if note else settings
-    with open_resampling("learning_curve", **given) as run:
+    settings = replace(settings, detector="spectral") if note else settings
+    with open_resampling(
+        "learning_curve",
+        data,
+        out,
+        settings,
+        device,
+        progress,
+        n_folds=n_folds,
+        seeds=seeds,
+        n_draws=n_draws,
+        jobs=jobs,
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        legacy=legacy,
+        labels=labels,
+    ) as run:
         groups = groups_of(run.data, group)
         fits = list[Fit]()
         for fit in run.fits(_WHOLE, groups):

@@ -345,7 +345,7 @@ def export_history(
     state: str | os.PathLike,  # state folder of `leakmel nightly`, or the history in it
     *,
     out: str | os.PathLike,  # folder to create; it must not exist, or be empty
-    to: str = "parquet",
+    to: str = "parquet",  # the only format
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> ExportResult:  # raises UsageError, DataError, OutputError, SpaceError, MissingPackageError
     "Export the history of nightly runs as Parquet: recordings, nights and visits."

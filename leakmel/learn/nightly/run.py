@@ -487,7 +487,7 @@ def nightly(
     | os.PathLike
     | None = None,  # data set that the drift is measured against, for example the training set
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
-    progress: str = "auto",
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> NightlyRun:  # raises LeakmelError
     "Score the new recordings of a folder, and write the table of sensors to visit."
     began = time.perf_counter()

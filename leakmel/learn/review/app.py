@@ -394,7 +394,7 @@ def review(
     seed: int = 0,  # of the random queue
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     controls: bool | None = None,  # show buttons; None: only in an interactive session
-    progress: str = "auto",
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> ReviewApp:  # raises LeakmelError
     "Listen to recordings of a folder and label them, in a notebook."
     given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}

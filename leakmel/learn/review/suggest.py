@@ -387,10 +387,10 @@ def suggest(
     out: str | os.PathLike | None = None,  # new CSV file
     mix: SampleMix | None = None,  # None: 40 % uncertain, 40 % diverse, 20 % random
     per_sensor: int = 3,  # uncertain and diverse recordings of a sensor at the most
-    seed: int = 0,
+    seed: int = 0,  # of what is drawn
     manifest: Manifest | None = None,  # result of `scan`: the listed recordings only
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
-    progress: str = "auto",
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> Suggestions:  # raises LeakmelError
     "Choose recordings of a folder to label next."
     for name, value, least in (("n", n, 1), ("per_sensor", per_sensor, 1), ("seed", seed, 0)):
