@@ -86,12 +86,10 @@ def __getattr__(name: str):
         from .core.errors import missing_package
 
         raise missing_package(e) from e
-    value = getattr(module, name)
     from .core.parameters import add_comments
 
-    add_comments(value)
-    globals()[name] = value
-    return value
+    globals()[name] = add_comments(getattr(module, name))
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -61,9 +61,7 @@ leakmel --help lists all commands, leakmel COMMAND --help the options of one."""
 def warnings_to_stderr() -> Iterator[None]:
     "Print each warning of leakmel once, as a sentence on stderr."
 
-    @cache
-    def print_once(text: str) -> None:
-        print_error(text)
+    print_once = cache(print_error)
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         print_once(f"{category.__name__}: {message}")
@@ -92,8 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         if not self.short:
             return self.format_help_all()
         named = {a.option_strings[-1]: a for a in self._actions if a.option_strings}
-        words = ["help", *self.short.split(","), "json", "quiet", "help-all"]
-        options = [named[f"--{word}"] for word in words]
+        options = [named[f"--{w}"] for w in ("help", *self.short.split(","), "json", "quiet", "help-all")]
         positional = [a for a in self._actions if not a.option_strings]
         rest = argparse.Action(["options"], "options", nargs=0)  # shown as [options]
         return self._format(
@@ -205,9 +202,8 @@ class Stream(io.FileIO):
 def _own_stream(fd: int, text: Any) -> Stream:
     "Replace `sys.stdout` or `sys.stderr` by one that raises no errors."
     stream = Stream(fd, "w", closefd=False)
-    encoding = getattr(text, "encoding", None)
-    buffer = io.BufferedWriter(stream)
-    new = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=fd == 2 or stream.isatty())
+    how: Any = {"errors": "backslashreplace", "line_buffering": fd == 2 or stream.isatty()}
+    new = io.TextIOWrapper(io.BufferedWriter(stream), getattr(text, "encoding", None), **how)
     setattr(sys, ("stdin", "stdout", "stderr")[fd], new)
     return stream
 
@@ -290,8 +286,10 @@ def _in_shell_words(error: BaseException, command: str) -> str:
     head, tail = text[: len(text) - len(remedy)], text[len(text) - len(remedy) :]
     if not command or not ("_" in tail or "=" in tail):
         return text
-    commands = next(a for a in _parser(command)._actions if isinstance(a, argparse._SubParsersAction))
-    known = commands.choices[command]._option_string_actions
+    of_commands = next(
+        a for a in _parser(command)._actions if isinstance(a, argparse._SubParsersAction)
+    ).choices
+    known = of_commands[command]._option_string_actions
 
     def option(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
@@ -325,8 +323,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser(next(iter(words), "-"))
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        of_commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-        of_commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[
+            args.command
+        ].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 

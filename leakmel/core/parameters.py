@@ -346,8 +346,8 @@ def source_comments(
 def add_comments(
     # a public function or class, whose docstring grows
     value: Any,
-) -> None:
-    "Add the comments of parameters and fields to a docstring, so that `help` shows them."
+) -> Any:
+    "Add the comments of parameters and fields to a docstring, so that `help` shows them; return the value."
     found = {name: text for name, text in source_comments(value).items() if text and name != "self"}
     parts = {
         "Parameters": [n for n in found if n != "return"],
@@ -357,6 +357,7 @@ def add_comments(
         if names:
             lines = [f"{name if title == 'Parameters' else 'result'}\n    {found[name]}" for name in names]
             value.__doc__ = "\n".join([f"{inspect.getdoc(value)}\n\n{title}\n{'-' * len(title)}", *lines])
+    return value
 
 
 _METAVARS = {

@@ -19,7 +19,7 @@ from leakmel import __version__
 from leakmel.core.errors import DataError
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import Timeline
-from leakmel.learn.data.segments import Loader, Segments, open_loader
+from leakmel.learn.data.segments import Segments, open_loader
 from leakmel.learn.metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
 from leakmel.learn.model.detector import Detector, image_shape, score_rows
 from leakmel.learn.model.devices import memory_guard
