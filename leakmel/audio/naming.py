@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -299,13 +299,15 @@ def match_pattern(
     tokens = pattern_tokens(pattern)
     texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
     steps = 0
+    failed = set[tuple[int, int, tuple[str, ...]]]()
 
-    @cache
     def rest(k: int, at: int, free: tuple[str, ...]) -> list[int] | None:
         "Return where tokens end from token k at a place, or None; `free` fields can have any text."
         nonlocal steps
         if k == len(tokens):
             return [] if at == len(path) else None
+        if (k, at, free) in failed:
+            return None
         kind, value = tokens[k]
         typed = _TYPED_FIELDS.get(value) if kind == "field" and value not in free else None
         for end in _ends(tokens[k], path, at, texts[k]):
@@ -316,6 +318,7 @@ def match_pattern(
                 continue
             if (found := rest(k + 1, end, free)) is not None:
                 return [end, *found]
+        failed.add((k, at, free))
         return None
 
     for free in ((), ("gain",), ("start_time",), ("start_time", "gain")):

@@ -22,6 +22,7 @@ from leakmel.learn.retrain import rounds
 from leakmel.learn.model.files import round_folder
 from leakmel.learn.model.detector import load_champion
 from leakmel.learn.retrain.rounds import weights_digest
+from leakmel.learn.plans import find_data_sets
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.evaluate.evaluation import evaluate
@@ -815,3 +816,19 @@ def test_folder_of_rounds_continues_with_its_champion_only(
         tmp_path / "run",
         *words_of(place, small_sets, two_rounds),
     )
+
+
+def test_the_folder_of_one_data_set_without_splits_is_trained_on(
+    small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    "What `leakmel build` writes for a folder of label folders, and what it prints as the next command."
+    shutil.copy(small_sets / "TRAINING_DATASET.H5", tmp_path / "ALL_DATASET.H5")
+    assert (
+        main(
+            ["train", str(tmp_path), "--out", str(tmp_path / "detector"), "--detector", "spectral", "--quiet"]
+        )
+        == 0
+    )
+    assert str(tmp_path / "detector" / "model.pt") in capsys.readouterr().out
+    shutil.copy(small_sets / "TRAINING_DATASET.H5", tmp_path)
+    assert find_data_sets(tmp_path).files == {"training": tmp_path / "TRAINING_DATASET.H5"}
