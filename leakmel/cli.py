@@ -124,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' ", message):
-            message = f"unknown command: {answer_unknown(wrong[1].lower(), OPERATIONS)}"
+            message = f"unknown command: {answer_unknown(wrong[1], OPERATIONS)}"
         end = "" if message.endswith("?") else "."
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
 

@@ -949,10 +949,10 @@ def test_the_text_of_build_counts_problems(messy, tmp_path: Path, say) -> None:
         "2",
         "--quiet",
     )
-    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("mode"))
-    line = text.partition("  problems: ")[2].replace("\n    ", " ")
+    assert all(len(line) <= 100 for line in text.splitlines() if "leakmel " not in line)
+    line = " ".join(text.partition("problems: ")[2].split())
     assert "3 x silent" in line
-    assert "1 x dead_sensor" in line
+    assert "and 6 more" in line, "the command lists all kinds"
     assert f"leakmel scan {shlex.quote(str(root))} --content" in line
 
 

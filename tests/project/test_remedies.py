@@ -230,7 +230,8 @@ def test_problems_of_a_build_are_listed_by_the_command_that_it_prints(
     (root / "4.wav").write_bytes((root / "2.wav").read_bytes())  # a copy
     status, text = say("build", "my data", *given, "--out", "x.h5", "--quiet", "--check", "1")
     assert status == 0, text
-    (command,) = commands_in(text)
+    command, train = commands_in(text)
+    assert train[:1] == ["train"]
     assert command[:2] == ["scan", str(root)]
     status, text = say(*command)
     assert status == 0

@@ -732,9 +732,18 @@ def _examined(
     return code, reason
 
 
-def _identity(fd: int) -> tuple[int, ...]:
-    "Return device, inode, size and times of an open file, which change when it changes."
-    s = os.fstat(fd)
+def _identity(
+    # or a descriptor
+    path: str | os.PathLike | int,
+) -> tuple[int, ...]:  # raises OSError
+    "Return device, inode, size and times of a regular file, which change when it changes."
+    if not isinstance(path, int):  # network file systems ask the server when a file is opened
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _identity(fd)
+        finally:
+            os.close(fd)
+    s = os.fstat(path)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
@@ -744,8 +753,7 @@ def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise VerifyError("the path is not a regular file", code="not-a-file", path=path)
         for _ in range(3):
-            with open(path, "rb", buffering=0) as opened:  # network file systems then ask the server
-                identity = _identity(opened.fileno())
+            identity = _identity(path)
             code, reason = _examined(os.fspath(path), identity)
             if code:
                 what = "is damaged" if code == "damaged-data-set" else "is not safe"
