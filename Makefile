@@ -59,6 +59,7 @@ build: $(INSTALLED)-notebook ## build verified data sets, from DATA or a made de
 	@$(BIN)/python nbs/_tools/run_build.py
 
 learn: $(INSTALLED)-learn ## install what detectors need: torch and scikit-learn
+	@$(if $(filter command,$(origin TORCH)),$(BIN)/python nbs/_tools/install.py "$(TORCH)" learn)
 	@echo "next: $(BIN)/leakmel train FOLDER --out detector"
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.

@@ -8,6 +8,7 @@
 import subprocess
 import sys
 from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -38,6 +39,14 @@ def can_reach(url: str) -> bool:
         return False
 
 
+def is_without_cuda() -> bool:
+    "Return whether a torch is installed that cannot use CUDA, which pip would keep."
+    try:
+        return "+cpu" in version("torch")
+    except PackageNotFoundError:
+        return False
+
+
 def main() -> int:
     "Install; the exit status is that of pip."
     torch, extra = sys.argv[1:]
@@ -50,6 +59,10 @@ def main() -> int:
 
     parts = parts_of(extra)
     megabytes = BASE_MB + sum(EXTRA_MB.get(name, 0) for name in parts)
+    if "learn" in parts and torch == "cuda" and is_without_cuda():
+        subprocess.run(
+            [sys.executable, "-m", "pip", "uninstall", "--yes", "torch", "torchaudio"], check=False
+        )
     options = []
     if "learn" in parts and torch == "cpu" and can_reach(CPU_WHEELS):
         options = ["--extra-index-url", CPU_WHEELS]

@@ -238,6 +238,7 @@ def test_make_installs_torch_without_cuda_where_it_can(monkeypatch, capsys):
             return subprocess.CompletedProcess(words, 0)
 
         with monkeypatch.context() as m:
+            m.setattr(install, "is_without_cuda", lambda: False)
             m.setattr(sys, "argv", ["install.py", torch, extra])
             m.setattr(install, "can_reach", lambda url: is_there)
             m.setattr(install.subprocess, "run", run)
