@@ -152,8 +152,17 @@ def same_training(
     found = latest_checkpoint(out / "checkpoints")
     if found is None:
         return None
-    values = found[1]
-    if changes := differences(json.loads(values["identity"]), training_identity(data, settings)):
+    checkpoint, values = found
+    try:
+        then = dict(json.loads(values["identity"]))
+    except (KeyError, TypeError, ValueError) as e:
+        raise DataError(
+            "the file is not a checkpoint of a training",
+            code="not-a-checkpoint",
+            path=checkpoint.path,
+            remedy="start over with resume='never'",
+        ) from e
+    if changes := differences(then, training_identity(data, settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
@@ -370,6 +379,9 @@ def finish_training(
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     chooser = None if choice is None else trainer
     detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
+    if choice is None and trainer is not None and not trainer.has_folds:
+        # no cross-validation is advised
+        detector = replace(detector, record=detector.record | {"choice": None})
     write_history(run.out / "history.csv", state.epochs)
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
@@ -402,6 +414,20 @@ def _write_result(
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
+    result = _result_of(path, detector, data, seconds, begin, state)
+    write_summary(out, result.summary)
+    return result
+
+
+def _result_of(
+    path: Path,
+    detector: Detector,
+    data: TrainingData,
+    seconds: float,
+    begin: str,
+    state: TrainingState | None = None,
+) -> TrainResult:
+    "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
     best = None if state is None else state.best_figures
     summary = detector.record | {
@@ -415,7 +441,7 @@ def _write_result(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": steps_of(detector, _words_of(data, out), quote(show_path(path))),
+        "next_steps": steps_of(detector, _words_of(data, path.parent), quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         "begin": begin,
@@ -424,7 +450,6 @@ def _write_result(
         "micro_batch": 0 if state is None else state.stepper.portions.most,
         "n_ran_out": 0 if state is None else state.stepper.portions.n_ran_out,
     }
-    write_summary(out, summary)
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -512,7 +537,8 @@ def _finished_result(
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            return _write_result(out, detector, data, detector.record["seconds"], "Fitted.")
+            seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
+            return _result_of(out / "model.pt", detector, data, seconds, "Fitted.")
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",
