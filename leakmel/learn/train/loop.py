@@ -6,7 +6,7 @@
 __all__ = ['SAMPLE_S', 'TrainResult', 'train_network', 'train']
 
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time, timeit, warnings
+import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 import numpy as np
-import torch
 
 from leakmel.audio.labels import LabelTable, counts_text
 from leakmel.audio.wav import digest_of
@@ -27,7 +26,7 @@ from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
 from leakmel.core.run_plan import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group
-from leakmel.learn.data.segments import BINARY, LEFT_OUT, Batch
+from leakmel.learn.data.segments import BINARY, LEFT_OUT
 from leakmel.learn.data.splits import Split, recordings_table
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
@@ -57,11 +56,10 @@ from leakmel.learn.train.state import (
     data_record,
     detector_of,
     end_epoch,
-    new_net,
     restore_checkpoint,
     to_checkpoint,
 )
-from leakmel.learn.train.step import Stepper, loader_advice
+from leakmel.learn.train.step import loader_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -463,28 +461,6 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
         ]  # what the split keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
     return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
-
-
-def network_time(
-    settings: TrainSettings,
-    data: TrainingData,
-    device: str,
-) -> tuple[int, float]:  # optimiser steps, and their seconds on this machine
-    "Measure how long the training of a network takes, by a few of its steps."
-    n_items = len(data.training)
-    settings = with_length(settings, n_items)
-    stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
-    x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
-    batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
-    # reading the loss waits for the device
-    took = timeit.repeat(lambda: float(stepper.step(batch).loss), number=1, repeat=3)
-    n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
-    return n_steps, n_steps * min(took)
-
-
-def seconds_text(seconds: float) -> str:
-    "Format an estimated duration."
-    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
 def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, show: str) -> Choice | None:
