@@ -360,6 +360,7 @@ def add_comments(
     return value
 
 
+_MOST_LETTERS = 50  # of choices; longer ones are in the text of the option, and a line of the help has 80
 _METAVARS = {
     r"_hz$|^sample_rate$": "HZ",
     r"_s$": "SECONDS",
@@ -378,8 +379,9 @@ def option_metavar(
 ) -> str:  # "HZ", "SECONDS", "N", "htk|slaney" ...
     "Return the metavar of an option's value in the help."
     plain = [k for k in kinds if k is not None]
-    if choices:
-        return "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
+    allowed = "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
+    if choices and len(allowed) <= _MOST_LETTERS:
+        return allowed
     for pattern, word in _METAVARS.items():
         if re.search(pattern, name):
             return word

@@ -1,6 +1,7 @@
 "Cards of data sets and detectors, Croissant metadata, and tables of predictions and of the nightly history in Parquet."
 
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -20,8 +21,9 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.learn.operations import Predict
-from leakmel.core.errors import DataError, MissingPackageError, OutputError
+from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
 from leakmel.dataset.export.card import croissant_text
+from leakmel.learn.model import cards
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.card import EvaluationRecord
@@ -185,9 +187,19 @@ def test_card_of_a_detector(model: Path, tmp_path: Path) -> None:
     assert "<" not in text.replace("\\<", "")
 
 
-def test_card_replaces_cards_only(model: Path, tmp_path: Path) -> None:
+def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         lm.card(model, out=tmp_path, progress="none")
+
+    def disk_full(*_: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as m:
+        m.setattr(cards, "croissant_text", disk_full)
+        with pytest.raises(SpaceError):
+            lm.card(model, out=tmp_path, license="MIT", progress="none")
+    assert "MIT" not in (tmp_path / "model_card.md").read_text(), "not without its metadata"
+    assert len(os.listdir(tmp_path)) == 2
     (tmp_path / "model_card.md").write_text("# My notes")
     before = (tmp_path / "model_croissant.json").read_bytes()
     with raises("other-file-in-the-way", OutputError, path=tmp_path / "model_card.md"):

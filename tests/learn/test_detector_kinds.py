@@ -296,7 +296,9 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
         raise AssertionError("fitted again")
 
     monkeypatch.setattr(folds_module, "fit_spectral", fitted)
+    written = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == written
     folders = {name: alone.summary[name] for name in ("model", "next_steps")}
     assert again.summary | folders == alone.summary
     assert again.detector.record == alone.detector.record
@@ -403,7 +405,7 @@ def test_only_the_recordings_of_a_network_are_loaded_into_memory(
     loaded = []
 
     def load(ds: Segments, *args: Any, **more: Any) -> Any:
-        loaded.append(ds)
+        loaded.extend([ds] * (ds.preloaded is None))
         return LOAD(ds, *args, **more)
 
     monkeypatch.setattr(segments, "load_items", load)

@@ -226,16 +226,21 @@ def test_files_of_other_programs_are_not_loaded_as_checkpoints(tmp_path: Path) -
             load_plain(tmp_path / name)
 
 
-def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3, 4, 5):
         save_checkpoint(tmp_path, {"step": step}, step, keep=3, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 5]
     (tmp_path / "best.pt").write_bytes(b"kept apart")
-    save_checkpoint(tmp_path, {"step": 4, "again": True}, 4, keep=3, sync=False)
+    with monkeypatch.context() as m:  # as if it was written on a machine with a GPU
+        m.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        again = {"step": 4, "again": torch.ones(2)}
+        save_checkpoint(tmp_path, again, 4, keep=3, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4]
     found = latest_checkpoint(tmp_path)
     assert found is not None
-    assert found[1] == {"step": 4, "again": True}, "the one that was written later"
+    assert found[1]["again"].tolist() == [1, 1], "the one that was written later"
     save_checkpoint(tmp_path, {"step": 1}, 1, keep=1, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
     assert (tmp_path / "best.pt").exists()

@@ -30,7 +30,7 @@ from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
-from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
+from leakmel.learn.model.files import latest_checkpoint, list_checkpoints, save_checkpoint
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.learn.train import loop
 from leakmel.learn.train.history import EpochFigures, is_better
@@ -288,6 +288,10 @@ def test_other_training_is_refused_or_started_over(
         trained(sets, out, kind="binary")
     with raises("other-training", UsageError, found="other validation data"):
         train(files(sets)[0], sets / "TESTING_DATASET.H5", out=out, settings=TINY, progress=False)
+    foreign = save_checkpoint(out / "checkpoints", {"step": 999}, 999, sync=False)
+    with raises("not-a-checkpoint", DataError, path=foreign.path):
+        trained(sets, out)
+    foreign.path.unlink()
     assert (out / "checkpoints" / "best.pt").read_bytes() == before, "nothing was thrown away"
     trained(
         sets, out, settings=replace(TINY, profile_every=3, preload_to_ram=False)
@@ -464,7 +468,7 @@ def test_insufficient_memory_for_items_or_evaluation_is_reported(
 
     with monkeypatch.context() as m:
         m.setattr(loaders, "load_items", out_of_memory)
-        on_device = replace(TINY, loader="device")
+        on_device = replace(TINY, loader="device", preload_to_ram=False)
         with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"):
             trained(sets, tmp_path / "a", settings=on_device)
     monkeypatch.setattr(training_state, "score_rows", out_of_memory)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import h5py
 
 from leakmel.core.errors import DataError, OutputError, missing_remedy, show_path
-from leakmel.core.files import digest_of_file, write_whole
+from leakmel.core.files import digest_of_file, replacing, write_errors, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 from leakmel.dataset.export.card import (
@@ -66,7 +66,7 @@ class Card:
         return self.markdown
 
     def write(self, path: Path, metadata_path: Path) -> None:  # raises OutputError, SpaceError
-        "Write card and metadata."
+        "Write card and metadata; both files are complete before either of them is renamed."
         for target in (path, metadata_path):
             if os.path.lexists(target) and not _ours(target):
                 raise OutputError(
@@ -75,16 +75,24 @@ class Card:
                     path=target,
                     remedy="choose another folder (--out), or move it elsewhere",
                 )
-        write_whole(path, self.markdown)
-        write_whole(metadata_path, croissant_text(dict(self.metadata)))
+        with write_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new, replacing(metadata_path) as new_metadata:
+            new.write_text(self.markdown, encoding="utf-8", errors="backslashreplace")
+            new_metadata.write_text(croissant_text(dict(self.metadata)), encoding="utf-8")
+
+
+_MOST_BYTES = 1 << 26  # of a card or description that is read
 
 
 def _ours(path: Path) -> str:  # empty: it does not exist, or is another file
     "Return the text of a card or a description of leakmel."
     if not path.is_file() or path.is_symlink():
         return ""
-    text = path.read_text(encoding="utf-8", errors="backslashreplace")
-    return text if text.startswith(_BEGINNINGS[path.suffix]) else ""
+    with path.open("rb") as f:
+        content = f.read(_MOST_BYTES)
+    is_ours = content.startswith(tuple(text.encode() for text in _BEGINNINGS[path.suffix]))
+    return content.decode("utf-8", "backslashreplace") if is_ours else ""
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490008
 def _digests(files: list[Path], progress: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ def load_plain(
                         remedy="copy the file again, or train again",
                     )
                 content += f.read()
-            return dict(torch.load(io.BytesIO(unsealed(content)), weights_only=True))
+            return dict(torch.load(io.BytesIO(unsealed(content)), map_location="cpu", weights_only=True))
     except LeakmelError:
         raise
     except pickle.UnpicklingError as e:

@@ -137,6 +137,15 @@ class FoldTrainer:
         "Features of all recordings."
         return spectral_features(self.ds, keep_level=self.settings.keep_level)
 
+    @property
+    def has_folds(self) -> bool:
+        "Whether the groups can be divided into folds: whether a cross-validation is possible."
+        try:
+            make_folds(self.ds.labels, self.groups.code, 5)
+        except DataError:
+            return False
+        return True
+
     def _segments(self, chosen: np.ndarray, level: str) -> Segments:
         return Segments(
             self.data.training.sources,

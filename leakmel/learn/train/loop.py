@@ -6,7 +6,7 @@
 __all__ = ['SAMPLE_S', 'TrainResult', 'train_network', 'train']
 
 # %% ../../../nbs/learn/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time, timeit, warnings
+import json, logging, math, os, signal, threading, time, warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 import numpy as np
-import torch
 
 from leakmel.audio.labels import LabelTable, counts_text
 from leakmel.audio.wav import digest_of
@@ -27,7 +26,7 @@ from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
 from leakmel.core.run_plan import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group
-from leakmel.learn.data.segments import BINARY, LEFT_OUT, Batch
+from leakmel.learn.data.segments import BINARY, LEFT_OUT
 from leakmel.learn.data.splits import Split, recordings_table
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
@@ -57,11 +56,10 @@ from leakmel.learn.train.state import (
     data_record,
     detector_of,
     end_epoch,
-    new_net,
     restore_checkpoint,
     to_checkpoint,
 )
-from leakmel.learn.train.step import Stepper, loader_advice
+from leakmel.learn.train.step import loader_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,8 +150,17 @@ def same_training(
     found = latest_checkpoint(out / "checkpoints")
     if found is None:
         return None
-    values = found[1]
-    if changes := differences(json.loads(values["identity"]), training_identity(data, settings)):
+    checkpoint, values = found
+    try:
+        then = dict(json.loads(values["identity"]))
+    except (KeyError, TypeError, ValueError) as e:
+        raise DataError(
+            "the file is not a checkpoint of a training",
+            code="not-a-checkpoint",
+            path=checkpoint.path,
+            remedy="start over with resume='never'",
+        ) from e
+    if changes := differences(then, training_identity(data, settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
@@ -370,6 +377,9 @@ def finish_training(
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     chooser = None if choice is None else trainer
     detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
+    if choice is None and trainer is not None and not trainer.has_folds:
+        # no cross-validation is advised
+        detector = replace(detector, record=detector.record | {"choice": None})
     write_history(run.out / "history.csv", state.epochs)
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
@@ -402,6 +412,20 @@ def _write_result(
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
+    result = _result_of(path, detector, data, seconds, begin, state)
+    write_summary(out, result.summary)
+    return result
+
+
+def _result_of(
+    path: Path,
+    detector: Detector,
+    data: TrainingData,
+    seconds: float,
+    begin: str,
+    state: TrainingState | None = None,
+) -> TrainResult:
+    "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
     best = None if state is None else state.best_figures
     summary = detector.record | {
@@ -415,7 +439,7 @@ def _write_result(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": steps_of(detector, _words_of(data, out), quote(show_path(path))),
+        "next_steps": steps_of(detector, _words_of(data, path.parent), quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         "begin": begin,
@@ -424,7 +448,6 @@ def _write_result(
         "micro_batch": 0 if state is None else state.stepper.portions.most,
         "n_ran_out": 0 if state is None else state.stepper.portions.n_ran_out,
     }
-    write_summary(out, summary)
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -438,28 +461,6 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
         ]  # what the split keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
     return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
-
-
-def network_time(
-    settings: TrainSettings,
-    data: TrainingData,
-    device: str,
-) -> tuple[int, float]:  # optimiser steps, and their seconds on this machine
-    "Measure how long the training of a network takes, by a few of its steps."
-    n_items = len(data.training)
-    settings = with_length(settings, n_items)
-    stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
-    x = torch.zeros((settings.batch_size, *data.training.item_shape), dtype=torch.float16)
-    batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
-    # reading the loss waits for the device
-    took = timeit.repeat(lambda: float(stepper.step(batch).loss), number=1, repeat=3)
-    n_steps = math.ceil(settings.epoch_share * n_items / settings.batch_size) * settings.epochs
-    return n_steps, n_steps * min(took)
-
-
-def seconds_text(seconds: float) -> str:
-    "Format an estimated duration."
-    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
 def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, show: str) -> Choice | None:
@@ -512,7 +513,8 @@ def _finished_result(
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            return _write_result(out, detector, data, detector.record["seconds"], "Fitted.")
+            seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
+            return _result_of(out / "model.pt", detector, data, seconds, "Fitted.")
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",
