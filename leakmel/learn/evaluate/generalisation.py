@@ -136,16 +136,20 @@ def new_group_answer(
         if n < MIN_GROUPS:
             few.append(f"only {what}")
         else:
-            enough.append((boot, score_model(boot, score, name=name, title=_group_noun(name))))
+            enough.append((boot, name, score))
     too_few = f"{'; '.join(few)}; at least {MIN_GROUPS} are needed."
     if not enough:
         return Answer(f"What happens on a new pipe cannot be told: {too_few}")
-    easy, (boot, hard) = enough[0][1], enough[-1]
+    boot = enough[-1][0]  # of the hardest grouping: the same draws for both, as their difference is paired
+    easy, hard = (
+        score_model(boot, score, name=name, title=_group_noun(name))
+        for _, name, score in (enough[0], enough[-1])
+    )
     auc, i = hard.figures["auc"], hard.intervals["auc"]
     words = (".2f", "95 % interval ")
     text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
     fall = None
-    if easy is not hard:
+    if easy.name != hard.name:
         fall = differences(boot, easy, hard)["auc"]
         than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
         reach = fall.interval.in_brackets(*words)
