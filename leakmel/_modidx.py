@@ -3116,6 +3116,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/learn/model/files.py'),
                                            'leakmel.learn.model.files.require_kind': ( 'learn/model/files.html#require_kind',
                                                                                        'leakmel/learn/model/files.py'),
+                                           'leakmel.learn.model.files.require_result': ( 'learn/model/files.html#require_result',
+                                                                                         'leakmel/learn/model/files.py'),
                                            'leakmel.learn.model.files.round_folder': ( 'learn/model/files.html#round_folder',
                                                                                        'leakmel/learn/model/files.py'),
                                            'leakmel.learn.model.files.save_checkpoint': ( 'learn/model/files.html#save_checkpoint',

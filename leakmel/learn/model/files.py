@@ -44,6 +44,16 @@ def require_kind(
         )
 
 
+def require_result(
+    path: Path,
+    kind: str,  # "result of a cross-validation"
+    mark: bytes,  # in the first line of a table, at the begin of any other file
+) -> None:  # raises OutputError
+    "Refuse to replace a file without a mark."
+    is_table = path.suffix == ".csv"
+    require_kind(path, kind, lambda f: mark in f.readline(4096) if is_table else f.read(len(mark)) == mark)
+
+
 def remove_file(path: Path) -> None:
     "Remove a file, if it exists."
     with write_errors(path):
