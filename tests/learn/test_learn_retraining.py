@@ -1012,5 +1012,7 @@ def test_rules_are_checked():
         {"keep_share": "half"},
     ]
     for wrong in cases:
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError) as error:
             RoundRules(**wrong)
+        right = {"beauty": "unknown-value", "half": "wrong-type"}.get(*wrong.values(), "out-of-range")
+        assert error.value.code == right
