@@ -334,7 +334,7 @@ def test_wrong_arguments_and_folders_of_others(small_sets: Path, tmp_path: Path)
     with pytest.raises(DataError) as error:
         cross_validated(small_sets, group="label")
     assert error.value.code == "label-in-one-part"
-    (tmp_path / "summary.json").write_text('{"model": "of a training"}')
+    (tmp_path / "summary.json").write_text('{"model": {\n "cross_validation": 1}}')
     with pytest.raises(OutputError) as in_the_way:
         cross_validated(small_sets, out=tmp_path)
     assert in_the_way.value.code == "other-file-in-the-way"

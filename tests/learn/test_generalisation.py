@@ -184,6 +184,7 @@ def test_answer_states_a_fall_only_where_it_is_shown() -> None:
     assert "less (95 % interval" in falls.text
     same = answer_of(0)
     assert not same.fall.is_better
+    assert (same.fall.interval.low, same.fall.interval.high) == (0, 0), "equal scores, so it is paired"
     assert "A fall from folds by recording" in same.text
     chance = answer_of(20)
     assert "not shown to be better than chance" in chance.text

@@ -732,7 +732,9 @@ def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
         ("summary.json", '{"best_epoch": 3}'),
         ("summary.json", "{"),
         ("report.txt", "My report"),
+        ("report.txt", "My Evaluation of pipes"),
         ("recordings.csv", "a,b"),
+        ("recordings.csv", "a,b\ncalled_leak,1"),
     ):
         (here := tmp_path / f"{name}{len(text)}").mkdir()
         (here / name).write_text(text)

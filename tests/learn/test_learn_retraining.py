@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import leakmel as lm
+from each import each
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.data.groups import recordings_of
@@ -30,6 +31,8 @@ from leakmel.core.files import write_whole
 from leakmel.learn.model.files import (
     CHAMPION_FILE,
     RECORD,
+    Champion,
+    Lineage,
     champion_file,
     read_lineage,
     round_folder,
@@ -39,10 +42,14 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.retrain import rounds
 from leakmel.learn.retrain.rounds import (
+    EarlierLabelsWarning,
     RoundRules,
+    begin_lineage,
+    champion_entry,
     check_overlap,
     compare_models,
     decide,
+    finish_interrupted_round,
     retrain,
     weights_digest,
 )
@@ -667,7 +674,8 @@ def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
             retrain(**given_)
     (won.folder / RECORD).unlink()
     for _ in range(2):
-        assert retrain(**given_ | {"resume": "never"}).number == 2
+        with pytest.warns(EarlierLabelsWarning, match="labels by people of this round are not known"):
+            assert retrain(**given_ | {"resume": "never"}).number == 2
         (round_folder(tmp_path, 2) / RECORD).unlink()
     assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
 
@@ -803,7 +811,7 @@ def whole_round(networks, tmp_path_factory) -> Path:
         pytest.param("selection_csv", marks=pytest.mark.long),
         pytest.param("write_whole", marks=pytest.mark.long),
         "test_set_reuse_note",
-        "sealed_json",
+        "follow",
     ],
 )
 def test_interrupted_round_keeps_the_champion_and_is_resumed(
@@ -816,21 +824,18 @@ def test_interrupted_round_keeps_the_champion_and_is_resumed(
         def stop(*a: Any, **k: Any) -> None:
             raise Killed
 
-        m.setattr(rounds if hasattr(rounds, where) else loop, where, stop)
+        m.setattr(next(place for place in (rounds, Lineage, loop) if hasattr(place, where)), where, stop)
         with pytest.raises(Killed):
             retrain(**given_)
         if where == "class_scores":
             assert read_lineage(tmp_path / "torn") is None, "nothing had begun"
         else:
-            first = weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
-            assert first == (where != "sealed_json")
+            assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     by_rule(monkeypatch, True)
     done = retrain(**given_)
-    if (
-        where == "sealed_json"
-    ):  # the champion was named, and its record was not written: this is the next round
+    if where == "follow":  # the decision had been made: it was carried out, and this was the next round
         assert past(tmp_path / "torn") == [0, 1, 2]
-        assert done.record["challengers_judged"] == 2
+        assert files_of(tmp_path / "torn" / "round-0001") == files_of(whole_round / "round-0001")
         return
     assert weights_digest(done.champion) == weights_digest(load_champion(whole_round))
     assert files_of(tmp_path / "torn") == files_of(whole_round)
@@ -929,6 +934,46 @@ def test_damaged_folder_is_reported(networks, tmp_path):
         load_champion(tmp_path)
 
 
+@each(
+    "wrong",
+    [
+        {},
+        {"challenger": None},
+        {"challenger": {"round": 1}},
+        {"challenger": [1, "a", "b"]},
+        {"round": "1"},
+        {"round": True},
+        {"round": -1},
+        {"round": 2},
+        {"digest": 5},
+        {"weights": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_damaged_record_is_reported(tmp_path, wrong):
+    "A round decided, and was interrupted before the champion was named."
+    lineage = begin_lineage(tmp_path, fresh(), "the test set")
+    fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
+    own = asdict(champion_entry(tmp_path, 1, fresh(1)))
+    record = {"replaced": True, "champion": asdict(lineage.current)} | (
+        wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong}
+    )
+    path = round_folder(tmp_path, 1) / RECORD
+    write_whole(path, json.dumps(record).encode(), sync=False)
+    with raises("not-a-round", path=path):
+        finish_interrupted_round(tmp_path)
+    for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
+        write_whole(path, content, sync=False)
+        with raises("not-a-round", path=path):
+            finish_interrupted_round(tmp_path)
+    assert read_lineage(tmp_path) == lineage
+    write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
+    settled = finish_interrupted_round(tmp_path)
+    assert settled is not None
+    assert settled.current == Champion(**own)
+
+
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(networks, tmp_path, monkeypatch):
     "As where a checkpoint comes from a machine with less memory."
     closed, real = list[str](), loop.begin_training
@@ -967,5 +1012,9 @@ def test_rules_are_checked():
         {"keep_share": "half"},
     ]
     for wrong in cases:
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError) as error:
             RoundRules(**wrong)
+        right = {"beauty": "unknown-value", "half": "wrong-type"}.get(
+            next(iter(wrong.values())), "out-of-range"
+        )
+        assert error.value.code == right

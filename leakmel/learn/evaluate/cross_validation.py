@@ -54,7 +54,7 @@ from leakmel.learn.metrics.metrics import (
 )
 from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.files import require_result
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import (
     ONE_KIND,
@@ -203,7 +203,7 @@ _MARKS = {  # what the table of a result has in its first line
 
 def result_files(
     name: str,  # of the result, also the first key of its summary.json
-) -> dict[str, bytes]:  # name of each file -> what it has near its begin
+) -> dict[str, bytes]:  # name of each file -> its mark, as for `require_result`
     "Name the files of a result."
     files = {f"{name}.csv": _MARKS[name], "summary.json": f'{{\n "{name}":'.encode()}
     if name != "cross_validation" and importlib.util.find_spec("plotly"):
@@ -534,7 +534,7 @@ def open_resampling(
             title = name.replace("_", "-")
             stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
-                require_kind(folder / file, f"result of a {title}", lambda f: mark in f.read(4096))  # noqa: B023
+                require_result(folder / file, f"result of a {title}", mark)
         how_many = (n_folds, seeds, n_draws)
         yield Resampling(name, opened, settings, on, show, folder, jobs, cluster, *how_many, began)
 

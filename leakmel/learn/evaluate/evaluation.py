@@ -72,7 +72,7 @@ from leakmel.learn.model.card import TEST_SET, evaluation_record
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.files import require_result
 from leakmel.learn.model.card import Overlap, find_overlap
 from leakmel.learn.model.files import CHAMPION_FILE, model_file
 from leakmel.learn.train.inputs import Sources, row_digests, too_short, trailing_silence
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #56db5fa3
 _PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
-_MARKS = {  # of each file of an evaluation, what it has near its begin
+_MARKS = {  # of each file of an evaluation: in the first line of the table, at the begin of the others
     "summary.json": '{\n "leaky_split":',  # the first key
     "report.txt": "Evaluation of ",
     "recordings.csv": "called_leak",
@@ -252,8 +252,7 @@ class Evaluation:
             raise OutputError("the target is a file, not a folder", code="not-a-folder", path=folder)
         written = {name: folder / name for name in _MARKS if plots or name != "evaluation.html"}
         for name, path in written.items():
-            mark = _MARKS[name].encode()
-            require_kind(path, "result of an evaluation", lambda f: mark in f.read(4096))  # noqa: B023
+            require_result(path, "result of an evaluation", _MARKS[name].encode())
         rows = self.table.assign(stamp=" ".join(self.stamps)) if self.leaky else self.table
         names = [n for n in ("path", "label", "sensor") if n in rows]
         rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in names})

@@ -136,16 +136,20 @@ def new_group_answer(
         if n < MIN_GROUPS:
             few.append(f"only {what}")
         else:
-            enough.append((boot, score_model(boot, score, name=name, title=_group_noun(name))))
+            enough.append((boot, name, score))
     too_few = f"{'; '.join(few)}; at least {MIN_GROUPS} are needed."
     if not enough:
         return Answer(f"What happens on a new pipe cannot be told: {too_few}")
-    easy, (boot, hard) = enough[0][1], enough[-1]
+    boot = enough[-1][0]  # of the hardest grouping: the same draws for both, as their difference is paired
+    easy, hard = (
+        score_model(boot, score, name=name, title=_group_noun(name))
+        for _, name, score in (enough[0], enough[-1])
+    )
     auc, i = hard.figures["auc"], hard.intervals["auc"]
     words = (".2f", "95 % interval ")
     text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
     fall = None
-    if easy is not hard:
+    if easy.name != hard.name:
         fall = differences(boot, easy, hard)["auc"]
         than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
         reach = fall.interval.in_brackets(*words)
@@ -392,16 +396,22 @@ def smaller_part(
 ) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
     "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
     rng = np.random.default_rng(seed)
-    numbers, unit = np.unique(code, return_inverse=True)
-    alike = np.zeros((len(numbers), int(classes.max()) + 1), bool)  # groups with the same classes
-    alike[unit, classes] = True
+    order = rng.permutation(len(code))
     if curve == "recordings":
-        unit, alike = np.arange(len(code)), np.stack([code, classes], axis=1)
-    cell = np.unique(alike, axis=0, return_inverse=True)[1].ravel()
-    order = rng.permutation(len(cell))
-    drawn = pd.Series(cell[order]).groupby(cell[order])
-    n_kept = np.maximum(1, np.floor(share * drawn.transform("size") + 0.5))
-    return np.flatnonzero(np.isin(unit, order[drawn.cumcount() < n_kept]))
+        cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
+        rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
+        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
+    numbers, each = np.unique(code, return_inverse=True)
+    held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
+    held[each, classes] = True
+    drawn = rng.permutation(len(numbers))
+    alike = pd.Series(list(map(bytes, held[drawn]))).groupby(list(map(bytes, held[drawn])))
+    place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
+    drawn = drawn[np.argsort(place, kind="stable")]
+    first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
+    drawn = np.array(sorted(drawn, key=lambda g: g not in first))
+    n = max(len(first), round(share * len(numbers)))
+    return np.flatnonzero(np.isin(each, drawn[:n]))
 
 # %% ../../../nbs/learn/evaluate/generalisation.ipynb #lc000008
 NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help

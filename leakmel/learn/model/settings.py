@@ -57,6 +57,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 class _CheckedSettings:
     "Dataclass that checks types, choices and ranges of its fields."
 
+    _codes = ("usage", "usage")  # of errors: a value out of range, an unknown value
+
     def __post_init__(self) -> None:
         found = vars(self)
         kinds = field_kinds(type(self))
@@ -66,7 +68,7 @@ class _CheckedSettings:
             if isinstance(found[name], str) and found[name] not in allowed:
                 raise UsageError(
                     f"{name} has an unknown value",
-                    code="usage",
+                    code=self._codes[1],
                     found=repr(found[name]),
                     expected=", ".join(map(repr, allowed)),
                 )
@@ -74,7 +76,9 @@ class _CheckedSettings:
             least, most = _RANGES[name]
             if not least <= found[name] <= most:
                 text = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
-                raise UsageError(f"{name} is out of range", code="usage", found=found[name], expected=text)
+                raise UsageError(
+                    f"{name} is out of range", code=self._codes[0], found=found[name], expected=text
+                )
 
 # %% ../../../nbs/learn/model/settings.ipynb #0d014d1e
 @dataclass(frozen=True)
@@ -192,6 +196,8 @@ Metric = Literal["accuracy", "balanced_accuracy", "precision", "sensitivity", "s
 @dataclass(frozen=True)
 class RoundRules(_CheckedSettings):
     "Rules of a round: shares of the training data, and the metric that decides on the champion."
+
+    _codes = ("out-of-range", "unknown-value")
 
     # share of the long segments of a pseudo-labelled recording that are trained on, those with the clearest scores
     keep_share: float = 0.5

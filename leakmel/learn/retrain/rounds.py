@@ -50,6 +50,7 @@ from leakmel.learn.model.files import (
     finished_rounds,
     model_file,
     read_lineage,
+    require_digest,
     round_folder,
     write_lineage,
 )
@@ -715,6 +716,20 @@ def items_record(
     }
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
+class EarlierLabelsWarning(UserWarning):
+    "Warning: the record of an earlier round is missing, so its labels by people are not known."
+
+
+def _record_error(path: Path, why: Exception, remedy: str) -> DataError:
+    return DataError(
+        "the file is not the record of a round",
+        code="not-a-round",
+        path=path,
+        found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
+        remedy=remedy,
+    )
+
+
 def earlier_labels(
     folder: Path,  # of all rounds
     lineage: Lineage | None,  # None: no round was begun
@@ -723,19 +738,17 @@ def earlier_labels(
     "Return the labels by people of the rounds whose challenger became champion."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
-    for path in [round_folder(folder, c.round) / RECORD for c in (lineage.champions if lineage else ())]:
+    numbers = [c.round for c in lineage.champions if c.round] if lineage else []
+    for path in [round_folder(folder, number) / RECORD for number in numbers]:
         if not os.path.lexists(path):
+            text = f"{show_path(path)} is missing: the labels by people of this round are not known"
+            warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
             continue
         try:
             given = [(p["content"], p["class"]) for p in read_own_json(path)["human_labels"]]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-            raise DataError(
-                "the file is not the record of a round, whose labels by people still count",
-                code="not-a-round",
-                path=path,
-                found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
-                remedy="restore it from a copy, or move it away",
-            ) from e
+            remedy = "restore it from a copy, or move it away: its labels by people are then not known"
+            raise _record_error(path, e, remedy) from e
         found |= {content: known[name] for content, name in given if content and name in known}
     return found
 
@@ -799,6 +812,33 @@ def begin_lineage(
     "Make a detector the first champion."
     champion.save(round_folder(folder, 0) / MODEL)
     lineage = Lineage((champion_entry(folder, 0, champion),), testing)
+    write_lineage(folder, lineage)
+    return lineage
+
+
+def finish_interrupted_round(
+    folder: Path,
+) -> (
+    Lineage | None
+):  # None: no round was begun; raises DataError for a damaged record or a changed challenger
+    "Read the champion, and carry out the decision of a round that was interrupted after its record."
+    lineage = read_lineage(folder)
+    number = max(finished_rounds(folder), default=0)
+    if lineage is None or number <= lineage.current.round:
+        return lineage
+    path = round_folder(folder, number) / RECORD
+    try:
+        record = read_own_json(path)
+        if not record["replaced"] or record["champion"] != asdict(lineage.current):
+            return lineage
+        winner = Champion(**record["challenger"])
+        if winner.round != number:
+            raise ValueError(f"a challenger of round {winner.round}")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        remedy = "move the folder of this round away; the champion before this round stays champion"
+        raise _record_error(path, e, remedy) from e
+    require_digest(folder / winner.model, winner.digest)
+    lineage = lineage.follow(winner)
     write_lineage(folder, lineage)
     return lineage
 
@@ -889,7 +929,7 @@ class _RoundInProgress:
         replay: LabelledSegments,
         stamps: list[str],
     ) -> Round:
-        "Compare, replace the champion if the challenger wins, and write the record."
+        "Compare, write the record, and replace the champion if the challenger wins."
         here = round_folder(self.folder, self.number)
         task = self.champion.task
         kept = selection_csv(selection, task).encode("utf-8", "backslashreplace")
@@ -921,9 +961,9 @@ class _RoundInProgress:
             **learned,
         }
         write_whole(here / "kept.csv", kept)
-        if replaced:
-            write_lineage(self.folder, lineage.follow(winner))
         write_whole(here / RECORD, sealed_json(record))
+        if replaced:  # after the record, from which an interrupted round is finished
+            write_lineage(self.folder, lineage.follow(winner))
         rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
         announce(reason, show=self.show)
         champion = challenger if replaced else self.champion
@@ -1020,7 +1060,7 @@ def retrain(
     folder = Path(os.path.abspath(os.path.expanduser(out)))
     device = pick_device(device)
     with folder_lock(folder, "round"):
-        lineage = read_lineage(folder)
+        lineage = finish_interrupted_round(folder)
         holder = _champion(folder, lineage, champion)
         before = [*finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]
         with open_parts(holder, new_data, replay, testing, validation) as parts:
