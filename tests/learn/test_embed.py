@@ -247,7 +247,8 @@ def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
 
 
 @each("k", [1, 5, 300])
-def test_the_search_is_exact(k):
+def test_the_search_is_exact(k, monkeypatch):
+    monkeypatch.setattr("leakmel.learn.embed.similar._BLOCK", 64)
     rng = np.random.default_rng(0)
     vectors = rng.normal(0, rng.uniform(0.1, 50, 6), (200, 6)).astype(np.float32)
     vectors[50] = vectors[3]  # of equal ones the first

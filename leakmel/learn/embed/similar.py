@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/embed/similar.ipynb #fa1210ff
+_BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
@@ -53,9 +54,11 @@ def nearest(
     np.ndarray, np.ndarray
 ]:  # [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first
     "Find the nearest vectors by comparing all."
-    deviation = vectors.std(0, dtype=np.float64)
+    blocks = [vectors[at : at + _BLOCK] for at in range(0, len(vectors), _BLOCK)]
+    mean = sum(x.sum(0, dtype=np.float64) for x in blocks) / len(vectors)
+    deviation = np.sqrt(sum(np.square(x - mean).sum(0) for x in blocks) / len(vectors))
     scales = np.where(deviation > _MIN_DEVIATION, deviation, 1.0)
-    apart = np.sqrt(np.square((vectors - query) / scales).mean(1))
+    apart = np.concatenate([np.sqrt(np.square((x - query) / scales).mean(1)) for x in blocks])
     order = np.argsort(apart, kind="stable")[:k]
     return order, apart[order]
 
