@@ -353,8 +353,11 @@ class Manifest:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        counts = pd.DataFrame.from_dict(self.counts(), orient="index").fillna(0).astype(int)
-        counts = counts.rename(index=show_path, columns=show_path)
+        shown = {
+            show_path(split): {show_path(name): n for name, n in found.items()}
+            for split, found in self.counts().items()
+        }
+        counts = pd.DataFrame.from_dict(shown, orient="index").fillna(0).astype(int)
         facts = list(hints(self))
         if self.content is None:
             facts.append("Only file names were checked; scan(..., content=True) also reads the recordings.")

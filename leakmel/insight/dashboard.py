@@ -323,10 +323,11 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
             *(
                 (
                     name,
-                    f"{factor * most:,.0f} {unit} peak, {factor * (mean(samples, key) or 0):,.0f} {unit} mean",
+                    NOT_AVAILABLE
+                    if (most := peak(samples, key)) is None
+                    else f"{factor * most:,.0f} {unit} peak, {factor * (mean(samples, key) or 0):,.0f} {unit} mean",
                 )
                 for name, key, unit, factor in loads
-                if (most := peak(samples, key)) is not None
             ),
         ],
     }

@@ -247,7 +247,8 @@ def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
 
 
 @each("k", [1, 5, 300])
-def test_the_search_is_exact(k):
+def test_the_search_is_exact(k, monkeypatch):
+    monkeypatch.setattr("leakmel.learn.embed.similar._BLOCK", 64)
     rng = np.random.default_rng(0)
     vectors = rng.normal(0, rng.uniform(0.1, 50, 6), (200, 6)).astype(np.float32)
     vectors[50] = vectors[3]  # of equal ones the first
@@ -295,6 +296,8 @@ def test_figures_show_query_and_neighbours(folder, built, tmp_path):
         assert all(np.ptp(np.asarray(t.z)) > 0 for t in figure.data)
         with raises("out-of-range"):
             found.figure(0)
+    whole = lm.similar(folder / "LEAK/long.wav", folder, k=3, spec=SPEC, length="whole", **QUIET).figure(2)
+    assert whole.data[0].x[-1] > 8 > figure.data[0].x[-1], "seconds of a recording of 9 s"
     gone = replace(found, among=replace(found.among, sources=(str(tmp_path / "gone.h5"),)))
     assert np.ptp(np.asarray(gone.figure(1).data[1].z)) == 0  # empty
 

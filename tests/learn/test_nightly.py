@@ -347,6 +347,8 @@ def test_another_budget_gives_another_list(tmp_path, model):
     assert tables(tmp_path / "s") == tables(tmp_path / "fresh")
     refused("out-of-range", lambda: nightly(folder, model, tmp_path / "s", budget=0.0, **QUIET))
     refused("out-of-range", lambda: nightly(folder, model, tmp_path / "s", audits=-1, **QUIET))
+    not_whole: Any = {**QUIET, "audits": 1.5}
+    refused("out-of-range", lambda: nightly(folder, model, tmp_path / "s", **not_whole))
 
 
 def test_command_line(tmp_path, model, capsys, monkeypatch):

@@ -169,6 +169,9 @@ def test_a_path_that_several_recordings_end_with_is_not_used(tmp_path):
     assert paths(review_recordings(tmp_path / "d", tables=[table], **QUIET), "errors") == [
         "TESTING/LEAK/b.wav"
     ]
+    put(tmp_path / "d", "LEAK/a.wav", noise(4))  # a whole path wins over ends of others
+    both = review_recordings(tmp_path / "d", tables=[table], **QUIET)
+    assert sorted(paths(both, "errors")) == ["LEAK/a.wav", "TESTING/LEAK/b.wav"]
 
 
 def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few_trees):

@@ -214,6 +214,9 @@ def band_sums(
     return np.stack([np.concatenate([x.mean((1, 3)).sum(0) for x in (f, np.square(f))]) for f in frames])
 
 
+_FINISHED = 8192  # embeddings that are made at once
+
+
 @dataclass(frozen=True, eq=False)
 class Embedder:
     "Band statistics as embeddings of recordings."
@@ -230,11 +233,14 @@ class Embedder:
         means: np.ndarray,  # [n, 2*M] float64, mean over the segments of each recording
     ) -> np.ndarray:  # [n, d] float32
         "Make the embeddings of recordings, by the features of `window_features`: shape and deviation of the bands, the level."
-        mean, square = np.split(means, 2, axis=1)
-        level = mean.mean(1, keepdims=True)
-        spread = np.sqrt(np.maximum(square - mean**2, 0))
-        features = np.concatenate([mean - level, spread] + [level] * self.keep_level, 1)
-        return ((features - self.centre) / self.scale).astype(np.float32)
+        vectors = []
+        for at in range(0, len(means) or 1, _FINISHED):
+            mean, square = np.split(means[at : at + _FINISHED], 2, axis=1)
+            level = mean.mean(1, keepdims=True)
+            spread = np.sqrt(np.maximum(square - mean**2, 0))
+            features = np.concatenate([mean - level, spread] + [level] * self.keep_level, 1)
+            vectors.append(((features - self.centre) / self.scale).astype(np.float32))
+        return np.concatenate(vectors)
 
 
 def open_embedder(
@@ -285,8 +291,9 @@ def embed_recordings(
             found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
         ).readers
     good = np.flatnonzero(readers.facts["good"])
+    sums /= np.maximum(readers.n_long, 1)[:, None]
     return Embeddings(
-        vectors=embedder.finish(sums[good] / readers.n_long[good, None]),
+        vectors=embedder.finish(sums)[good],
         paths=tuple(found.listing.paths[k] for k in good.tolist()),
         labels=tuple(found.labels[k] for k in good.tolist()),
         digests=tuple(d.decode() for d in readers.facts["digest"][good].tolist()),
@@ -332,33 +339,35 @@ def embed_rows(
                 remedy="build the data set with the spec of the detector, or give the folder of the recordings",
             )
     step = rows_per_block or max(1, _BLOCK_BYTES // (2 * int(np.prod(ds.row_shape))))
-    sums = np.zeros((len(ds.rows), 2 * embedder.spec.n_mels))  # as of `band_sums`
+    vectors, order = list[np.ndarray](), list[np.ndarray]()
     paths, digests, labels = list[bytes](), list[bytes](), list[str]()
     with Progress(len(ds.rows), label="embeddings", show=progress) as bar:
         for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
             mine = np.flatnonzero((ds.rows >= start) & (ds.rows < end))
             rows = ds.rows[mine] - start
+            order.append(ds.rows[mine])
             for name, column in (("path", paths), ("digest", digests)):
                 stored = source.file.get(f"files/{name}")
                 column += [b""] * len(rows) if stored is None else stored[:][rows].tolist()
             labels += [source.class_names[k] for k in source.labels[rows].tolist()]
             for at in range(0, len(mine), step):
-                some = mine[at : at + step]
-                sums[some] = band_sums(read_rows(source.mels, rows[at : at + step]), ds.segment_counts[some])
+                some, counts = rows[at : at + step], ds.segment_counts[mine[at : at + step]]
+                sums = band_sums(read_rows(source.mels, some), counts)
+                vectors.append(embedder.finish(sums / counts[:, None]))
+                if not np.isfinite(vectors[-1]).all():
+                    raise DataError(
+                        "some embeddings are not finite",
+                        code="invalid-features",
+                        path=source.path,
+                        remedy="check the data set with leakmel verify",
+                    )
                 bar.update(bar.n_done + len(some))
-            if not np.isfinite(sums[mine]).all():
-                raise DataError(
-                    "some embeddings are not finite",
-                    code="invalid-features",
-                    path=source.path,
-                    remedy="check the data set with leakmel verify",
-                )
     return Embeddings(
-        vectors=embedder.finish(sums / ds.segment_counts[:, None]),
+        vectors=np.concatenate(vectors),
         paths=tuple(paths),
         labels=tuple(labels),
         digests=tuple(os.fsdecode(d) for d in digests),
-        rows=ds.rows,
+        rows=np.concatenate(order),
         sources=tuple(os.path.abspath(s.path) for s in ds.sources),
         kind=embedder.name,
         identity=embedder.identity,

@@ -22,7 +22,7 @@ from leakmel.core.errors import DataError, RecordingError, UsageError, missing_r
 from leakmel.dataset.file.reader import open_dataset
 from leakmel.dataset.run.inputs import SpecLike
 from leakmel.insight.plots import mels_by_label
-from leakmel.learn.data.segments import DataSource, conform_recording
+from leakmel.learn.data.segments import DataSource, conform_recording, cut_into_rows
 from leakmel.learn.embed.embed import (
     Embeddings,
     Model,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/embed/similar.ipynb #fa1210ff
+_BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
@@ -53,9 +54,11 @@ def nearest(
     np.ndarray, np.ndarray
 ]:  # [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first
     "Find the nearest vectors by comparing all."
-    deviation = vectors.std(0, dtype=np.float64)
+    blocks = [vectors[at : at + _BLOCK] for at in range(0, len(vectors), _BLOCK)]
+    mean = sum(x.sum(0, dtype=np.float64) for x in blocks) / len(vectors)
+    deviation = np.sqrt(sum(np.square(x - mean).sum(0) for x in blocks) / len(vectors))
     scales = np.where(deviation > _MIN_DEVIATION, deviation, 1.0)
-    apart = np.sqrt(np.square((vectors - query) / scales).mean(1))
+    apart = np.concatenate([np.sqrt(np.square((x - query) / scales).mean(1)) for x in blocks])
     order = np.argsort(apart, kind="stable")[:k]
     return order, apart[order]
 
@@ -136,7 +139,7 @@ class SimilarRecordings:
         self,
         most: int = 5,  # neighbours, 1 to 12
     ) -> "go.Figure":  # raises UsageError; a recording that cannot be read again has an empty picture
-        "Draw the mel spectrograms of the query and of the nearest recordings with one colour scale."
+        "Draw the mel spectrograms of the query and of the nearest recordings, as long as they were compared, with one colour scale."
         if not 1 <= most <= _MOST_PICTURES:
             raise UsageError(
                 "the figure cannot show this number of recordings",
@@ -146,7 +149,13 @@ class SimilarRecordings:
             )
         near = self.neighbours[:most]
         spec = self.among.spec
-        mels = [_features_of(self.query, spec), *_neighbour_features(self.among, [n.number for n in near])]
+        numbers = [n.number for n in near]
+        mels = [
+            _features_of(self.query, spec, self.length),
+            *_neighbour_features(self.among, numbers, self.length),
+        ]
+        longest = max(map(len, mels))
+        mels = [np.pad(x, [(0, longest - len(x))] + [(0, 0)] * 3, constant_values=np.nan) for x in mels]
         about = [", ".join(filter(None, [f"{n.similarity:.3f}", n.label, n.duplicate])) for n in near]
         paths: list[Path | bytes] = [self.query, *(n.path for n in near)]
         titles = [f"{text}  {show_path(path)}" for text, path in zip(["query", *about], paths)]
@@ -154,7 +163,7 @@ class SimilarRecordings:
             np.stack(mels),
             titles,
             spec.mel_hz,
-            long_start_s=np.arange(spec.row_shape[0]) * spec.long_hop / spec.sample_rate,
+            long_start_s=np.arange(longest) * spec.long_hop / spec.sample_rate,
             short_start_s=np.arange(spec.row_shape[1]) * spec.short_hop / spec.sample_rate,
             hop_s=spec.hop_length / spec.sample_rate,
         )
@@ -169,20 +178,21 @@ class SimilarRecordings:
 _MOST_PICTURES = 12
 
 
-def _features_of(path: str | os.PathLike | bytes, spec: MelSpec) -> np.ndarray:
+def _features_of(path: str | os.PathLike | bytes, spec: MelSpec, length: str) -> np.ndarray:
     "Compute the features of a recording, [L, S, M, T] dB; NaN where it cannot be read."
     try:
-        row, _ = conform_recording(read_wav(path), spec, "spec")
+        row, _ = conform_recording(read_wav(path), spec, length)
     except (RecordingError, OSError):
         return np.full(spec.row_shape, np.nan, np.float32)
-    return log_mel(row, spec, engine="reference")
+    rows, counts = cut_into_rows(row, spec)
+    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
 
 
-def _neighbour_features(among: Embeddings, numbers: Sequence[int]) -> list[np.ndarray]:
+def _neighbour_features(among: Embeddings, numbers: Sequence[int], length: str) -> list[np.ndarray]:
     "Read the features of recordings again, from the data sets or from the files."
     folder, rows = os.fsencode(among.sources[0]), among.rows[list(numbers)]
     if (rows < 0).all():
-        return [_features_of(os.path.join(folder, among.paths[k]), among.spec) for k in numbers]
+        return [_features_of(os.path.join(folder, among.paths[k]), among.spec, length) for k in numbers]
     found = np.full((len(rows), *among.spec.row_shape), np.nan, np.float32)
     with suppress(DataError):  # removed since: the rows of later files are not known
         for source in among.sources:

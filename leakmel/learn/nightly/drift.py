@@ -191,10 +191,10 @@ class Drift:
         if not self.moved:
             return ""
         name = max(self.moved, key=self.outside.__getitem__)
-        others = ", ".join(n for n in self.moved if n != name) or "nothing else"
+        more = "" if len(self.moved) == 1 else f"; also {', '.join(n for n in self.moved if n != name)}"
         return (
             f"Drift: the {name} of {100 * self.outside[name]:.0f} % of the recordings of the last {RECENT_DAYS} nights lies outside the central "
-            f"95 % of the reference ({self.reference.source}; 5 % is usual); also {others}. Scores may be wrong: label some of these recordings and retrain."
+            f"95 % of the reference ({self.reference.source}; 5 % is usual){more}. Scores may be wrong: label some of these recordings and retrain."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -107,7 +107,10 @@ def _check_file(path: Path) -> bool:  # whether it exists; a run that was killed
         file = Path(f"{path}{end}")
         if os.path.lexists(file) and (end in ("-wal", "-shm") or not stat.S_ISREG(os.lstat(file).st_mode)):
             raise _refused(file, "this file does not belong to a history")
-    head = path.read_bytes()[:100] if path.exists() else b""
+    head = b""
+    if path.exists():
+        with path.open("rb") as f:
+            head = f.read(100)
     if head and (head[:16] != b"SQLite format 3\0" or head[18:20] != b"\1\1"):
         raise _refused(path, "this is not a SQLite file without a write-ahead log")
     return bool(head)

@@ -492,8 +492,10 @@ def nightly(
     "Score the new recordings of a folder, and write the table of sensors to visit."
     began = time.perf_counter()
     rule = Budget(budget)
-    if not 0 <= audits <= 1000:
-        raise UsageError("audits must be a whole number from 0 to 1000", code="out-of-range", found=audits)
+    if isinstance(audits, bool) or not isinstance(audits, int) or not 0 <= audits <= 1000:
+        raise UsageError(
+            "audits must be a whole number from 0 to 1000", code="out-of-range", found=repr(audits)
+        )
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else read_visits(Path(visited))
     if isinstance(model, Detector):

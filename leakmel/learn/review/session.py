@@ -193,6 +193,8 @@ def _with_table(found: ReviewRecordings, file: str | os.PathLike, rows: list[Sco
         steps = show_path(r.path).split("/")
         for k in range(len(steps)):
             places.setdefault("/".join(steps[k:]), []).append(i)
+    # the whole path of a recording says more than the end of another one
+    places |= {show_path(r.path): [i] for i, r in enumerate(found.recordings)}
     given = {places[path][0]: fields for path, fields in rows if len(places.get(path, ())) == 1}
     if not given:
         raise DataError(
@@ -482,7 +484,11 @@ class ReviewSession:
         recording = self.found.recordings[index]
         decision = Decision(recording.path, recording.digest, label, by, now_utc(), note)
         append_decision(self.labels, decision)
-        self.read()  # with those of other people
+        try:
+            self.read()  # with those of other people
+        except DataError:  # somebody damaged the table just now; the decision is stored
+            self.decisions.append(decision)
+            self.current = current_labels(self.decisions)
         return decision
 
     def act(
