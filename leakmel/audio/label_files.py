@@ -75,9 +75,12 @@ def relabel_manifest(
         relabel(current, own_paths, own, before[x.label_ids.clip(min=-1) + 1].tolist())
         for x, own_paths, own in zip(manifest.listings, paths, digests)
     ]
-    names = {_folded(name): name for name in manifest.label_names}
+    names = list(manifest.label_names)  # some may differ only in case
+    known = {_folded(name) for name in names}
     for label in sorted({r.labels[k] for r in found for k in r.changed}):
-        names.setdefault(_folded(label), label)
+        if _folded(label) not in known:
+            known.add(_folded(label))
+            names.append(label)
     both = list(zip(manifest.listings, found))
     unsure = [
         Problem("label_unsure", x.show(k), "a person is unsure; the label is unchanged")
@@ -86,21 +89,22 @@ def relabel_manifest(
     ]
     return replace(
         manifest,
-        label_names=tuple(names.values()),
+        label_names=tuple(names),
         listings=tuple(_relabelled(x, r, names) for x, r in both),
         notes=(*manifest.notes, *chain.from_iterable(_disagreements(x, r) for x, r in both), *unsure),
         people=joint_counts(found),
     )
 
 
-def _relabelled(listing: Listing, found: Relabelled, names: dict[str, str]) -> Listing:
+def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listing:
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
     if not found.persons:
         return listing
-    numbers = {key: k for k, key in enumerate(names)}
+    numbers = {_folded(name): k for k, name in enumerate(names)} | {name: k for k, name in enumerate(names)}
     ids = listing.label_ids.copy()
-    ids[found.changed] = [numbers[_folded(found.labels[k])] for k in found.changed]
-    before = [*map(show_path, names.values()), ""]  # -1: no label
+    new = [found.labels[k] for k in found.changed]
+    ids[found.changed] = [numbers.get(label, numbers[_folded(label)]) for label in new]
+    before = [*map(show_path, names), ""]  # -1: no label
     extra = {
         BY_COLUMN: [found.persons.get(k, "") for k in range(len(ids))],
         BEFORE_COLUMN: [before[max(k, -1)] for k in listing.label_ids.tolist()],
