@@ -193,7 +193,8 @@ class CachedReader:
         self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.in_memory:
-            self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
+            with suppress(OSError):  # `fill` reads the recordings instead
+                self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
