@@ -98,6 +98,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/audio/label_files.py'),
                                            'leakmel.audio.label_files._folded': ( 'audio/label_files.html#_folded',
                                                                                   'leakmel/audio/label_files.py'),
+                                           'leakmel.audio.label_files._is_readable': ( 'audio/label_files.html#_is_readable',
+                                                                                       'leakmel/audio/label_files.py'),
                                            'leakmel.audio.label_files._labelled': ( 'audio/label_files.html#_labelled',
                                                                                     'leakmel/audio/label_files.py'),
                                            'leakmel.audio.label_files._paths_below': ( 'audio/label_files.html#_paths_below',

@@ -149,6 +149,8 @@ def read_track(
     for k, cells in enumerate(rows[is_raven:], 1 + is_raven):
         if cells[0].startswith("\\") or not "".join(cells).strip():
             continue
+        if not is_raven:
+            cells[2:] = ["\t".join(cells[2:])]
         row = dict(zip(head if is_raven else (_BEGIN, _END, column), cells))
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
@@ -365,6 +367,13 @@ class TrackExport:
         return f"{len(self.written):,} tracks in {show_path(self.folder)}; without a track: {rest}"
 
 
+def _is_readable(file: Path) -> bool:
+    try:
+        return bool(read_wav(file))
+    except RecordingError:
+        return False
+
+
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
     "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
     labels = dict(current.labels)
@@ -374,8 +383,11 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
     for path in paths:
         for n in range(path.count("/") + 1):  # a decision's path may lack the folder of a split
             fitting.get(path.split("/", n)[-1], []).append(path)
-    for d in decided.values():
-        if not d.digest and len(fitting[d.path]) > 1:
+    near: dict[str, str] = {}  # recording -> key of a decision without a digest
+    for d in sorted((d for d in decided.values() if not d.digest), key=lambda d: len(d.path)):
+        if len(fitting[d.path]) > 1:
+            fitting[d.path] = [path for path in fitting[d.path] if _is_readable(root / path)]
+        if len(fitting[d.path]) > 1:
             raise DataError(
                 "several recordings have the path of a decision",
                 code="ambiguous-recording",
@@ -383,9 +395,10 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
                 found=", ".join(map(show_path, fitting[d.path])),
                 remedy="export the labels of each split separately",
             )
-    near = {path: d_path for d_path, found in fitting.items() for path in found}
-    for path in sorted(paths, key=lambda path: path not in near):
-        if path not in near and not any(decided[key].digest for key in labels):
+        near |= dict.fromkeys(fitting[d.path], d.key)  # the longest path wins
+    first = {path for found in fitting.values() for path in found}
+    for path in sorted(paths, key=lambda path: path not in first):
+        if path not in first and not any(decided[key].digest for key in labels):
             return
         try:
             recording = read_wav(root / path)
