@@ -75,9 +75,12 @@ def relabel_manifest(
         relabel(current, own_paths, own, before[x.label_ids.clip(min=-1) + 1].tolist())
         for x, own_paths, own in zip(manifest.listings, paths, digests)
     ]
-    names = {_folded(name): name for name in manifest.label_names}
+    names = list(manifest.label_names)  # some may differ only in case
+    known = {_folded(name) for name in names}
     for label in sorted({r.labels[k] for r in found for k in r.changed}):
-        names.setdefault(_folded(label), label)
+        if _folded(label) not in known:
+            known.add(_folded(label))
+            names.append(label)
     both = list(zip(manifest.listings, found))
     unsure = [
         Problem("label_unsure", x.show(k), "a person is unsure; the label is unchanged")
@@ -86,21 +89,22 @@ def relabel_manifest(
     ]
     return replace(
         manifest,
-        label_names=tuple(names.values()),
+        label_names=tuple(names),
         listings=tuple(_relabelled(x, r, names) for x, r in both),
         notes=(*manifest.notes, *chain.from_iterable(_disagreements(x, r) for x, r in both), *unsure),
         people=joint_counts(found),
     )
 
 
-def _relabelled(listing: Listing, found: Relabelled, names: dict[str, str]) -> Listing:
+def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listing:
     "Return a listing with new labels and, if people labelled anything in it, with who did and what was before."
     if not found.persons:
         return listing
-    numbers = {key: k for k, key in enumerate(names)}
+    numbers = {_folded(name): k for k, name in enumerate(names)} | {name: k for k, name in enumerate(names)}
     ids = listing.label_ids.copy()
-    ids[found.changed] = [numbers[_folded(found.labels[k])] for k in found.changed]
-    before = [*map(show_path, names.values()), ""]  # -1: no label
+    new = [found.labels[k] for k in found.changed]
+    ids[found.changed] = [numbers.get(label, numbers[_folded(label)]) for label in new]
+    before = [*map(show_path, names), ""]  # -1: no label
     extra = {
         BY_COLUMN: [found.persons.get(k, "") for k in range(len(ids))],
         BEFORE_COLUMN: [before[max(k, -1)] for k in listing.label_ids.tolist()],
@@ -145,6 +149,8 @@ def read_track(
     for k, cells in enumerate(rows[is_raven:], 1 + is_raven):
         if cells[0].startswith("\\") or not "".join(cells).strip():
             continue
+        if not is_raven:
+            cells[2:] = ["\t".join(cells[2:])]
         row = dict(zip(head if is_raven else (_BEGIN, _END, column), cells))
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
@@ -361,6 +367,13 @@ class TrackExport:
         return f"{len(self.written):,} tracks in {show_path(self.folder)}; without a track: {rest}"
 
 
+def _is_readable(file: Path) -> bool:
+    try:
+        return bool(read_wav(file))
+    except RecordingError:
+        return False
+
+
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
     "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
     labels = dict(current.labels)
@@ -370,8 +383,11 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
     for path in paths:
         for n in range(path.count("/") + 1):  # a decision's path may lack the folder of a split
             fitting.get(path.split("/", n)[-1], []).append(path)
-    for d in decided.values():
-        if not d.digest and len(fitting[d.path]) > 1:
+    near: dict[str, str] = {}  # recording -> key of a decision without a digest
+    for d in sorted((d for d in decided.values() if not d.digest), key=lambda d: len(d.path)):
+        if len(fitting[d.path]) > 1:
+            fitting[d.path] = [path for path in fitting[d.path] if _is_readable(root / path)]
+        if len(fitting[d.path]) > 1:
             raise DataError(
                 "several recordings have the path of a decision",
                 code="ambiguous-recording",
@@ -379,9 +395,10 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
                 found=", ".join(map(show_path, fitting[d.path])),
                 remedy="export the labels of each split separately",
             )
-    near = {path: d_path for d_path, found in fitting.items() for path in found}
-    for path in sorted(paths, key=lambda path: path not in near):
-        if path not in near and not any(decided[key].digest for key in labels):
+        near |= dict.fromkeys(fitting[d.path], d.key)  # the longest path wins
+    first = {path for found in fitting.values() for path in found}
+    for path in sorted(paths, key=lambda path: path not in first):
+        if path not in first and not any(decided[key].digest for key in labels):
             return
         try:
             recording = read_wav(root / path)

@@ -276,19 +276,52 @@ _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
 _MAX_STEPS = 30_000  # of all attempts to match one path
 
 
-def _ends(token: Token, path: str, at: int, text: str) -> Iterator[int]:
-    "Yield where a token that begins at a place can end, the nearest first; the text follows it in the pattern."
-    kind, value = token
+class _Step(NamedTuple):
+    "A token and what decides where it can end."
+
+    kind: str
+    value: str
+    text: str  # that follows in the pattern
+    typed: tuple[int, Callable[[str], object]] | None  # of a field that accepts only some texts
+    is_last: bool  # only the text follows, which ends the path
+    is_free: bool  # no later end fits better than the first
+
+
+@lru_cache(256)
+def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
+    "Return the steps of a match for each set of fields that can have any text, the smallest first."
+    tokens = pattern_tokens(pattern)
+    texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
+    plans = []
+    for given_up in ((), ("gain",), ("start_time",), ("start_time", "gain")):
+        if not {("field", name) for name in given_up} <= {*tokens}:
+            continue
+        typed = [_TYPED_FIELDS.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
+        steps = []
+        for k, ((kind, value), text) in enumerate(zip(tokens, texts)):
+            is_last = k + 2 >= len(tokens)
+            is_free = is_last or "/" not in text and not any(typed[k : k + 3])
+            steps.append(_Step(kind, value, text, typed[k], is_last, is_free))
+        plans.append(steps)
+    return plans
+
+
+def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
+    "Yield where a token that begins at a place can end, the nearest first."
+    kind, value, text, _, is_last, is_free = step
     if kind == "text":
         yield from [at + len(value)] * path.startswith(value, at)
     elif kind == "folders":
         yield from (at, *(k + 1 for k in range(at, len(path)) if path[k] == "/"))
     else:
         stop = (path + "/").index("/", at)
-        end = max(at + (value != "*"), 0 if text else stop)
-        while at <= (end := path.find(text, end, stop + len(text))):
+        least = at + (value != "*")
+        end = len(path) - len(text) if is_last else path.find(text, least)
+        while least <= end <= stop:
             yield end
-            end += 1
+            if is_free:
+                break
+            end = path.find(text, end + 1)
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
 def match_pattern(
@@ -296,35 +329,33 @@ def match_pattern(
     path: str,  # relative, without its extension
 ) -> dict[str, str] | None:  # field -> text; None if the path does not match
     "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
-    tokens = pattern_tokens(pattern)
-    texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
-    steps = 0
-    failed = set[tuple[int, int, tuple[str, ...]]]()
+    n_steps = 0
+    failed = set[tuple[int, int]]()
 
-    def rest(k: int, at: int, free: tuple[str, ...]) -> list[int] | None:
-        "Return where tokens end from token k at a place, or None; `free` fields can have any text."
-        nonlocal steps
-        if k == len(tokens):
+    def rest(steps: list[_Step], k: int, at: int) -> list[int] | None:
+        "Return where tokens end from token k at a place, or None."
+        nonlocal n_steps
+        if k == len(steps):
             return [] if at == len(path) else None
-        if (k, at, free) in failed:
+        if (k, at) in failed:
             return None
-        kind, value = tokens[k]
-        typed = _TYPED_FIELDS.get(value) if kind == "field" and value not in free else None
-        for end in _ends(tokens[k], path, at, texts[k]):
-            steps += 1
-            if steps > _MAX_STEPS:
+        typed = steps[k].typed
+        for end in _ends(steps[k], path, at):
+            n_steps += 1
+            if n_steps > _MAX_STEPS:
                 break
             if typed and (end - at > typed[0] or not typed[1](path[at:end])):
                 continue
-            if (found := rest(k + 1, end, free)) is not None:
+            if (found := rest(steps, k + 1, end)) is not None:
                 return [end, *found]
-        failed.add((k, at, free))
+        failed.add((k, at))
         return None
 
-    for free in ((), ("gain",), ("start_time",), ("start_time", "gain")):
-        if {("field", name) for name in free} <= {*tokens} and (ends := rest(0, 0, free)) is not None:
-            found = zip(tokens, pairwise([0, *ends]))
-            return {value: path[a:b] for (kind, value), (a, b) in found if kind == "field" and value != "*"}
+    for steps in _plans(pattern):
+        failed.clear()
+        if (ends := rest(steps, 0, 0)) is not None:
+            found = zip(steps, pairwise([0, *ends]))
+            return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
     return None
 
 # %% ../../nbs/audio/naming.ipynb #60bf21a9

@@ -382,8 +382,9 @@ def read_table(
     names = [cell.strip() for cell in table.names]
     needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}
+    others = _other_columns(names, set(places.values()))
+    extra: dict[str, list[str]] = {name: [] for name in others}
     rows: list[tuple[bytes, str, str, NameParts]] = []
-    texts: list[list[str]] = []
     lines: dict[bytes, int] = {}
     for line, cells in table.rows(1 + max(places.get(name, -1) for name in ("path", *needed))):
         try:
@@ -392,7 +393,8 @@ def read_table(
             raise row_error(file, line, str(e)) from e
         if (first := lines.setdefault(rows[-1][0], line)) != line:
             raise row_error(file, line, f"the path is the same as in line {first}")
-        texts.append([cell.strip() for cell in cells])
+        for name, i in others.items():
+            extra[name].append(cells[i].strip())
     if not rows:
         raise DataError(
             "the table names no recording",
@@ -408,7 +410,11 @@ def read_table(
             "the split is empty",
             remedy="fill it in every line, or remove the column",
         )
-    extra, ignored = _other_columns(names, set(places.values()), texts)
+    for name, texts in [*extra.items()]:
+        if max(len(text.encode()) for text in texts) > MAX_EXTRA_BYTES:
+            del extra[name], others[name]
+    used = {*places.values(), *others.values()}
+    ignored = tuple(cell for i, cell in enumerate(names) if cell and i not in used)
     return NameTable(
         file,
         list(lines),
@@ -422,23 +428,15 @@ def read_table(
     )
 
 
-def _other_columns(
-    names: list[str], known: set[int], rows: list[list[str]]
-) -> tuple[dict[str, list[str]], tuple[str, ...]]:
-    "Return the columns that are kept besides known ones, and the names of those that are not."
-    extra: dict[str, list[str]] = {}
-    ignored: list[str] = []
+def _other_columns(names: list[str], known: set[int]) -> dict[str, int]:
+    "Return the places of the columns that can be kept besides known ones."
+    found: dict[str, int] = {}
     for i, cell in enumerate(names):
-        if i in known or not cell:
-            continue
         name = cell.removeprefix("extra/").replace("/", "_")
-        texts = [row[i] for row in rows]
-        is_free = name not in ("", ".", "..", *extra, *MEASURED_COLUMNS) and len(extra) < MAX_EXTRA_COLUMNS
-        if is_free and max(len(text.encode()) for text in (name, *texts)) <= MAX_EXTRA_BYTES:
-            extra[name] = texts
-        else:
-            ignored.append(cell)
-    return extra, tuple(ignored)
+        is_free = name not in ("", ".", "..", *found, *MEASURED_COLUMNS) and len(found) < MAX_EXTRA_COLUMNS
+        if i not in known and is_free and len(name.encode()) <= MAX_EXTRA_BYTES:
+            found[name] = i
+    return found
 
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(

@@ -56,6 +56,13 @@ def test_a_damaged_recording_ends_no_export(tmp_path, heard):
     (heard / NAMES[0]).write_bytes(b"RIFF")
     done = export_tracks(tmp_path / "labels.csv", tmp_path / "to", recordings=heard)
     assert (len(done.written), done.not_found) == (1, 1)
+    (heard / "TRAINING").mkdir()
+    (heard / NAMES[2]).rename(heard / "TRAINING/x.wav")
+    (heard / "x.wav").write_bytes(b"RIFF")
+    append_decision(tmp_path / "labels.csv", Decision("x.wav", "", "LEAK", "ann", now_utc()))
+    append_decision(tmp_path / "labels.csv", Decision("TRAINING/x.wav", "0" * 32, "LEAK", "ann", now_utc()))
+    done = export_tracks(tmp_path / "labels.csv", tmp_path / "more", recordings=heard)
+    assert (len(done.written), done.not_found) == (2, 2), "a decision without a digest"
 
 
 def test_files_that_exist_are_not_replaced(tmp_path, heard):

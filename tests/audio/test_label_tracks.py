@@ -35,7 +35,16 @@ def test_files_of_the_programs(tmp_path):
 
 @each(
     "text",
-    ["1\n", "a\tb\tLEAK\n", "2\t1\tLEAK\n", "nan\t1\tLEAK\n", "0\tinf\tx\n", "-1\t2\tx\n", "0\t1\t\x1b[2J\n"],
+    [
+        "1\n",
+        "a\tb\tLEAK\n",
+        "2\t1\tLEAK\n",
+        "nan\t1\tLEAK\n",
+        "0\tinf\tx\n",
+        "-1\t2\tx\n",
+        "0\t1\t\x1b[2J\n",
+        "0\t1\tA\tmore\n",
+    ],
 )
 def test_hostile_tracks(tmp_path, text):
     (tmp_path / "a.txt").write_text("0\t1\tLEAK\n" + text)

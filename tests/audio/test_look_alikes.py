@@ -211,6 +211,10 @@ def test_a_label_by_people_makes_no_second_class(tmp_path):
     m = relabel_manifest(scan(tmp_path), current_labels([decision("LEAK/b.wav", name)]))
     assert m.label_names == ("Geräusch", "LEAK")
     assert set(m.table["label"]) == {"Geräusch"}
+    put(tmp_path / "two", "LEAK/a.wav", "Leak/b.wav", "NOLEAK/c.wav", "NOLEAK/d.wav")
+    new = [decision("NOLEAK/c.wav", "LEAK"), decision("NOLEAK/d.wav", "PUMP")]
+    m = relabel_manifest(scan(tmp_path / "two"), current_labels(new))
+    assert m.table["label"].tolist() == ["LEAK", "Leak", "LEAK", "PUMP"], "folders that differ in case"
 
 
 def test_marks_of_tracks():

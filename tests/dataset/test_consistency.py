@@ -235,5 +235,9 @@ def test_usual_path_lengths_are_within_the_limit():
     found = match_pattern("{split}_{folder}_{label}_{sensor}_{session}_{start_time}_{gain}", name)
     assert found is not None
     assert (found["split"], found["start_time"], found["gain"]) == ("train", "20250314_020000", "16dB")
+    pattern = "{label}_{sensor}_{recording}_{session}_{start_time}_{gain}"
+    found = match_pattern(pattern, "training" + "_ab" * 72)
+    assert found is not None
+    assert (found["label"], found["start_time"]) == ("training", "ab")
     found = match_pattern("{start_time}a{gain}a{split}a{sensor}", "a" * 4000)
     assert found is None

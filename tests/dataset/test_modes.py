@@ -161,6 +161,7 @@ def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, 
     assert "cache file created, 25 of 28 recordings" in first.summary["mode_lines"][1]
     assert "files/s" in first.summary["mode_lines"][1]
     read = read_counter(monkeypatch)
+    monkeypatch.setattr(modes, "OutputLock", None)  # the folder can be read-only
     later = build(mixed, tmp_path / "x.h5", "memmap", spec=MelSpec.preset("overlap", duration_s=1))
     assert "cache file loaded, 25 of 28" in later.summary["mode_lines"][1]
     assert len(read) == 3
@@ -624,6 +625,7 @@ def test_special_files_are_not_opened(tmp_path, mixed, own_cache, kind):
     assert result.verified.ok
     if kind == "link":
         assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+        assert (result.summary["mode"], path.is_symlink()) == ("memmap", False)
 
 
 def test_cache_key_ignores_mel_settings_only(mixed):

@@ -6,7 +6,7 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import io, json, logging, math, os, re, stat, tempfile, threading, time
+import errno, io, json, logging, math, os, re, stat, tempfile, threading, time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -193,7 +193,8 @@ class CachedReader:
         self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.in_memory:
-            self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
+            with suppress(OSError):  # `fill` reads the recordings instead
+                self.cache_use.tells = is_in_cache(cache.fd, 0) is not None
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
@@ -353,6 +354,19 @@ def open_cache(
     def wait(holder: str) -> None:
         announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)
 
+    def existing() -> SampleCache | None:
+        try:
+            found = SampleCache.open(path, n_samples, key)
+        except (DataError, FileNotFoundError):
+            return None
+        except OSError as e:
+            if e.errno == errno.ELOOP:  # a link, which is replaced
+                return None
+            raise
+        with suppress(OSError):
+            os.utime(path)  # when it was last used
+        return found
+
     listing = reader.listing
     n_samples = reader.spec.n_samples
     key = cache_key(listing, reader.spec)
@@ -361,11 +375,10 @@ def open_cache(
     n_bytes = len(listing) * (2 * n_samples + 200)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if (found := existing()) is not None:  # complete: it needs no lock, and the folder can be read-only
+            return found, False
         with OutputLock(path, wait=wait):
-            with suppress(DataError, FileNotFoundError):
-                found = SampleCache.open(path, n_samples, key)
-                with suppress(OSError):
-                    os.utime(path)  # when it was last used
+            if (found := existing()) is not None:
                 return found, False
             require_space(path.parent, n_bytes)
             partial.unlink(missing_ok=True)  # left by a process that was killed
