@@ -311,8 +311,11 @@ def install_command(
         origin = json.loads(distribution("leakmel").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
         origin = {}
-    names, url = f"[{','.join(extras)}]", urlsplit(origin.get("url", ""))
-    wanted = f"leakmel{names} @ {url.geturl()}" if url.scheme else f"leakmel{names}"
+    names, address = f"[{','.join(extras)}]", origin.get("url", "")
+    if vcs := origin.get("vcs_info"):
+        address = f"{vcs['vcs']}+{address}@{vcs['commit_id']}"
+    url = urlsplit(address)
+    wanted = f"leakmel{names} @ {address}" if url.scheme else f"leakmel{names}"
     if url.scheme == "file":
         source = os.path.relpath(url2pathname(url.path))
         wanted = (url2pathname(url.path) if source.startswith("..") else source) + names

@@ -199,6 +199,8 @@ def sweep(
             began_s = time.monotonic()
             if began_s + longest_s > ends_s and (i or key[0] != DEFAULT):
                 return found, failures
+            if i and key in failures and not found[key]:
+                continue
             tell(n_done, ", ".join(key))
             try:
                 found[key].append(trials[key]())
@@ -243,7 +245,9 @@ def gain(
     for scores in states.values():
         by_name = {s["name"]: s for s in scores if s["rounds"]}
         it, default = by_name.get(name), by_name.get(DEFAULT)
-        if it is None or default is None or default["least"] > it["most"]:
+        if default is None:
+            continue
+        if it is None or default["least"] > it["most"]:
             return 0.0
         factor = it["files_per_s"] / default["files_per_s"]
         enough = min(it["rounds"], default["rounds"]) >= MIN_ROUNDS

@@ -113,7 +113,7 @@ def _opened(
                 import rarfile
 
                 yield opened.enter_context(rarfile.RarFile(path))
-    except LeakmelError:
+    except (LeakmelError, MemoryError):
         raise
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
@@ -187,7 +187,7 @@ class _Archives:
                     raise unsafe_archive(shown, "it contains archives in archives in archives")
                 if inner:
                     with tempfile.NamedTemporaryFile(
-                        prefix="leakmel-", suffix=Path(name).suffix.lower()
+                        prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
                     ) as f:
                         self._copy(archive, info, MAX_ARCHIVE_BYTES, shown, f)
                         f.flush()

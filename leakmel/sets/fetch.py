@@ -7,7 +7,7 @@ __all__ = ['SET_FILE', 'README', 'FetchedSet', 'fetch']
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import os, re, shutil, sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,11 @@ def _request(
     url: str,
     stream: bool = False,  # the content is not read yet
 ) -> Any:  # an answer of requests
-    "Request a record or a file; raises MachineError if no server answers, DataError if it answers with something else."
+    """Request a record or a file.
+
+    Raises MachineError if no server answers, DataError if it answers with something else, and an error of `requests`
+    if a connection for a file breaks off or takes too long.
+    """
     try:
         import requests
 
@@ -98,6 +102,10 @@ def _request(
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
+        packages: Any = requests.packages
+        ended = packages.urllib3.exceptions.ProtocolError  # of a connection that was there
+        if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
+            raise
         raise MachineError(
             f"the server {urlsplit(url).netloc} cannot be reached ({type(e).__name__})",
             code="set-unreachable",
@@ -170,8 +178,11 @@ def _download(
     before = bar.n_done
     for _ in range(_ATTEMPTS):
         n_bytes = 0
-        answer = _request(s, file.url, stream=True)
-        with answer, target.open("wb") as f, suppress(RequestException):  # the answer breaks off
+        with (
+            suppress(RequestException),  # the answer breaks off
+            _request(s, file.url, stream=True) as answer,
+            target.open("wb") as f,
+        ):
             for block in answer.iter_content(1 << 14):
                 n_bytes += f.write(block)
                 bar.update(before + n_bytes)
@@ -399,6 +410,22 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
     return None
 
 
+def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
+    "Describe the archives that the user downloaded, by their digests."
+    try:
+        return [
+            {
+                "name": show_path(p.name),
+                "bytes": p.stat().st_size,
+                "sha256": digest_of_file(p, "sha256"),
+                "published": "",
+            }
+            for p in sorted(archives)
+        ]
+    except OSError as e:
+        raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
+
+
 def _make(
     s: LeakSet,
     source: Path,
@@ -416,15 +443,7 @@ def _make(
         skip_with=SET_FILE,
     )
     done = convert(s, members, made, progress=progress)
-    files = files or [
-        {
-            "name": show_path(p.name),
-            "bytes": p.stat().st_size,
-            "sha256": digest_of_file(p, "sha256"),
-            "published": "",
-        }
-        for p in sorted(done.archives)
-    ]
+    files = files or _given_files(done.archives)
     found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
     (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
     (made / README).write_text(_readme(found), "utf-8")

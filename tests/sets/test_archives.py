@@ -81,6 +81,8 @@ def test_a_member_that_is_longer_than_it_claims_is_refused(tmp_path: Path) -> No
 
 def test_archives_in_archives_have_a_depth(tmp_path: Path) -> None:
     data = zip_of({"a.wav": b"x"})
+    far = write(tmp_path / "far.zip", zip_of({f"{'x' * 120}/{'y' * 120}/inner.ZIP": data}))
+    assert [m.data for m in members(far)] == [b"x"]
     for k in range(3):
         path = write(tmp_path / f"{k}.zip", data)
         if k < 2:
@@ -158,6 +160,8 @@ def test_errors_of_the_libraries_become_a_damaged_archive(tmp_path: Path, error:
         members(path)
     disk = OSError(errno.EIO, "x")
     with mock.patch("zipfile.ZipFile.infolist", side_effect=disk), raises("cannot-be-read", DataError):
+        members(path)
+    with mock.patch("zipfile.ZipFile.infolist", side_effect=MemoryError), pytest.raises(MemoryError):
         members(path)
 
 

@@ -73,6 +73,19 @@ def test_a_file_is_requested_again_where_the_connection_breaks(server: RecordSer
     server.cut[LEAK_RAR] = [6 * BLOCK, 0, 4 * BLOCK]
     fetch(tmp_path)
     assert server.requests.count(LEAK_RAR) == 4
+    get, late = requests.get, [requests.ConnectTimeout, requests.ReadTimeout]
+
+    def slow(url: str, **options: Any) -> requests.Response:
+        if server.requests.count(LEAK_RAR) == 1 and late:
+            raise late.pop()
+        return get(url, **options)
+
+    server.requests.clear()
+    server.cut[LEAK_RAR] = [6 * BLOCK]
+    with mock.patch("requests.get", slow):
+        fetch(tmp_path / "late")
+    assert server.requests.count(LEAK_RAR) == 2
+    assert late == []
 
 
 def test_an_interrupted_download_goes_on_with_the_file_that_is_not_complete(

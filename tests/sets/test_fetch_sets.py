@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -296,6 +297,12 @@ def test_only_archives_that_are_used_are_named(tmp_path: Path) -> None:
     found = get("dongguan", tmp_path, source=source)
     assert [f["name"] for f in found.facts["files"]] == ["leak.zip", "no leak.zip", "noise.zip"]
     assert "private" not in (found.path / "set.json").read_text()
+    gone = OSError(5, "x", "leak.zip")
+    with (
+        mock.patch("leakmel.sets.fetch.digest_of_file", side_effect=gone),
+        raises("cannot-be-read", DataError, says="again"),
+    ):
+        get("dongguan", tmp_path / "other", source=source)
     with raises("output-in-source", OutputError, path=source / "set"):
         get("dongguan", source, source=source)
     assert len(os.listdir(source)) == 4

@@ -219,25 +219,46 @@ def _attributes(source: ExportSource) -> dict[str, Any]:
     return {name: value.tolist() if hasattr(value, "tolist") else str(value) for name, value in attributes}
 
 
-def _zarr_arrays(source: ExportSource) -> Iterator[tuple[str, np.ndarray, dict[str, Any]]]:
-    "Yield name, values and options of all arrays but the mels, one by one."
-    data = source.data
-    names = {"attributes": {"names": data.class_names}, "dimension_names": ["row"]}
-    yield "labels", data.labels.astype(np.int16), names
-    for name in _AXES[1:4]:
-        yield name, data.file[name][:], {"dimension_names": [name]}
-    files = (c for c in columns_of(source, 0, len(source)) if c[0] not in ("row", "split", "label_id"))
-    lost = {name: [] for name in ("path", "path_base64", "code", "message")}  # type: dict[str, list[str]]
-    for page in rejected_pages(source):
-        for name, texts in lost.items():
-            texts += page[name]
-    for folder, columns, n in (("files", files, len(source)), ("rejected", lost.items(), n_rejected(data))):
-        options = {"chunks": (max(1, min(n, PAGE)),), "dimension_names": ["row"]}
-        for k, (name, values) in enumerate(columns):
-            if not isinstance(values, np.ndarray):
-                values = np.array(values, np.dtypes.StringDType())
-            plain = name if _PLAIN_WORD.fullmatch(name) else f"column_{k:04d}"
-            yield f"{folder}/{plain}", values, options | {"attributes": {"column": name}}
+def _write_array(path: Path, group: Any, stored: Any, name: str, start: int, values: np.ndarray) -> None:
+    "Write some values of an array, and compare it with them."
+    rows = slice(start, start + len(values))
+    group[name][rows] = values
+    found = stored[name][rows]
+    is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
+    if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
+        raise export_differs(path, f"array {name} from row {start}")
+
+
+def _write_columns(path: Path, group: Any, stored: Any, source: ExportSource) -> None:
+    "Write the columns of recordings and of rejected files page by page; each array names its column."
+    files, rejected = (
+        dict(columns_of(source, 0, 0)),
+        dict.fromkeys(("path", "path_base64", "code", "message")),
+    )
+    for folder, n, columns, pages in (
+        ("files", len(source), files, column_pages(source)),
+        ("rejected", n_rejected(source.data), rejected, rejected_pages(source)),
+    ):
+        names = [name for name in columns if name not in ("row", "split", "label_id")]
+        arrays = {
+            name: f"{folder}/{name if _PLAIN_WORD.fullmatch(name) else f'column_{k:04d}'}"
+            for k, name in enumerate(names)
+        }
+        for name, array in arrays.items():
+            group.create_array(
+                array,
+                shape=(n,),
+                chunks=(max(1, min(n, PAGE)),),
+                dtype=getattr(columns[name], "dtype", "string"),
+                dimension_names=["row"],
+                attributes={"column": name},
+            )
+        for k, page in enumerate(pages):
+            for name, array in arrays.items():
+                values = page[name]
+                if not isinstance(values, np.ndarray):
+                    values = np.array(values, np.dtypes.StringDType())
+                _write_array(path, group, stored, array, k * PAGE, values)
 
 
 def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
@@ -262,18 +283,19 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
         stored = zarr.open_group(str(path), mode="r")
         step = -(-rows_of_block(source) // chunk) * chunk  # so that each chunk is compressed once
         for start in range(0, len(source), step):
-            rows = slice(start, min(start + step, len(source)))
-            block = mel_block(source, rows.start, rows.stop)
-            group["segments_mel"][rows] = block
-            if stored["segments_mel"][rows].tobytes() != block.tobytes():
-                raise export_differs(path, f"array segments_mel from row {start}")
+            block = mel_block(source, start, start + step)
+            _write_array(path, group, stored, "segments_mel", start, block)
             done(2 * len(block))
-        for name, values, options in _zarr_arrays(source):
-            group.create_array(name, data=values, **options)
-            found = stored[name][:]
-            is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
-            if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
-                raise export_differs(path, f"array {name}")
+        data, names = source.data, {"names": source.data.class_names}
+        group.create_array(
+            "labels", shape=(len(source),), dtype="int16", dimension_names=["row"], attributes=names
+        )
+        _write_array(path, group, stored, "labels", 0, data.labels.astype(np.int16))
+        for name in _AXES[1:4]:
+            values = data.file[name][:]
+            group.create_array(name, shape=values.shape, dtype=values.dtype, dimension_names=[name])
+            _write_array(path, group, stored, name, 0, values)
+        _write_columns(path, group, stored, source)
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570007
 _WRITERS: dict[str, tuple[Callable[..., None], str]] = {  # format -> writer, package that it needs

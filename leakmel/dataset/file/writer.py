@@ -206,9 +206,11 @@ def _pack_part(
     target = create_compressed(packed, part.name, part.shape, part.dtype)
     waiting: dict[tuple[int, ...], bytes] = {}
     written: list[tuple[int, int]] = []
+    n_bytes = 0  # of the chunks that wait
 
     def move() -> None:
         "Write the chunks that wait, and free their memory: the library finds the chunks of all places at once."
+        nonlocal n_bytes
         offsets: dict[tuple[int, ...], int] = {}
         target.id.chunk_iter(lambda c: offsets.update({c.chunk_offset: c.byte_offset}))
         for place, chunk in waiting.items():
@@ -218,10 +220,13 @@ def _pack_part(
                 fallocate(memory, len(chunk), mode=_PUNCH_HOLE, offset=offsets[place])
             written.append((offsets[place], offsets[place] + len(chunk)))
         waiting.clear()
+        n_bytes = 0
 
     def add(place: tuple[int, ...], chunk: bytes) -> None:
+        nonlocal n_bytes
         waiting[place] = chunk
-        if sum(map(len, waiting.values())) >= _MOST_IN_MEMORY:
+        n_bytes += len(chunk)
+        if n_bytes >= _MOST_IN_MEMORY:
             move()
 
     compress_rows(part, target, stopped=stopped, written=add)
