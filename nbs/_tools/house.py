@@ -27,19 +27,19 @@ RINGS = {
 # At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings: the
 # commands left the command line for the rings of what they do.
 BUDGETS = {
-    "statements": 30_654,  # only goes down
-    "statements, rings 0 and 1": 15_331,  # only goes down
-    "statements, ring 2": 8_127,  # only goes down
-    "statements, ring 3": 6_964,  # only goes down
+    "statements": 28_529,  # only goes down
+    "statements, rings 0 and 1": 14_809,  # only goes down
+    "statements, ring 2": 7_456,  # only goes down
+    "statements, ring 3": 6_032,  # only goes down
     "statements, command line": 232,  # only goes down
-    "lines": 56_684,  # only goes down
-    "modules": 138,  # only goes down
+    "lines": 52_809,  # only goes down
+    "modules": 126,  # only goes down
     "modules under 40 statements": 2,  # only goes down
-    "packed assignments": 449,  # only goes down
-    "packed assignments of more than two": 63,  # only goes down
-    "imports of private names": 4,  # only goes down
-    "exported names": 124,  # only goes down
-    "collected tests": 3_197,  # only goes down
+    "packed assignments": 411,  # only goes down
+    "packed assignments of more than two": 51,  # only goes down
+    "imports of private names": 0,  # only goes down
+    "exported names": 118,  # only goes down
+    "collected tests": 3_185,  # only goes down
 }
 
 

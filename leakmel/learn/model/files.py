@@ -44,6 +44,16 @@ def require_kind(
         )
 
 
+def require_result(
+    path: Path,
+    kind: str,  # "result of a cross-validation"
+    mark: bytes,  # in the first line of a table, at the begin of any other file
+) -> None:  # raises OutputError
+    "Refuse to replace a file without a mark."
+    is_table = path.suffix == ".csv"
+    require_kind(path, kind, lambda f: mark in f.readline(4096) if is_table else f.read(len(mark)) == mark)
+
+
 def remove_file(path: Path) -> None:
     "Remove a file, if it exists."
     with write_errors(path):
@@ -265,9 +275,13 @@ def read_lineage(
 # %% ../../../nbs/learn/model/files.ipynb #f084fac4
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
-    if not path.is_file() or digest_of(path.read_bytes()) != digest:
+    if not path.is_file():
         raise DataError(
-            "the model file is missing or has changed: its digest does not match",
+            "the model file is missing", code="file-missing", path=path, remedy="restore it from a copy"
+        )
+    if digest_of(path.read_bytes()) != digest:
+        raise DataError(
+            "the model file has changed: its digest does not match",
             code="digest-differs",
             path=path,
             remedy="restore the file from a copy",
@@ -302,10 +316,13 @@ def model_file(
         return champion_file(where)
     if (where / MODEL).is_file():
         return where / MODEL
+    early = Path("checkpoints", "best.pt")
     raise DataError(
         "the folder holds no detector",
         code="no-detector",
         path=where,
         expected=f"{MODEL} of a training, or {CHAMPION_FILE} of rounds",
-        remedy="resume the training if it is not finished, or name its checkpoints/best.pt",
+        remedy=f"the training is not finished: resume it, or name {early}"
+        if (where / early).is_file()
+        else None,
     )
