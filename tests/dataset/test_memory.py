@@ -67,7 +67,9 @@ def test_memory_of_one_more_recording(linked, tmp_path):
         linked[FEW], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none"
     )  # compiled code is in its cache now
     peaks = dict.fromkeys(linked, sys.maxsize)
-    for _ in range(4):  # the smallest peak of several runs
+    for _ in range(
+        8
+    ):  # the smallest peak of several runs: threads that wait for a busy processor take more arenas
         peaks = {n: min(peaks[n], peak_bytes(root, tmp_path / f"{n}.h5")) for n, root in linked.items()}
         if 200 < (more := (peaks[MANY] - peaks[FEW]) / (MANY - FEW)) < MOST_BYTES:
             break

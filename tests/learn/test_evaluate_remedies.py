@@ -67,7 +67,7 @@ def test_an_interrupted_training_is_resumed_or_its_best_epoch_named(
     assert run(*train)["ok"]
     (tmp_path / "net" / "model.pt").unlink()  # as if it had been interrupted before its end
     remedy = failed(run("evaluate", small_sets, "--model", tmp_path / "net"), "no-detector")
-    assert "Resume the training" in remedy
+    assert "resume it" in remedy
     assert "checkpoints/best.pt" in remedy
     best = shutil.copytree(tmp_path / "net", tmp_path / "copy") / "checkpoints" / "best.pt"
     assert run("evaluate", small_sets, "--model", best, "--allow-leaky-split")["ok"]
