@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import errno, math, os, re, shlex
+import errno, logging, math, os, re, shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +38,8 @@ from leakmel.core.errors import (
 )
 from leakmel.core.store import LocalCopies
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
+
+log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
@@ -99,6 +101,7 @@ class SpecDecision:
     headers: np.ndarray  # [k, 3] int64: rate in Hz, samples, label number of each header that was read
     n_recordings: int  # labelled recordings
     reason: str = "as given"  # where rate and length come from
+    has_majority: bool = True  # False: more than half of the recordings differ from rate or length
 
     @property
     def n_read(self) -> int:
@@ -205,6 +208,38 @@ def propose_specs(
     return found[:3]
 
 
+_LARGEST_CHANGE = 0.5  # of all samples, cut or added where rate and length have no majority
+
+
+def _changed_share(headers: np.ndarray, spec: MelSpec) -> float:
+    "Return the share of the samples that a spec cuts or adds."
+    seconds = headers[:, 1] / headers[:, 0]
+    return float(np.abs(seconds - spec.duration_s).sum() / seconds.sum())
+
+
+def _fits_most(
+    headers: np.ndarray, given: dict[str, Any]
+) -> dict[str, Any] | None:  # None: each proposal rejects a recording, or changes too much
+    "Return the first proposal that rejects no recording and changes at most half of the samples."
+    for proposal, spec in propose_specs(headers, given):
+        if not count_changes(headers, spec)["rejected"] and _changed_share(headers, spec) <= _LARGEST_CHANGE:
+            return proposal
+    return None
+
+
+def _options_of(
+    headers: np.ndarray, given: dict[str, Any]
+) -> dict[str, dict[str, Any]]:  # rate and length by the words of a command and what they change
+    "Return the proposals as options of a command."
+    found = {}
+    for proposal, spec in propose_specs(headers, given):
+        new = {name: value for name, value in proposal.items() if name not in given}
+        changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(headers, spec).items() if n)
+        options = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in new.items())
+        found[f"{options} ({changed or 'all fit'})"] = new
+    return found
+
+
 _MAX_KINDS_SHOWN = 6  # of rate and length, in an error
 
 
@@ -214,19 +249,12 @@ def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path)
     if len(kinds) > _MAX_KINDS_SHOWN:
         shown.append(f"and {len(kinds) - _MAX_KINDS_SHOWN:,} more combinations")
     remedy = "give sample_rate and duration_s, and windows that fit"
-    lines = list[str]()
-    for proposal, spec in propose_specs(headers, given):
-        new = {name: value for name, value in proposal.items() if name not in given}
-        changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(headers, spec).items() if n)
-        options = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in new.items())
-        if not lines:
-            python = ", ".join(f"'{name}': {value:g}" for name, value in new.items())
-            words = " ".join(f"{name}={value:g}" for name, value in new.items())
-        lines.append(f"{options} ({changed or 'all fit'})")
-    if lines:
-        remedy = f'choose one of: {"; ".join(lines)}. In Python spec={{{python}}}, for make build SETTINGS="{words}"'
+    if options := _options_of(headers, given):
+        first = next(iter(options.values()))
+        python = ", ".join(f"'{name}': {value:g}" for name, value in first.items())
+        remedy = f"choose one of: {'; '.join(options)}. In Python spec={{{python}}}"
     return DataError(
-        "the recordings differ in sample rate or length, and no combination has a majority",
+        "the recordings differ so much in sample rate or length that none can be chosen for all",
         code="recordings-differ",
         path=folder,
         found="; ".join(shown),
@@ -291,8 +319,8 @@ def decide_spec(
     listings: Sequence[Listing],
     *,
     count: bool = False,  # read headers also if rate and length are given, to count what the rules change
-) -> SpecDecision:  # raises DataError if the recordings have no majority, SpecError for invalid settings
-    "Return the spec of a build; rate and length that are not given are those of more than half of the recordings."
+) -> SpecDecision:  # raises DataError if the recordings differ too much, SpecError for invalid settings
+    "Return the spec of a build; rate and length that are not given are those of more than half of the recordings, or fit most of them."
     if spec is not None and not isinstance(spec, MelSpec | dict):
         raise UsageError(
             "spec must be a MelSpec, or a dict of fields to change in a preset",
@@ -304,6 +332,7 @@ def decide_spec(
     names = {} if isinstance(spec, MelSpec) else {"sample_rate": "rate", "duration_s": "length"}
     inferred = tuple(name for name in names if given.get(name) is None)
     reason = "as given"
+    has_majority = True
     headers, n_recordings = _read_headers(listings, bool(inferred) or count)
     if inferred:
         folder = listings[0].folder
@@ -331,9 +360,15 @@ def decide_spec(
                 shortest = _round_down(shortest)
             given["duration_s"] = shortest
         else:
-            raise _no_majority_error(usable, {k: v for k, v in given.items() if v is not None}, folder)
+            known = {k: v for k, v in given.items() if v is not None}
+            if (usual := _fits_most(usable, known)) is None:
+                raise _no_majority_error(usable, known, folder)
+            has_majority = False
+            given |= usual
+            share = _changed_share(usable, _spec_of_settings(given))
+            reason = f"no majority has the same {' and '.join(names[x] for x in inferred)}, {100 * share:.0f} % of the samples are cut or added"
     decided = spec if isinstance(spec, MelSpec) else _spec_of_settings(given)
-    return SpecDecision(decided, inferred, headers, n_recordings, reason)
+    return SpecDecision(decided, inferred, headers, n_recordings, reason, has_majority)
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
 def check_target(
@@ -484,7 +519,17 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
         for listing, path in targets:
             check_target(path, manifest.root)
             check_listing(listing, manifest)
-        yield decide_spec(spec, [listing for listing, _ in targets])
+        decision = decide_spec(spec, [listing for listing, _ in targets])
+        if not decision.has_majority:
+            s = decision.spec
+            log.warning(
+                "The recordings differ: %s Hz and %g s are taken (%s; %s). Other values: --sample-rate, --duration-s",
+                f"{s.sample_rate:,}",
+                s.duration_s,
+                decision.reason,
+                decision.changes_text,
+            )
+        yield decision
     except BaseException:
         for folder in made:
             with suppress(OSError):
@@ -558,18 +603,18 @@ def propose_build(
         decision = decide_spec(spec, manifest.listings, count=True)
         s = decision.spec
         reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
+        if not decision.has_majority:
+            given = {name: value for name, value in dict(spec or {}).items() if value is not None}
+            taken = {"sample_rate": s.sample_rate, "duration_s": s.duration_s}
+            options = _options_of(_long_enough(decision.headers, given), given)
+            alternatives = [text for text, new in options.items() if not new.items() <= taken.items()]
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:
         reason = "the name of the folder is not valid UTF-8, so no command can be shown"
         return BuildProposal("", (), reason, groups, tuple(cautions))
     except LeakmelError as e:
-        if e.code != "recordings-differ":
-            return BuildProposal("", (), str(e), groups, tuple(cautions))
-        first, *alternatives = re.findall(r"--[^(;]+\([^)]*\)", e.remedy or "") or [""]
-        added, _, changed = first.partition(" (")
-        reason = f"no majority of rate and length ({e.found}); with these settings {changed.rstrip(')')}"
-        command = f"{command} {added}".strip()
+        return BuildProposal("", (), str(e), groups, tuple(cautions))
     return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
 
 
