@@ -6,7 +6,7 @@
 __all__ = ['LeakmelError']
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
-import errno, os
+import errno, os, re
 from itertools import islice
 from pathlib import Path
 
@@ -55,6 +55,13 @@ class LeakmelError(Exception):
             parts.append(f"expected {expected}")
         text = "; ".join(parts)
         super().__init__(text if remedy is None else f"{text}. {remedy[0].upper()}{remedy[1:]}")
+
+    def _render_traceback_(self) -> list[str]:  # called by IPython
+        "Return what a notebook shows: the text without a traceback, with parameters in place of options."
+        text = str(self)
+        if "leakmel " not in text:  # else it has a command to paste
+            text = re.sub(r"(?<![\w-])--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), text)
+        return [f"{type(self).__name__}: {text}"]
 
     def __reduce__(self):  # subclasses have other arguments; a process of a cluster sends its errors
         return _restored, (type(self), self.args, self.__dict__)

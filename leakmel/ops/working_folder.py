@@ -26,6 +26,8 @@ def start_kinds() -> Kinds:
     return {
         "data_root": (str, None),
         "table": (str, None),
+        "columns": (str,),
+        "labels": (str, None),
         "sample_rate": (int, None),
         "duration_s": (float, None),
         "leak_label": (str,),

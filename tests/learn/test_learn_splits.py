@@ -30,6 +30,7 @@ from leakmel.learn.data.splits import (
     SplitWarning,
     existing_split,
     group_split,
+    why_no_split,
 )
 
 quick = settings(
@@ -242,7 +243,15 @@ def test_bad_existing_splits(tmp_path):
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_by_sensor(plain):
+def test_by_sensor(plain, monkeypatch):
+    assert why_no_split(plain) == "24 recordings are fewer than 300"
+    monkeypatch.setattr("leakmel.learn.data.splits._FEW_RECORDINGS", 24)
+    assert re.fullmatch(
+        "(validation|testing|validation and testing) would have one group by sensor", why_no_split(plain)
+    )
+    monkeypatch.setattr("leakmel.learn.data.splits._FEW_GROUPS", 7)
+    assert "has recordings of 6 groups by sensor, fewer than 7" in why_no_split(plain)
+    assert why_no_split(plain, "path") == ""
     split = group_split(plain, shares={"training": 0.5, "validation": 0.25, "testing": 0.25}, seed=3)
     sensors = plain.files["sensor"].to_numpy()
     here = two_sides(split, sensors)

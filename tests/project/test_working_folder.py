@@ -5,12 +5,14 @@ import os
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from lab import FIGURES, OVER, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all
 
 from notebook_runs import run_here
 
 import leakmel as lm
+from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.ops.working_folder import NOTEBOOKS, make_working_folder
 
@@ -99,6 +101,18 @@ def test_start_in_this_process(tmp_path, monkeypatch):
         "train",
         "predict",
     }
+    for k in range(24):  # label folders, lengths that all differ, no sensors
+        sound = np.random.default_rng(k).normal(0, 3000, 4096 * 2 + 500 * k).astype(np.int16)
+        (tmp_path / "own" / "LN"[k % 2]).mkdir(parents=True, exist_ok=True)
+        write_wav(tmp_path / "own" / "LN"[k % 2] / f"{k}.wav", sound, 4096)
+    own = {"data_root": str(tmp_path / "own"), "leak_label": "L", "detector": "spectral", "device": "cpu"}
+    run = run_here("start.ipynb", **own)
+    assert run.error == ""
+    assert "No part is kept for the test: 24 recordings are fewer than 300" in run.text
+    assert "24 recordings (12 leaks) of 24 groups: 5 folds" in run.text
+    run = run_here("start.ipynb", **own | {"data_root": str(tmp_path / "absent")})
+    assert "no such folder" in run.error
+    assert "Traceback" not in run.error + run.text
 
 
 @pytest.mark.long  # by default test_start_in_this_process runs the notebook, and test_browser.py another one in JupyterLab

@@ -396,3 +396,31 @@ def can_be_left_out(
     "Find groups without which all labels still have recordings."
     present = counts[:, counts.sum(0) > 0]
     return ((present.sum(0) - present) > 0).all(1)
+
+
+_FEW_RECORDINGS = 300
+_FEW_GROUPS = 5  # with recordings of a label
+
+
+def why_no_split(
+    sources: DataSource | Sequence[DataSource],  # data sets; rows of several are counted through
+    group: Group = "sensor",  # as in `group_values`
+    *,
+    task: Task | None = None,  # whose left-out labels are not counted
+    labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
+) -> str:  # a sentence; empty: a split into three parts leaves enough of everything
+    "Say why recordings are too few for a test set of their own, so that a cross-validation tells more."
+    people = None if labels is None else read_labels(labels)
+    table, label_ids, class_names, _ = _labelled_table(sources, "none", legacy=False, people=people)
+    inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
+    if len(inside) < _FEW_RECORDINGS:
+        return f"{len(inside):,} recordings are fewer than {_FEW_RECORDINGS}"
+    units = join_groups(group_values(table, group), table["content"].to_numpy(object))[inside]
+    own = label_ids[inside]
+    held = {name: len(np.unique(units[own == k])) for k, name in enumerate(class_names) if (own == k).any()}
+    rarest = min(held, key=lambda name: held[name])
+    if held[rarest] < _FEW_GROUPS:
+        return f"{show_path(rarest)} has recordings of {held[rarest]} groups by {group_name(group)}, fewer than {_FEW_GROUPS}"
+    part, _ = _divide(units, own, DEFAULT_SHARES, 0)
+    alone = [name for k, name in enumerate(DEFAULT_SHARES) if len(np.unique(units[part == k])) < 2]
+    return f"{' and '.join(alone)} would have one group by {group_name(group)}" if alone else ""
