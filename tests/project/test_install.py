@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from leakmel.cli import OPERATIONS
+from leakmel.cli import OPERATIONS, main
 
 pytestmark = pytest.mark.site
 
@@ -256,3 +256,19 @@ def test_make_installs_torch_without_cuda_where_it_can(monkeypatch, capsys):
     assert CPU_WHEELS not in words
     assert "at most 0.7 GB" in text
     assert installed("gpu", "learn", True) == ([], "make: TORCH is cpu or cuda, not 'gpu'\n")
+    # the image installs so too, from what its context holds, and runs without the rights of root
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert re.findall(r"^(?:FROM|USER|ENTRYPOINT) .*", image, re.M) == [
+        "FROM python:3.11-slim",
+        "USER leakmel",
+        'ENTRYPOINT ["leakmel"]',
+    ]
+    assert re.search(r"nbs/_tools/install\.py (cpu) (learn)", image)
+    left = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert not {"leakmel", "nbs", "setup.py", "settings.ini", "pyproject.toml", "README.md"} & set(left)
+    example = re.search(r"leakmel \\\n#\s+(nightly .+)", image)
+    assert example is not None
+    assert main([*example[1].split(), "--help"]) == 0
+    if shutil.which("docker"):
+        subprocess.run(["docker", "build", "--quiet", "--tag", "leakmel-test", "."], cwd=ROOT, check=True)
+        subprocess.run(["docker", "run", "--rm", "leakmel-test", "doctor"], check=True)
