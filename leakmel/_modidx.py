@@ -548,6 +548,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'leakmel.cli._raise_signal': ('cli.html#_raise_signal', 'leakmel/cli.py'),
                              'leakmel.cli._run': ('cli.html#_run', 'leakmel/cli.py'),
                              'leakmel.cli._start_streams': ('cli.html#_start_streams', 'leakmel/cli.py'),
+                             'leakmel.cli._with_name': ('cli.html#_with_name', 'leakmel/cli.py'),
+                             'leakmel.cli.commands_help': ('cli.html#commands_help', 'leakmel/cli.py'),
                              'leakmel.cli.main': ('cli.html#main', 'leakmel/cli.py'),
                              'leakmel.cli.warnings_to_stderr': ('cli.html#warnings_to_stderr', 'leakmel/cli.py')},
             'leakmel.core.cluster': { 'leakmel.core.cluster._call_in_dask': ('core/cluster.html#_call_in_dask', 'leakmel/core/cluster.py'),

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, threading, warnings
+import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, textwrap, threading, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -39,12 +39,16 @@ from leakmel.ops.operations import (
 )
 
 # in the order of the help
+GROUPS: dict[str, tuple[type[Operation], ...]] = {
+    "start": (Init, Demo),
+    "data": (Fetch, Scan, Build, Join, Verify),
+    "detector": (Train, Search, Evaluate, Predict, Retrain),
+    "field": (Nightly, Review, Suggest, Similar, Embed, Correlate),
+    "exchange": (Export, Card, Labels, Page),
+    "machine": (Doctor, Tune, Bench, Cache),
+}
 OPERATIONS: dict[str, type[Operation]] = {
-    cls.command.name: cls
-    for cls in (
-        *(Init, Demo, Scan, Build, Join, Verify, Train, Search, Evaluate, Predict, Suggest, Similar, Embed),
-        *(Nightly, Review, Retrain, Fetch, Correlate, Export, Card, Labels, Page, Cache, Bench, Tune, Doctor),
-    )
+    cls.command.name: cls for classes in GROUPS.values() for cls in classes
 }
 FIRST_DAY = """leakmel: log-mel data sets and leak detectors from folders of pipe recordings
 
@@ -124,31 +128,49 @@ class CommandParser(argparse.ArgumentParser):
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' ", message):
-            message = f"unknown command: {answer_unknown(wrong[1], OPERATIONS)}"
+            known = [
+                cls.command.words.split()[0] if cls.command.words else n for n, cls in OPERATIONS.items()
+            ]
+            message = f"unknown command: {answer_unknown(wrong[1], dict.fromkeys(known))}"
         end = "" if message.endswith("?") else "."
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
+
+
+def commands_help(
+    names: Sequence[str] = tuple(GROUPS),  # of groups
+) -> str:
+    "Return the help of all commands, or of some groups."
+    lines = ["usage: leakmel COMMAND ..."]
+    for name in names:
+        lines += ["", name]
+        for cls in GROUPS[name]:
+            words = cls.command.words or cls.command.name
+            lines += textwrap.wrap(f"  {words:<18}{cls.__doc__}", line_width(), subsequent_indent=" " * 20)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option",
+            "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
+        ]
+    )
 
 
 def _parser(
     first: str = "",  # word of the command line; of a command, the options of the others are left out: they need packages that `doctor` may find missing
 ) -> argparse.ArgumentParser:
     "Return the parser of the command line."
-    parser = CommandParser(
-        prog="leakmel",
-        allow_abbrev=False,
-        description="Turn folders of WAV recordings of pipes into verified log-mel data sets, and train leak detectors on them.",
-        epilog="leakmel COMMAND --help shows the options of a command that are changed most, leakmel COMMAND --help-all every option. "
-        "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
-    )
-    parser.example = "leakmel build recordings --split all --out mels"
-    parser.add_argument(
-        "--version", action="version", version=f"leakmel {lm.__version__}", help="show the version"
-    )
+    parser = CommandParser(prog="leakmel", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"leakmel {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, cls in OPERATIONS.items():
         command = cls.command
         p = commands.add_parser(
-            name, help=cls.__doc__, description=cls.__doc__, epilog=command.status or None, allow_abbrev=False
+            name,
+            prog=f"leakmel {command.words or name}",
+            description=cls.__doc__,
+            epilog=command.status or None,
+            allow_abbrev=False,
         )
         p.short, p.example = command.short, command.example
         p.add_argument(
@@ -241,13 +263,19 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
     if not words:
         print(FIRST_DAY)
         return 2, False
+    if words[0] in ("-h", "--help"):
+        print(commands_help())
+        return 0, False
+    if words[0] == "machine" and not {*words[1:]} - {"-h", "--help"}:  # a group without a command of its own
+        print(commands_help(["machine"]))
+        return 0 if words[1:] else 2, False
     _start_streams()
     args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
     handlers: dict[int, Any] = {}
     where = ""
     try:
         args = _parse(words)
-        where = f"leakmel {args.command}: "
+        where = f"leakmel {OPERATIONS[args.command].command.words or args.command}: "
         handlers = _catch_signals()
         try:
             with warnings_to_stderr(), safe_module_path():
@@ -318,8 +346,27 @@ def _start_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 # %% ../nbs/cli.ipynb #20f2b3aa
+def _with_name(words: Sequence[str]) -> Sequence[str]:
+    "Return the words with the name of an operation in front; by its old name it is called with a line that tells the new words."
+    first, *rest = words
+    for name, cls in OPERATIONS.items():
+        command, _, second = cls.command.words.partition(" ")
+        if name == first and second:
+            print_error(
+                f"`leakmel {name}` is now `leakmel {cls.command.words}`; the old name works in this release"
+            )
+        if command == first and second in (rest if second.startswith("--") else rest[:1]):
+            return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
+    if first == "machine":
+        known = [cls.command.words.split()[1] for cls in GROUPS[first]]
+        text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
+        raise UsageError(text, code="invalid-arguments")
+    return words
+
+
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     "Parse the command line; the parser of the command reports unknown options, because it can suggest a similar one."
+    words = _with_name(words)
     parser = _parser(next(iter(words), "-"))
     args, unknown = parser.parse_known_args(words)
     if unknown:

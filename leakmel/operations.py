@@ -54,7 +54,7 @@ class NamedRecordings(Operation):
         return [word for name, value in self.named_by.items() for word in (f"--{name}", os.fspath(value))]
 
 # %% ../nbs/operations.ipynb #1d2d6041
-@operation("demo", example="leakmel demo recordings --files 1200")
+@operation("demo", words="init --demo", example="leakmel init --demo recordings --files 1200")
 class Demo(Operation):
     "Write a synthetic demo data set of WAV recordings."
 
@@ -584,7 +584,8 @@ def run_summary(results: "Sequence[BuildResult]") -> dict[str, Any]:
 # %% ../nbs/operations.ipynb #2076e06d
 @operation(
     "join",
-    example="leakmel join mels/TRAINING_DATASET.H5",
+    words="build --join",
+    example="leakmel build --join mels/TRAINING_DATASET.H5",
     short="check,on-bad-file,max-rejected,compression,keep-parts",
 )
 class Join(Operation):

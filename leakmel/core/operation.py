@@ -75,6 +75,8 @@ class Command:
     name: str
     # as a user types it
     example: str
+    # what a user types where that is not the name: a command and a switch, or a group and a command
+    words: str = ""
     # options of the short help, separated by commas; empty: all of them
     short: str = ""
     # what the exit status means, where it says more than success; empty: nothing more

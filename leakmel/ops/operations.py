@@ -88,7 +88,9 @@ class Fetch(Operation):
         return Outcome(found, found.summary, repr(found))
 
 
-@operation("labels", example="leakmel labels import recordings --into labels.csv")
+@operation(
+    "labels", words="export --labels", example="leakmel export --labels import recordings --into labels.csv"
+)
 class Labels(Operation):
     "Import label tracks of Audacity and Raven into labels.csv, or export labels by people as such tracks."
 
@@ -150,7 +152,11 @@ class Labels(Operation):
         return Outcome(made, made.summary, repr(made))
 
 # %% ../../nbs/ops/operations.ipynb #89c42a0f
-@operation("suggest", example="leakmel suggest recordings --model model --n 30 --out to_label.csv")
+@operation(
+    "suggest",
+    words="review --suggest",
+    example="leakmel review --suggest recordings --model model --n 30 --out to_label.csv",
+)
 class Suggest(Operation):
     "Choose recordings that a person should label next: uncertain, diverse and random ones."
 
@@ -320,7 +326,9 @@ class Similar(_Embedding):
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
 
 
-@operation("embed", example="leakmel embed recordings --out recordings.npz")
+@operation(
+    "embed", words="similar --store", example="leakmel similar --store recordings --out recordings.npz"
+)
 class Embed(_Embedding):
     "Store a vector for each recording, by which similar recordings are found."
 
@@ -518,7 +526,11 @@ class Export(Operation):
         return Outcome(done, done.summary, repr(done))
 
 
-@operation("card", example="leakmel card mels/TRAINING_DATASET.H5 --license CC-BY-4.0")
+@operation(
+    "card",
+    words="export --card",
+    example="leakmel export --card mels/TRAINING_DATASET.H5 --license CC-BY-4.0",
+)
 class Card(Operation):
     "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
 
@@ -548,7 +560,7 @@ class Card(Operation):
         )
 
 
-@operation("page", example="leakmel page out.ipynb")
+@operation("page", words="export --page", example="leakmel export --page out.ipynb")
 class Page(Operation):
     "Write an executed notebook as one HTML file with interactive figures that needs no network."
 
@@ -564,7 +576,7 @@ class Page(Operation):
         return Outcome(path, {"path": show_path(path), "figures": n_figures}, show_path(path))
 
 # %% ../../nbs/ops/operations.ipynb #52155d09
-@operation("cache", example="leakmel cache clear --unused-days 30")
+@operation("cache", words="machine cache", example="leakmel machine cache clear --unused-days 30")
 class Cache(Operation):
     "List or remove the cache files of mode memmap."
 
@@ -596,7 +608,8 @@ class Cache(Operation):
 
 @operation(
     "tune",
-    example="leakmel tune recordings --budget-s 60",
+    words="machine tune",
+    example="leakmel machine tune recordings --budget-s 60",
     short="budget-s,work-dir,table,columns,pattern,preset,spec,sample-rate,duration-s,engine,device",
 )
 class Tune(WithFeatures):
@@ -627,7 +640,7 @@ class Tune(WithFeatures):
         return Outcome(figures, figures, "\n".join(filter(None, [spec_note, tune_table(figures)])))
 
 
-@operation("bench", example="leakmel bench work --suite build --files 8000")
+@operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
 class Bench(Operation):
     "Measure builds on this machine."
 
@@ -657,7 +670,8 @@ class Bench(Operation):
 
 @operation(
     "doctor",
-    example="leakmel doctor recordings",
+    words="machine doctor",
+    example="leakmel machine doctor recordings",
     status="exit status: 0 this machine can build data sets; 1 something that a build needs is missing or wrong; 2 usage; 128+n on signal n",
 )
 class Doctor(Operation):

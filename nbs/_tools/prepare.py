@@ -645,7 +645,7 @@ def sentence(path: Path) -> str:
 
 def commands_text() -> str:
     "The `--help-all` texts of the command line, as Markdown."
-    from leakmel.cli import main
+    from leakmel.cli import OPERATIONS, main
 
     os.environ["COLUMNS"] = "110"
 
@@ -655,15 +655,15 @@ def commands_text() -> str:
         return text.getvalue().strip("\n")
 
     general = help_text("--help")
-    names = re.findall(r"^    (\w+) +\S", general, re.M)
     parts = [
         "# Command line",
         "The same functions from a shell. Every command has `--json`, which prints one object and nothing else. "
         "`leakmel COMMAND --help` shows the options that are changed most; this page shows every option (`--help-all`).",
     ]
     parts.append(f"```text\n{general}\n```")
-    for name in names:
-        parts += [f"## leakmel {name}", f"```text\n{help_text(name, '--help-all')}\n```"]
+    for name, cls in OPERATIONS.items():
+        words = cls.command.words or name
+        parts += [f"## leakmel {words}", f"```text\n{help_text(*words.split(), '--help-all')}\n```"]
     return "\n\n".join(parts)
 
 
