@@ -562,6 +562,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.core.cluster.run_tasks': ('core/cluster.html#run_tasks', 'leakmel/core/cluster.py')},
             'leakmel.core.comparison': { 'leakmel.core.comparison._unescaped': ( 'core/comparison.html#_unescaped',
                                                                                  'leakmel/core/comparison.py'),
+                                         'leakmel.core.comparison.likely_leak': ( 'core/comparison.html#likely_leak',
+                                                                                  'leakmel/core/comparison.py'),
                                          'leakmel.core.comparison.match_texts': ( 'core/comparison.html#match_texts',
                                                                                   'leakmel/core/comparison.py'),
                                          'leakmel.core.comparison.text_column': ( 'core/comparison.html#text_column',

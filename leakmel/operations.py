@@ -15,6 +15,7 @@ from shlex import join, quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
+from leakmel.core.comparison import likely_leak
 from leakmel.core.errors import UsageError, show_path
 from leakmel.core.operation import Operation, Outcome, Run, operation, option, refuse_unused
 from leakmel.core.progress import Progress, wrap_text
@@ -93,8 +94,8 @@ class Scan(NamedRecordings):
     content: bool = False
     # return exit status 1 for any problem
     strict: bool = False
-    # examples of problems to print, or all (default 20, at least one of each kind; 0: none)
-    most: int | None = option(20, none="all")
+    # examples of problems to print, or all (default: one of each kind; 0: none)
+    most: int | None = option(1, none="all")
     # also store the listing (.npz), for leakmel build --listing
     save: str | None = option(None, metavar="FILE")
 
@@ -451,7 +452,10 @@ class Build(WithFeatures):
         lines += self._analysis_lines(results, run)
         if results[0].rows:
             made = results[0].path.parent if self.split == "all" else results[0].path
-            lines.append(f"next: leakmel train {quote(show_path(made))} --out detector")
+            labels = results[0].summary["label_names"]
+            named = any(label.casefold() == "leak" for label in labels)
+            leak = "" if named else f" --leak-label {quote(likely_leak(labels))}"
+            lines.append(f"next: leakmel train {quote(show_path(made))} --out detector{leak}")
         return Outcome(results, body | report, "\n".join(lines))
 
     def _analysis_lines(self, results: "Sequence[BuildResult]", run: Run) -> list[str]:

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/core/comparison.ipynb #ck440003
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 # %% ../../nbs/core/comparison.ipynb #ck440005
@@ -55,6 +55,14 @@ def match_texts(
             if len(same := by_key.get(text_key(text), [])) == 1:
                 found[text] = same[0]
     return found
+
+
+def likely_leak(
+    labels: Sequence[str],
+) -> str:  # the first one where none is likelier
+    "Return the label that is part of all others, as LEAK is of NO_LEAK."
+    keys = [text_key(label).casefold() for label in labels]
+    return next((label for label, key in zip(labels, keys) if all(key in other for other in keys)), labels[0])
 
 # %% ../../nbs/core/comparison.ipynb #0c751895
 def text_column(

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from leakmel.audio.conform import conform, piece_count, resampled_length
 from leakmel.audio.labels import CurrentLabels, check_paths
 from leakmel.audio.wav import Recording
-from leakmel.core.comparison import text_key
+from leakmel.core.comparison import likely_leak, text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.monitor import free_memory, size_text
 from leakmel.core.progress import DelayedProgress
@@ -33,6 +33,7 @@ from leakmel.mel.spec import MelSpec
 def find_label(
     wanted: str,  # "LEAK", in any case
     class_names: Sequence[str],  # of the data set, in id order
+    remedy: str = "give the whole name of a label",
 ) -> int:  # its number in the data set; raises UsageError where there is none, or more than one
     "Find the label of a name, ignoring case and what cannot be seen."
     key = text_key(wanted).casefold()
@@ -43,7 +44,7 @@ def find_label(
             code="unknown-label",
             found=repr(wanted),
             expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
-            remedy="give the whole name of a label",
+            remedy=remedy,
         )
     if len(found) > 1:
         raise UsageError(
@@ -122,7 +123,10 @@ def make_task(
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
 ) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
     "Create the task of classifying the labels of a data set."
-    leak = find_label(leak_label, class_names)
+    remedy = (
+        f"name the label of leaks, for example leak_label='{likely_leak(class_names)}'" if class_names else ""
+    )
+    leak = find_label(leak_label, class_names, remedy)
     names = tuple(class_names)
     out = {find_label(name, class_names) for name in leave_out}
     if leak in out:
