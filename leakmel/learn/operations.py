@@ -9,6 +9,7 @@ __all__ = []
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import leakmel as lm
@@ -175,7 +176,7 @@ class _Training(Operation):
 @operation(
     "train",
     example="leakmel train mels --out model --group sensor",
-    short="out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
+    short="out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,full,report",
     status="exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command resumes",
 )
 class Train(_Training):
@@ -208,6 +209,8 @@ class Train(_Training):
     evaluation: bool = True
     # also write results and figures as one HTML file (report.html)
     report: bool = option(False, command_only=True)
+    # also print how the detector was chosen, and the whole evaluation
+    full: bool = option(False, command_only=True)
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
@@ -254,6 +257,8 @@ class Train(_Training):
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         lines = [repr(result), *(["", evaluation.report(run.width)] if evaluation is not None else [])]
+        if not self.full:
+            lines = self._answer(result, evaluation)
         report: dict[str, str] = {}
         if self.report:
             from leakmel.learn.reports import training_report
@@ -262,6 +267,17 @@ class Train(_Training):
             lines.append(f"report: {report['report']}")
         body = run_summary(result, evaluation) | report
         return Outcome(result, body, wrap_text("\n".join(lines), run.width))
+
+    def _answer(self, result: "TrainResult", evaluation: "Evaluation | None") -> list[str]:
+        "Return what a person acts on: the detector, its evaluation, and the next steps."
+        from leakmel.learn.evaluate.evaluation import evaluation_answer
+        from leakmel.learn.model.card import evaluation_text
+
+        model = show_path(result.model_path)
+        lines = [*filter(None, [result.summary["stamp"]]), f"{model}: {result.detector.kind} detector"]
+        lines += [evaluation_text(result.detector.evaluations)] if evaluation is None else []
+        lines += evaluation_answer(evaluation) if evaluation is not None else []
+        return [*lines, *result.next_steps[:1], f"next: leakmel predict RECORDINGS --model {quote(model)}"]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
@@ -398,7 +414,7 @@ class Search(_Training):
     "evaluate",
     example="leakmel evaluate mels --model model --out report --figures",
     status="exit status: 0 evaluated (--json reports whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n",
-    short="model,out,figures,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
+    short="model,out,figures,full,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
 )
 class Evaluate(Operation):
     "Evaluate a detector on data sets and compare it with three baselines."
@@ -417,6 +433,8 @@ class Evaluate(Operation):
     out: str | None = option(None, metavar="DIR")
     # also save all figures as one page (evaluation.html); requires --out
     figures: bool = option(False, command_only=True)
+    # print all figures, with intervals and cautions
+    full: bool = option(False, command_only=True)
     # voting rules from segments to a recording, separated by commas, in addition to the rule of the model: mean, long_vote, any_long,
     # frac_vote
     votes: Texts = ("mean", "long_vote")
@@ -485,12 +503,19 @@ class Evaluate(Operation):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Evaluate, write the files of the folder, and record the result in the model file."
-        from leakmel.learn.evaluate.evaluation import try_to_record
+        from leakmel.learn.evaluate.evaluation import evaluation_answer, try_to_record
 
         found = lm.evaluate(**plan.given, progress=run.progress)
         written = found.save(plan.out, plots=self.figures or run.keeps) if self._writes(run) else {}
-        lines = [found.report(run.width), "", try_to_record(plan.given["model"], found, plan.given["data"])]
-        lines += ["", f"written: {', '.join(map(show_path, written.values()))}"] if written else []
+        recorded = try_to_record(plan.given["model"], found, plan.given["data"])
+        model = quote(show_path(plan.given["model"]))
+        lines = [found.report(run.width), "", recorded]
+        if not self.full:
+            lines = [*evaluation_answer(found), recorded]
+        lines += [f"written: {', '.join(map(show_path, written.values()))}"] if written else []
+        lines += (
+            [] if self.full else [f"next: leakmel predict RECORDINGS --model {model}; --full has all figures"]
+        )
         body = found.summary | {"written": {name: show_path(path) for name, path in written.items()}}
         return Outcome(found, body, wrap_text("\n".join(lines), run.width))
 

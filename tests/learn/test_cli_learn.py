@@ -311,6 +311,14 @@ def test_a_report_fits_into_a_narrow_terminal(
     monkeypatch.setattr(cli, "line_width", lambda: width)
     status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK)
     assert status == 0, err
+    words = " ".join(out.split())
+    assert re.search(
+        r"of \d+ leaks found \d+; of \d+ others \d+ false alarms \(threshold 0\.\d\d\) better than a", words
+    )
+    assert "at a new sensor: " in words
+    assert "next: leakmel predict " in words
+    assert "Mean of segments" not in words
+    status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK, "--full")
     lines = out.splitlines()[2:]  # the first ones name the model
     assert max(map(len, lines)) <= width
     values = [line for line in lines if re.match(r"(precision|sensitivity|AUC)  ", line)]
@@ -615,6 +623,7 @@ def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.Monk
         "model",
         "training",
         "figures",
+        "full",
         "votes",
         "draws",
         "files-per-batch",

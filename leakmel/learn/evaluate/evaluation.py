@@ -41,6 +41,7 @@ from leakmel.learn.evaluate.plots import (
     worst_errors,
 )
 from leakmel.learn.metrics.significance import (
+    MIN_GROUPS,
     Bootstrap,
     Difference,
     Groups,
@@ -324,6 +325,33 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     if e.worst:
         yield from ("", "Worst errors:", *map(str, e.worst))
     yield from e.stamps
+
+# %% ../../../nbs/learn/evaluate/evaluation.ipynb #5c0ffee1
+def evaluation_answer(e: Evaluation) -> list[str]:  # at most five lines
+    "Return what a person acts on: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
+    counts, by = e.detector.counts, e.groups.by
+    n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
+    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} others {counts.false_alarm:,} false alarms"
+    answers = {None: "not known, no baseline was compared"}
+    for title, d in e.verdict.against:
+        better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"
+        answers[title] = better if d.interval.known else f"cannot be told ({d.interval.note})"
+    level = next((v for title, v in answers.items() if title == BASELINE_TITLES["level"]), answers[None])
+    others = [title for title, v in answers.items() if title and v != "yes"]
+    truth = e.table["leak"].to_numpy(bool)
+    held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
+    new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"
+    if e.leaky:
+        new = "cannot be told from a leaky split"
+    elif not e.has_groups:
+        new = "cannot be told, because the sensors of the recordings are not known"
+    elif held < MIN_GROUPS:
+        new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {MIN_GROUPS} are needed"
+    lines = [f"{LEAKY_SPLIT} --full says why"] * e.leaky
+    lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
+    if others and level == "yes":
+        lines.append(f"not shown to be better than: {', '.join(others)}")
+    return [*lines, f"at a new {by if e.has_groups else 'sensor'}: {new}"]
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
