@@ -280,7 +280,7 @@ def wrap_text(
     lines = []
     for line in text.splitlines():
         below = " " * (len(line) - len(line.lstrip()) + 2)
-        if len(line) > wide:
+        if len(line) > wide and not line.lstrip().startswith(("next: ", "leakmel ")):  # which are pasted
             line = textwrap.fill(
                 line, wide, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
             )
