@@ -6,14 +6,16 @@
 __all__ = ['Export', 'Card', 'Page']
 
 # %% ../../nbs/ops/operations.ipynb #cc728524
-import signal, sys
+import importlib.util, os, shlex, signal, sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
+from leakmel.core.files import replacing
 from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
+from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress, print_error
 from leakmel.core.run_plan import user_path
 from leakmel.core.threads import start_process
@@ -37,6 +39,96 @@ def check_report(path: str) -> Path:
     require_kind(target, "report of leakmel", is_report)
     return target
 
+# %% ../../nbs/ops/operations.ipynb #093ce7e2
+NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
+
+
+def start_kinds() -> Kinds:
+    "Return the names and types of the parameters of start.ipynb."
+    return {
+        "data_root": (str, None),
+        "table": (str, None),
+        "sample_rate": (int, None),
+        "duration_s": (float, None),
+        "leak_label": (str,),
+        "group": (str, None),
+        "new_recordings": (str, None),
+        "out": (str, None),
+        "detector": (str,),
+        "device": (str,),
+    }
+
+# %% ../../nbs/ops/operations.ipynb #8d3e8284
+@dataclass(frozen=True, repr=False)
+class WorkingFolder:
+    "A working folder, and what was created in it."
+
+    folder: Path
+    created: tuple[str, ...]  # notebooks that were copied
+    kept: tuple[str, ...]  # notebooks that existed; they were not changed
+
+    @property
+    def command(self) -> str:
+        "The next command."
+        return f"jupyter lab {shlex.quote(show_path(self.folder))}"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return the result as plain values."
+        return {
+            "folder": show_path(self.folder),
+            "created": list(self.created),
+            "kept": list(self.kept),
+            "next": self.command,
+        }
+
+    def __repr__(self) -> str:
+        lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
+        if self.kept:
+            lines += [
+                f"  existing notebooks were not changed: {', '.join(self.kept)}",
+                "  To get a new copy of one, rename it and run the command again.",
+            ]
+        if importlib.util.find_spec("jupyterlab") is None:
+            lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
+        return "\n".join([*lines, f"next: {self.command}, then open start.ipynb and run its cells"])
+
+# %% ../../nbs/ops/operations.ipynb #912c046d
+def make_working_folder(
+    folder: str | os.PathLike,  # created if it does not exist
+) -> WorkingFolder:  # raises OutputError
+    "Copy the run notebooks into a folder and create runs/ in it; existing files are not changed."
+    if not os.fspath(folder):
+        raise UsageError(
+            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
+        )
+    target = user_path(folder)
+    if os.path.lexists(target) and not target.is_dir():
+        raise OutputError(
+            "this is a file, but a folder is needed",
+            code="not-a-folder",
+            path=target,
+            remedy="name a new folder",
+        )
+    names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+    kept = tuple(name for name in names if os.path.lexists(target / name))
+    created = tuple(name for name in names if name not in kept)
+    try:
+        (target / "runs").mkdir(parents=True, exist_ok=True)
+        for name in created:
+            with replacing(target / name) as new:
+                new.write_bytes((NOTEBOOKS / name).read_bytes())
+    except OSError as e:
+        path = e.filename or target
+        cause, remedy = explain(e, path, writing=True)
+        raise OutputError(
+            f"the working folder cannot be written ({cause})",
+            code="output-not-writable",
+            path=path,
+            remedy=remedy,
+        ) from e
+    return WorkingFolder(target, created, kept)
+
 # %% ../../nbs/ops/operations.ipynb #fa7c3003
 @operation("init", example="leakmel init leak-detection")
 class Init(Operation):
@@ -46,8 +138,6 @@ class Init(Operation):
     dir: str = option(positional=True)
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.ops.working_folder import make_working_folder
-
         made = make_working_folder(self.dir)
         return Outcome(made, made.summary, repr(made))
 
@@ -392,7 +482,7 @@ class Correlate(Operation):
 
     def _speed(self) -> Any:
         "Return the speed that is given, or that of the pipe."
-        from leakmel.locate.wave_speed import wave_speed
+        from leakmel.locate.correlate import wave_speed
 
         size: list[Any] = [self.material, self.diameter_mm, self.wall_mm]
         if self.speed_m_s is not None and size == [None] * 3:
@@ -612,7 +702,7 @@ class Tune(WithFeatures):
     device: str = "auto"
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.ops.tune import tune, tune_table
+        from leakmel.ops.bench import tune, tune_table
 
         spec, spec_note = self.spec(run)
         root: Any = self.data_root

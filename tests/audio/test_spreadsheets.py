@@ -20,7 +20,7 @@ from leakmel.cli import main
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
-from leakmel.learn.nightly.visits_page import place_of
+from leakmel.learn.nightly.run import place_of
 from leakmel.learn.review.session import read_score_table
 
 

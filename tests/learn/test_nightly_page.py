@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly import run as module
-from leakmel.learn.nightly.drift import (
+from leakmel.learn.nightly.nights import (
     MIN_RECORDINGS,
     quantities,
     ranges_of,
@@ -27,7 +27,7 @@ from leakmel.learn.nightly.drift import (
 )
 from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import recording_levels
-from leakmel.learn.nightly.visits_page import MAX_CLIP_BYTES, place_of
+from leakmel.learn.nightly.run import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")

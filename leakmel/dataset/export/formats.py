@@ -23,7 +23,7 @@ from leakmel.core.files import digest_of_file
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.card import (
+from leakmel.dataset.export.columns import (
     croissant,
     croissant_text,
     data_set_card,
