@@ -69,17 +69,15 @@ class ProcessRun:
     started_s: float = math.nan  # on the clock `time.perf_counter`
 
 
-# the leakmel of this process, also where it is not installed
-_COMMAND = f"import sys; sys.path.append({str(Path(lm.__file__).parents[1])!r}); from leakmel.cli import main; sys.exit(main())"
-
-
 def run_leakmel(
     *argv: str,  # arguments of the command line; --json is added
 ) -> ProcessRun:  # raises LeakmelError where the command fails
     "Run a command of leakmel in a process and measure it; a build never resumes."
+    # the leakmel of this process, also where it is not installed
+    program = f"import sys; sys.path.append({str(Path(lm.__file__).parents[1])!r}); from leakmel.cli import main; sys.exit(main())"
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
     started = time.perf_counter()
-    with start_process([sys.executable, "-c", _COMMAND, *words], stdout=PIPE, text=True) as process:
+    with start_process([sys.executable, "-c", program, *words], stdout=PIPE, text=True) as process:
         text = process.stdout.read()  # type: ignore[union-attr]
         _, status, usage = os.wait4(process.pid, 0)
         wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
@@ -304,8 +302,12 @@ def bench_build(
     for i in range(-1, rounds):
         for name, words in SETTINGS.items():
             done = run_build(root, out / name.replace(", ", "-").replace(" ", "-"), words, n_files)
-            figures = {key: done.body[key] for key in ("seconds", "files_per_s", "found")}
-            figures |= {"process_s": done.wall_s, "cpu_s": done.cpu_s, "peak_rss_bytes": done.peak_rss_bytes}
+            figures = {
+                **{key: done.body[key] for key in ("seconds", "files_per_s", "found")},
+                "process_s": done.wall_s,
+                "cpu_s": done.cpu_s,
+                "peak_rss_bytes": done.peak_rss_bytes,
+            }
             runs[name] += [figures] if i >= 0 else []
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             log(f"{when}: {name}: {figures['files_per_s']:,.0f} files/s, {done.cpu_s:.2f} s of CPU")
@@ -365,15 +367,18 @@ def newest(
 ) -> dict[str, Any] | None:  # None: not measured
     "Return the newest record of a suite, without rehearsals."
     records = (json.loads(path.read_text("utf-8")) for path in Path(folder).glob(f"{suite}-*.json"))
-    found = [
-        f
-        for f in records
-        if f["suite"] == suite
-        and not f.get("rehearsal")
-        and f.get("finished", True)
-        and str(f.get("device", "")).startswith(device)
-    ]
-    return max(found, key=lambda f: f["made_utc"], default=None)
+    return max(
+        (
+            f
+            for f in records
+            if f["suite"] == suite
+            and not f.get("rehearsal")
+            and f.get("finished", True)
+            and str(f.get("device", "")).startswith(device)
+        ),
+        key=lambda f: f["made_utc"],
+        default=None,
+    )
 
 # %% ../../nbs/ops/bench.ipynb #0cd22ab5
 def measure(
@@ -441,13 +446,6 @@ def take_sample(
     )
 
 # %% ../../nbs/ops/bench.ipynb #e6660e37
-CACHES = ("cold", "warm")
-
-
-class StateError(MachineError):
-    "The page cache could not be made cold or warm; the trial does not count."
-
-
 @dataclass(frozen=True)
 class BuildTrials:
     "Sample and settings that all trial builds share."
@@ -490,7 +488,7 @@ class BuildTrials:
         done = self.build("trial", config)
         found = done.summary["cache"]  # unknown: the system does not tell, but files that were read are there
         if found != cache and (cache, found) != ("warm", "unknown"):
-            raise StateError(
+            raise MachineError(
                 f"the page cache could not be made {cache}",
                 code="cache-state",
                 found=f"a {found} cache",
@@ -512,10 +510,21 @@ def candidates(
     cores, half = usable_cores(), max(1, usable_cores() // 2)
     sizes = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
     is_small = workers.files_per_batch != full.files_per_batch  # it cannot tell about large batches
-    gpu = [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}, {"batch_accumulation": 2}]
-    gpu += [{"read_workers": half}, {"read_workers": 2 * cores}, {"write_workers": half}]
-    cpu = [{"compute_workers": 2 * cores}, {"compute_workers": half}, {"read_workers": cores}]
-    cpu += [{"read_workers": 2 * cores, "slots": 8 * cores}]
+    cpu = [
+        {"compute_workers": 2 * cores},
+        {"compute_workers": half},
+        {"read_workers": cores},
+        {"read_workers": 2 * cores, "slots": 8 * cores},
+    ]
+    gpu = [
+        {"gpu_streams": 1},
+        {"gpu_streams": 4},
+        {"slots": 2 * workers.slots},
+        {"batch_accumulation": 2},
+        {"read_workers": half},
+        {"read_workers": 2 * cores},
+        {"write_workers": half},
+    ]
     tried: list[dict[str, int]] = [
         *({"read_ahead": n} for n in (1024, 0, 256)),
         *(gpu if on_device else cpu),
@@ -525,8 +534,11 @@ def candidates(
             if not is_small and 2 * workers.compute_workers * n <= n_files
         ),
     ]
-    other = [each for each in tried if any(getattr(workers, key, None) != n for key, n in each.items())]
-    return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in other}
+    return {DEFAULT: {}} | {
+        ", ".join(f"{key} {n}" for key, n in each.items()): each
+        for each in tried
+        if any(getattr(workers, key, None) != n for key, n in each.items())
+    }
 
 # %% ../../nbs/ops/bench.ipynb #72b41bea
 Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
@@ -555,14 +567,13 @@ def sweep(
                 found[key].append(trials[key]())
             except (LeakmelError, OSError, MemoryError) as e:
                 failures[key] = f"{type(e).__name__}: {e}"
-                if not isinstance(e, StateError):  # the state may be reached in another round
+                if getattr(e, "code", "") != "cache-state":  # it may be reached in another round
                     found[key].clear()
             longest_s, n_done = max(longest_s, time.monotonic() - began_s), n_done + 1
     return found, failures
 
 # %% ../../nbs/ops/bench.ipynb #a38a33f2
 MIN_ROUNDS = 5  # for a comparison
-MIN_GAIN = 0.03  # of the median rate
 
 
 Score = dict[str, Any]  # of one setting, from one state of the page cache
@@ -576,13 +587,15 @@ def scores_of(
 ) -> list[Score]:  # fastest first, those without a round last
     "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
     kinds = (("files_per_s", median), ("least", max), ("most", min))
-    scores = [
-        {"name": name, "rounds": len(seconds), "failure": failures.get((name, cache), "")}
-        | {key: n_files / f(seconds) if seconds else 0.0 for key, f in kinds}
-        for (name, state), seconds in found.items()
-        if state == cache
-    ]
-    return sorted(scores, key=lambda s: -s["files_per_s"])
+    return sorted(
+        (
+            {"name": name, "rounds": len(seconds), "failure": failures.get((name, cache), "")}
+            | {key: n_files / f(seconds) if seconds else 0.0 for key, f in kinds}
+            for (name, state), seconds in found.items()
+            if state == cache
+        ),
+        key=lambda s: -s["files_per_s"],
+    )
 
 
 def gain(
@@ -599,8 +612,11 @@ def gain(
         if it is None or default["least"] > it["most"]:
             return 0.0
         factor = it["files_per_s"] / default["files_per_s"]
-        enough = min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
-        clear |= enough and it["least"] > default["most"] and factor >= 1 + MIN_GAIN
+        clear |= (
+            min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
+            and it["least"] > default["most"]
+            and factor >= 1.03
+        )
         product *= factor
     return product if clear else 0.0
 
@@ -614,7 +630,6 @@ def best_candidate(
 
 # %% ../../nbs/ops/bench.ipynb #20217cbd
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
-FIRST_FILES = 1024  # recordings of the build that measures the duration
 
 
 def sample_size(
@@ -624,32 +639,33 @@ def sample_size(
     seconds: float,  # available time
 ) -> int:
     "Return the number of recordings with which MIN_ROUNDS rounds fit into the time."
-    planned_s = 0.7 * seconds  # the rest is for slower rounds and for the check
-    fitting = int(planned_s / (MIN_ROUNDS * n_trials * seconds_per_file))
+    # the rest of the time is for slower rounds and for the check
+    fitting = int(0.7 * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../nbs/ops/bench.ipynb #74100e7e
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
-    pool, notes, states = trials.sample, list[str](), list(CACHES)
+    pool, notes, states = trials.sample, list[str](), ["cold", "warm"]
     config = PipelineConfig(device=trials.device)
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
     engine, _ = open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
     with engine:
         on_device = engine.device.split(":")[0]
-    device = on_device if trials.device == "auto" else trials.device
-    trials = replace(trials, engine=engine.name, device=device)
+    trials = replace(
+        trials, engine=engine.name, device=on_device if trials.device == "auto" else trials.device
+    )
     full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
         return candidates(plan_workers(config, spec, engine, n), full, on_device != "cpu", n)
 
-    first = replace(trials, sample=take_sample(pool, FIRST_FILES))
+    first = replace(trials, sample=take_sample(pool, 1024))
     first.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
     began_s = time.monotonic()
     try:
         first.run({}, "cold")
-    except (StateError, UsageError) as e:
+    except (MachineError, UsageError) as e:
         notes, states = [f"cold: not measured, {e}"], ["warm"]
     now_s = time.monotonic()
     per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)
@@ -693,9 +709,9 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
 
 def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[str, Any]:
     "Compare verified builds with the defaults and with the chosen settings; raises VerifyError if they differ."
-    right = trials.build("default", PipelineConfig(device=trials.device), check=64)
-    config = PipelineConfig(**changes, device=trials.device)  # type: ignore[arg-type]
-    done = trials.build("chosen", config, check=64)
+    config = PipelineConfig(device=trials.device)
+    right = trials.build("default", config, check=64)
+    done = trials.build("chosen", replace(config, **changes), check=64)  # type: ignore[arg-type]
     if right.path.read_bytes() != done.path.read_bytes():
         raise VerifyError(
             "a build with other speed settings gave other bytes, so no settings were stored",
@@ -704,8 +720,13 @@ def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[st
             found=", ".join(f"{name} {value}" for name, value in changes.items()),
             remedy="build with the defaults and report this error",
         )
-    facts = {"ok": done.verified.ok, "checked": done.verified.checked, "verdict": done.verified.verdict}
-    return facts | {"rows": done.rows, "same_bytes": True}
+    return {
+        "ok": done.verified.ok,
+        "checked": done.verified.checked,
+        "verdict": done.verified.verdict,
+        "rows": done.rows,
+        "same_bytes": True,
+    }
 
 # %% ../../nbs/ops/bench.ipynb #018b0a73
 def tune(
@@ -741,17 +762,30 @@ def tune(
             remedy=f"{remedy} (work_dir, --work-dir)",
         ) from e
     with folder as work:
-        trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
-        figures = _measure(trials, manifest, began + budget_s, progress)
+        figures = _measure(
+            BuildTrials(pool, Path(work), spec, engine, device, with_waveforms),
+            manifest,
+            began + budget_s,
+            progress,
+        )
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
-        facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
-        facts |= {"schema": SCHEMA, "machine": this_machine(), "measured": figures}
         rates = (find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
         if rate := figures["rate"]["files_per_s"]:
-            own = {"made_utc": figures["made_utc"], "spec": figures["fingerprint"], "files_per_s": rate}
-            rates |= {figures["rate"]["engine"]: own}
-        facts |= {"engine": engine, "device": device, "rates": rates}
+            rates[figures["rate"]["engine"]] = {
+                "made_utc": figures["made_utc"],
+                "spec": figures["fingerprint"],
+                "files_per_s": rate,
+            }
+        facts = {
+            **{key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")},
+            "schema": SCHEMA,
+            "machine": this_machine(),
+            "measured": figures,
+            "engine": engine,
+            "device": device,
+            "rates": rates,
+        }
         try:
             figures["path"] = show_path(write_tuned(manifest.root, facts))
         except OutputError as e:
@@ -790,20 +824,21 @@ def tune_plot(
     if not scores:
         return styled_figure([], "No setting was measured", height=120)
     rates = [s["files_per_s"] for s in scores]
-    bars = go.Bar(
-        x=f32(rates),
-        y=[s["name"] for s in scores],
-        orientation="h",
-        marker=dict(color=label_colour(0)),
-        error_x=dict(
-            type="data",
-            array=f32([s["most"] - s["files_per_s"] for s in scores]),
-            arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
-            thickness=1,
-        ),
-    )
     return styled_figure(
-        [bars],
+        [
+            go.Bar(
+                x=f32(rates),
+                y=[s["name"] for s in scores],
+                orientation="h",
+                marker=dict(color=label_colour(0)),
+                error_x=dict(
+                    type="data",
+                    array=f32([s["most"] - s["files_per_s"] for s in scores]),
+                    arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
+                    thickness=1,
+                ),
+            )
+        ],
         f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
         f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
         height=130 + 26 * len(scores),

@@ -68,18 +68,13 @@ class WorkingFolder:
     kept: tuple[str, ...]  # notebooks that existed; they were not changed
 
     @property
-    def command(self) -> str:
-        "The next command."
-        return f"jupyter lab {shlex.quote(show_path(self.folder))}"
-
-    @property
     def summary(self) -> dict[str, Any]:
         "Return the result as plain values."
         return {
             "folder": show_path(self.folder),
             "created": list(self.created),
             "kept": list(self.kept),
-            "next": self.command,
+            "next": f"jupyter lab {shlex.quote(show_path(self.folder))}",
         }
 
     def __repr__(self) -> str:
@@ -91,7 +86,7 @@ class WorkingFolder:
             ]
         if importlib.util.find_spec("jupyterlab") is None:
             lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
-        return "\n".join([*lines, f"next: {self.command}, then open start.ipynb and run its cells"])
+        return "\n".join([*lines, f"next: {self.summary['next']}, then open start.ipynb and run its cells"])
 
 # %% ../../nbs/ops/operations.ipynb #912c046d
 def make_working_folder(
@@ -161,20 +156,33 @@ class Fetch(Operation):
         from leakmel.sets.catalogue import SETS, catalogue_text
 
         if self.name is None:
-            given = {"--out": self.out, "--from": self.source, "--yes": self.yes}
-            given |= {"--accept-unverified": self.accept_unverified}
+            given = {
+                "--out": self.out,
+                "--from": self.source,
+                "--yes": self.yes,
+                "--accept-unverified": self.accept_unverified,
+            }
             refuse_unused(given, "without the name of a set", f"name one of {', '.join(SETS)}")
             keys = ("name", "title", "doi", "size", "licence")
-            known = [{key: getattr(s, key) for key in keys} for s in SETS.values()]
-            how = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
-            return Outcome(SETS, {"sets": known}, f"{catalogue_text()}\n\n{how}")
+            return Outcome(
+                SETS,
+                {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]},
+                f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
+            )
         if self.source is not None:
-            unverified = {"--accept-unverified": self.accept_unverified}
-            refuse_unused(unverified, "together with --from, because nothing is downloaded")
-        how_to: dict[str, Any] = {
-            name: getattr(self, name) for name in ("source", "yes", "accept_unverified")
-        }
-        found = lm.fetch(self.name, self.out, progress=run.progress, show=print_error, **how_to)
+            refuse_unused(
+                {"--accept-unverified": self.accept_unverified},
+                "together with --from, because nothing is downloaded",
+            )
+        found = lm.fetch(
+            self.name,
+            self.out,
+            source=self.source,
+            yes=self.yes,
+            accept_unverified=self.accept_unverified,
+            progress=run.progress,
+            show=print_error,
+        )
         return Outcome(found, found.summary, repr(found))
 
 
@@ -216,27 +224,29 @@ class Labels(Operation):
                 f"The option --{wrong[0]} does not belong to labels {self.what}", code="invalid-arguments"
             )
         if getattr(self, needed) is None or not is_import and len(self.files) > 1:
-            example = self.command.example if is_import else "leakmel labels export labels.csv --to DIR"
             raise UsageError(
                 f"labels {self.what} needs {'label tracks and a table' if is_import else 'one table and a folder'}",
                 code="invalid-arguments",
-                expected=example,
+                expected=self.command.example if is_import else "leakmel labels export labels.csv --to DIR",
             )
         made: Any
         if is_import:
-            classes = [name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()]
             made = import_tracks(
                 list(self.files),
                 self.into,  # type: ignore[arg-type]
                 by=self.by or login_name(),
-                classes=classes,
+                classes=[name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()],
                 leak_label=self.leak_label,
                 column=self.column or "Annotation",
                 recordings=self.recordings,
             )
         else:
-            how: dict[str, Any] = {"format": self.format or "audacity", "recordings": self.recordings}
-            made = export_tracks(self.files[0], self.to, **how)  # type: ignore[arg-type]
+            made = export_tracks(
+                self.files[0],
+                self.to,  # type: ignore[arg-type]
+                format=self.format or "audacity",
+                recordings=self.recordings,
+            )
         return Outcome(made, made.summary, repr(made))
 
 # %% ../../nbs/ops/operations.ipynb #89c42a0f
@@ -268,15 +278,18 @@ class Suggest(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.learn.review.suggest import sample_mix
 
-        same = ("n", "labels", "out", "per_sensor", "seed", "device")
-        how: dict[str, Any] = {name: getattr(self, name) for name in same}
         found = lm.suggest(
             self.folder,
             self.model,
+            n=self.n,
+            labels=self.labels,
+            out=self.out,
+            per_sensor=self.per_sensor,
+            seed=self.seed,
+            device=self.device,
             earlier=list(self.earlier),
             mix=sample_mix(self.mix),
             progress=run.progress,
-            **how,
         )
         return Outcome(found, found.summary, found.text())
 
@@ -320,9 +333,11 @@ class Review(Operation):
 
         folder = user_path(self.folder)
         if not folder.is_dir():
-            remedy = missing_remedy(folder)
             raise DataError(
-                "the folder does not exist", code="no-such-folder", path=self.folder, remedy=remedy
+                "the folder does not exist",
+                code="no-such-folder",
+                path=self.folder,
+                remedy=missing_remedy(folder),
             )
         kinds = {read_score_table(user_path(table))[0] for table in self.scores}
         if self.model is not None:
@@ -343,8 +358,9 @@ class Review(Operation):
         from leakmel.learn.review.app import lab_command, review_parameters, write_review
 
         self._check()
-        words = (self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n)
-        given = review_parameters(self.folder, *words)
+        given = review_parameters(
+            self.folder, self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n
+        )
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
         command = lab_command(path, self.browser)
@@ -397,8 +413,15 @@ class Similar(_Embedding):
 
     def __call__(self, run: Run) -> Outcome:
         page = check_report(self.html) if self.html else None
-        how: dict[str, Any] = {"model": self.model, "length": self.length, "spec": self.features}
-        found = lm.similar(self.file, self.among, k=self.n, progress=run.progress, **how)
+        found = lm.similar(
+            self.file,
+            self.among,
+            k=self.n,
+            model=self.model,
+            length=self.length,
+            spec=self.features,
+            progress=run.progress,
+        )
         text = found.text()
         if page is not None:
             from leakmel.insight.page_figures import Section, write_report
@@ -482,13 +505,11 @@ class Correlate(Operation):
 
     def _speed(self) -> Any:
         "Return the speed that is given, or that of the pipe."
-        from leakmel.locate.correlate import wave_speed
-
         size: list[Any] = [self.material, self.diameter_mm, self.wall_mm]
         if self.speed_m_s is not None and size == [None] * 3:
             return self.speed_m_s
         if self.speed_m_s is None and None not in size:
-            return wave_speed(*size)
+            return lm.wave_speed(*size)
         raise UsageError(
             "the speed of the wave is not given, or not by one way",
             code="conflicting-parameters",
@@ -497,7 +518,6 @@ class Correlate(Operation):
         )
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.locate.correlate import correlate
         from leakmel.locate.cross_spectra import synthetic_pair
 
         if self.distance_m is None:
@@ -520,7 +540,7 @@ class Correlate(Operation):
         b = None if self.b is None else user_path(self.b)
         names = ("distance_m", "clock_error_s", "offset_s", "distance_error_m", "speed_error_m_s", "method")
         given: dict[str, Any] = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        found = correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
+        found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
         text = found.text()
         if page is not None:
             correlation_page(found, page)
@@ -558,11 +578,15 @@ class Export(Operation):
 
     def _export_detector(self, run: Run) -> Outcome:
         "Write a detector as an ONNX file, and compare it."
-        remedy = "leave it out; leakmel card states the licence of a detector"
-        refuse_unused({"--license": self.license, "--to": self.to}, "together with --onnx", remedy)
+        refuse_unused(
+            {"--license": self.license, "--to": self.to},
+            "together with --onnx",
+            "leave it out; leakmel card states the licence of a detector",
+        )
         if self.recordings is None:
-            remedy = "add --recordings DIR, or leave it out"
-            refuse_unused({"--most": self.most}, "without --recordings", remedy)
+            refuse_unused(
+                {"--most": self.most}, "without --recordings", "add --recordings DIR, or leave it out"
+            )
         done = lm.export_onnx(
             user_path(self.file),
             None if self.out is None else user_path(self.out),
@@ -587,8 +611,11 @@ class Export(Operation):
                 found=show_path(given),
                 remedy="add --onnx",
             )
-        of_onnx = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
-        refuse_unused(of_onnx, "without --onnx", "leave it out, or add --onnx for a detector")
+        refuse_unused(
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            "without --onnx",
+            "leave it out, or add --onnx for a detector",
+        )
         if self.out is None:
             raise UsageError(
                 "an export needs a folder",
@@ -631,8 +658,12 @@ class Card(Operation):
                 expected="a data set, a detector, or a folder of one of them",
                 remedy="write the history as tables with leakmel export",
             )
-        folder = self.out or (given if given.is_dir() else given.parent)
-        made = lm.card(given, out=user_path(folder), license=self.license, progress=run.progress)
+        made = lm.card(
+            given,
+            out=user_path(self.out or (given if given.is_dir() else given.parent)),
+            license=self.license,
+            progress=run.progress,
+        )
         return Outcome(
             made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
         )
@@ -673,14 +704,18 @@ class Cache(Operation):
         files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{len(files):,} cache file{'s' * (len(files) != 1)}"
-        lines = [f"{'' if is_list else 'removed '}{count}, {size_text(n_bytes)} in {there}"]
+        count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
+        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
-            used = f.used_utc[:16].replace("T", " ")
-            lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
-        listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
+            lines.append(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            )
+        body = {
+            "folder": show_path(folder),
+            "n_bytes": n_bytes,
+            "files": [vars(f) | {"path": show_path(f.path)} for f in files],
+        }
         return Outcome(files, body, "\n".join(lines))
 
 
@@ -706,13 +741,16 @@ class Tune(WithFeatures):
 
         spec, spec_note = self.spec(run)
         root: Any = self.data_root
-        same = ("engine", "device", "with_waveforms", "budget_s", "work_dir")
         figures = tune(
             root,
             spec=spec,
             manifest=lm.scan(root, **self.named_by, progress=run.progress),
             progress=run.progress,
-            **{name: getattr(self, name) for name in same},
+            engine=self.engine,
+            device=self.device,
+            with_waveforms=self.with_waveforms,
+            budget_s=self.budget_s,
+            work_dir=self.work_dir,
         )
         return Outcome(figures, figures, "\n".join(filter(None, [spec_note, tune_table(figures)])))
 
@@ -737,11 +775,20 @@ class Bench(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.ops.bench import build_table, measure
 
-        how: dict[str, Any] = {"n_files": self.files, "rounds": self.rounds, "commit_id": self.commit}
-        record, path = measure(self.suite, self.dir, self.out, log=print_error, **how)
-        text = f"{build_table(record)}\nstored as {show_path(path)}"
+        record, path = measure(
+            self.suite,
+            self.dir,
+            self.out,
+            commit_id=self.commit,
+            n_files=self.files,
+            rounds=self.rounds,
+            log=print_error,
+        )
         return Outcome(
-            record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
+            record,
+            record | {"path": show_path(path)},
+            f"{build_table(record)}\nstored as {show_path(path)}",
+            0 if record["verified"]["all_ok"] else 1,
         )
 
 

@@ -7,7 +7,7 @@ __all__ = ['SET_FILE', 'README', 'FetchedSet', 'fetch']
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
 import errno, hashlib, io, os, re, shutil, stat, sys, tempfile, zipfile
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -43,20 +43,11 @@ from leakmel.sets.catalogue import LeakSet, NamedRecording, set_named
 # %% ../../nbs/sets/fetch.ipynb #8cd68023
 MAX_MEMBERS = 20_000
 MAX_FILE_BYTES = 64_000_000  # of one recording, unpacked
-MAX_ARCHIVE_BYTES = 1_000_000_000  # of an archive in an archive
 MAX_TOTAL_BYTES = 2_000_000_000  # of all that is read
 ARCHIVES = (".zip", ".rar")
 _MAX_DIRECTORY_BYTES = 8_000_000  # of the directory of a ZIP archive, which is parsed in memory
-_MAX_DEPTH = 2  # archives in archives: a repository may pack a whole record again
-
-
-@dataclass(frozen=True)
-class Member:
-    "One file of a source."
-
-    parts: tuple[str, ...]  # archives, folders and name, from the top
-    data: bytes
-    archive: Path | None = None  # the outermost; None: a file of a folder
+# one file of a source: archives, folders and name from the top; bytes; and the outermost archive, None for a file of a folder
+Member = namedtuple("Member", "parts data archive", defaults=[None])
 
 
 def unsafe_archive(path: Path, message: str, found: object = None) -> DataError:  # to be raised
@@ -87,10 +78,6 @@ def _is_link(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
     if isinstance(info, zipfile.ZipInfo):
         return stat.S_ISLNK(info.external_attr >> 16)
     return info.is_symlink() or getattr(info, "file_redir", None) is not None
-
-
-def _is_encrypted(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
-    return bool(info.flag_bits & 1) if isinstance(info, zipfile.ZipInfo) else info.needs_password()
 
 
 class _ZipSource(io.FileIO):
@@ -180,23 +167,22 @@ class _Archives:
             self.n_members += len(infos)
             if self.n_members > MAX_MEMBERS:
                 raise unsafe_archive(shown, f"it holds more than {MAX_MEMBERS:,} files")
-            named = sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos))
-            for parts, k in named:
+            for parts, k in sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos)):
                 info, full, name = infos[k], (*above, *parts), show_path(infos[k].filename)[:200]
                 if _is_link(info):
                     raise unsafe_archive(shown, "it contains a link", name)
                 inner = parts[-1].lower().endswith(ARCHIVES) and self.is_archive(full)
                 if _is_hidden(parts) or not (inner or self.is_file(full)):
                     continue
-                if _is_encrypted(info):
+                if info.flag_bits & 1 if isinstance(info, zipfile.ZipInfo) else info.needs_password():
                     raise unsafe_archive(shown, "a file in it is encrypted", name)
-                if inner and depth >= _MAX_DEPTH:
+                if inner and depth >= 2:  # a repository may pack a whole record again
                     raise unsafe_archive(shown, "it contains archives in archives in archives")
                 if inner:
                     with tempfile.NamedTemporaryFile(
                         prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
                     ) as f:
-                        self._copy(archive, info, MAX_ARCHIVE_BYTES, shown, f)
+                        self._copy(archive, info, 1_000_000_000, shown, f)
                         f.flush()
                         yield from self.members(Path(f.name), shown.joinpath(*parts), full, depth + 1)
                 else:
@@ -271,10 +257,10 @@ def write_headerless(
             found=f"{len(data):,} bytes",
         )
     samples = np.frombuffer(data, "<i4")
-    values, subtype = samples, "PCM_32"
-    if not (samples & 0xFFFF).any():
-        values, subtype = (samples >> 16).astype(np.int16), "PCM_16"
-    soundfile.write(path, values, 8000, subtype=subtype, format="WAV")
+    if (samples & 0xFFFF).any():
+        soundfile.write(path, samples, 8000, subtype="PCM_32", format="WAV")
+    else:
+        soundfile.write(path, (samples >> 16).astype(np.int16), 8000, subtype="PCM_16", format="WAV")
     if not np.array_equal(soundfile.read(path, dtype="int32")[0], samples):
         raise DataError(
             "the WAV file does not hold the samples of the source", code="verification", path=path
@@ -290,11 +276,9 @@ class Converted:
     named: NamedRecording
     group: str  # by name, or of several that share files
     digest: str  # SHA-256 of the file in the archive
-    sample_rate: int = 0  # Hz; 0: the file cannot be read
-    n_samples: int = 0
-    format: str = ""  # "mono 16-bit PCM" or another
-    is_clipped: bool = False  # a sample is at full scale
-    problem: str = ""  # why the file cannot be read
+    # sample_rate in Hz, n_samples, format ("mono 16-bit PCM" or another), is_clipped (a sample is at full scale);
+    # or problem: why the file cannot be read
+    facts: Mapping[str, Any]
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -339,46 +323,25 @@ def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
     return [replace(r, group=min(joined[r.named.group])) for r in recordings]
 
 # %% ../../nbs/sets/fetch.ipynb #d330083a
-@dataclass(frozen=True)
-class Conversion:
-    "The recordings of a set that were written."
-
-    recordings: tuple[Converted, ...]  # with a label, in the order of their paths
-    unlabelled: tuple[Converted, ...]
-    archives: frozenset[Path] = frozenset()  # from which they were read
-
-    def counts(self) -> dict[str, int]:
-        "Count what the description of a set may state."
-        rs, pairs = self.recordings, equal_pairs(self.recordings)
-        every, good = (*rs, *self.unlabelled), [r for r in rs if not r.problem]
-        found = Counter({"recordings": len(rs), "recordings without a label": len(self.unlabelled)})
-        found.update(r.named.label for r in rs)
-        found["groups"] = len({r.group for r in rs})
-        found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
-        for r in good:
-            rate, seconds = f"{r.sample_rate} Hz", r.n_samples / r.sample_rate
-            found.update([rate, f"{r.named.label} at {rate}", f"of {seconds:g} s", r.format])
-        found["clipped files"] = sum(r.is_clipped for r in every)
-        found["unreadable files"] = sum(bool(r.problem) for r in every)
-        found["byte-equal pairs"] = len(pairs)
-        of_two = sum(a.named.group != b.named.group for a, b in pairs)
-        return dict(found) | {"byte-equal pairs of two groups by name": of_two}
-
-    def differences(self, s: LeakSet) -> list[str]:
-        "Compare the counts with those that the description states."
-        counts = self.counts()
-        return [
-            f"{name}: {counts.get(name, 0):,} found, {n:,} stated"
-            for name, n in s.stated.items()
-            if counts.get(name, 0) != n
-        ]
-
-    def warnings(self) -> list[str]:
-        "Name recordings without a label whose folder is not known."
-        unknown = [r.source for r in self.unlabelled if r.named.group != BACKGROUND]
-        places = sorted({source.rpartition("/")[0] or "." for source in unknown})
-        text = f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
-        return [text + ", ".join(map(repr, places[:5]))] if unknown else []
+def counts_of(
+    rs: Sequence[Converted],  # with a label
+    unlabelled: Sequence[Converted],
+) -> dict[str, int]:
+    "Count what the description of a set may state."
+    pairs = equal_pairs(rs)
+    every = [r.facts for r in (*rs, *unlabelled)]
+    found = Counter({"recordings": len(rs), "recordings without a label": len(unlabelled)})
+    found.update(r.named.label for r in rs)
+    found["groups"] = len({r.group for r in rs})
+    found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
+    for label, f in ((r.named.label, r.facts) for r in rs if "problem" not in r.facts):
+        rate, seconds = f"{f['sample_rate']} Hz", f["n_samples"] / f["sample_rate"]
+        found.update([rate, f"{label} at {rate}", f"of {seconds:g} s", f["format"]])
+    found["clipped files"] = sum(f.get("is_clipped", False) for f in every)
+    found["unreadable files"] = sum("problem" in f for f in every)
+    found["byte-equal pairs"] = len(pairs)
+    of_two = sum(a.named.group != b.named.group for a, b in pairs)
+    return dict(found) | {"byte-equal pairs of two groups by name": of_two}
 
 # %% ../../nbs/sets/fetch.ipynb #a2bf4824
 TABLE, RECORDINGS, BACKGROUND = "recordings.csv", "recordings", "background"
@@ -388,8 +351,11 @@ def _write_one(
     s: LeakSet, member: Member, named: NamedRecording, folder: Path, taken: dict[str, set[str]]
 ) -> Converted:
     "Write one recording; return its facts."
-    columns = {name: show_path(value) for name, value in named.columns.items()}
-    named = replace(named, group=show_path(named.group), columns=columns)
+    named = NamedRecording(
+        named.label,
+        show_path(named.group),
+        {name: show_path(value) for name, value in named.columns.items()},
+    )
     below = named.label or BACKGROUND
     name, source = _free_name(member.parts[-1], taken[below]), show_path("/".join(member.parts))
     path = (folder / RECORDINGS / below if named.label else folder / BACKGROUND) / name
@@ -398,22 +364,14 @@ def _write_one(
         write_headerless(member.data, path, source)
     else:
         path.write_bytes(member.data)
-    digest = hashlib.sha256(member.data).hexdigest()
-    return Converted(f"{below}/{name}", source, named, named.group, digest, **_facts(path))
-
-
-def table_text(recordings: Sequence[Converted]) -> str:
-    "Write the table of a set as CSV: path, label, sensor, group, further columns, and the name in the archive."
-    import pandas as pd
-
-    extra = sorted({name for r in recordings for name in r.named.columns})
-    rows = [
-        {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
-        | {name: r.named.columns.get(name, "") for name in extra}
-        | {"source": r.source}
-        for r in recordings
-    ]
-    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    return Converted(
+        f"{below}/{name}",
+        source,
+        named,
+        named.group,
+        hashlib.sha256(member.data).hexdigest(),
+        _facts(path),
+    )
 
 
 def convert(
@@ -422,8 +380,12 @@ def convert(
     folder: Path,  # exists, and is empty
     *,
     progress: str = "auto",  # as for `core.progress.Progress`
-) -> Conversion:  # raises DataError, OutputError
-    "Write the recordings and the table of a set."
+) -> tuple[
+    list[Converted], list[Converted], set[Path]
+]:  # with a label in the order of their paths, without one, archives; raises DataError, OutputError
+    "Write the recordings and the table of a set: path, label, sensor, group, further columns, and the name in the archive."
+    import pandas as pd
+
     found, taken, archives = list[Converted](), defaultdict[str, set[str]](set), set[Path | None]()
     with write_errors(folder):
         with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
@@ -444,9 +406,15 @@ def convert(
                 remedy=f"give the archives as they were downloaded, or the folder that holds those of all labels, with their names as on {s.page}",
             )
         joined = join_by_content(labelled)
-        (folder / TABLE).write_text(table_text(joined), "utf-8")
-    unlabelled = tuple(r for r in found if not r.named.label)
-    return Conversion(tuple(joined), unlabelled, frozenset(a for a in archives if a is not None))
+        extra = sorted({name for r in joined for name in r.named.columns})
+        rows = [
+            {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
+            | {name: r.named.columns.get(name, "") for name in extra}
+            | {"source": r.source}
+            for r in joined
+        ]
+        pd.DataFrame(rows).to_csv(folder / TABLE, index=False, lineterminator="\n")
+    return joined, [r for r in found if not r.named.label], {a for a in archives if a is not None}
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
 @dataclass(frozen=True)
@@ -459,11 +427,6 @@ class RemoteFile:
     checksum: str  # "md5:..." or "sha256:..."; empty: none is published
 
 
-_CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-_HEADERS = {"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"}
-MAX_FILES = 2_000
-
-
 def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> RemoteFile:
     "Check the facts of a file of a record."
     there = urlsplit(str(url))
@@ -471,9 +434,9 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
     if not isinstance(size, int) or size < 0 or not is_safe:
         raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
     path.encode()  # a lone surrogate is an error here, and not later in the name of a file
-    text = str(checksum or "").lower()
     name = "/".join(checked_parts(path, Path(path)))
-    return RemoteFile(name, str(url), size, text if _CHECKSUM.fullmatch(text) else "")
+    published = re.fullmatch(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", str(checksum or "").lower())
+    return RemoteFile(name, str(url), size, published[0] if published else "")
 
 
 def _folder_path(folders: dict[str, Any], key: str) -> str:
@@ -501,12 +464,17 @@ def _request(
     try:
         import requests
 
-        answer = requests.get(url, headers=_HEADERS, timeout=(15, 60), stream=stream)
+        answer = requests.get(
+            url,
+            headers={"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"},
+            timeout=(15, 60),
+            stream=stream,
+        )
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
-        packages: Any = requests.packages
-        ended = packages.urllib3.exceptions.ProtocolError  # of a connection that was there
+        # of a connection that was there
+        ended = requests.packages.urllib3.exceptions.ProtocolError  # type: ignore[attr-defined]
         if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
             raise
         raise MachineError(
@@ -558,7 +526,7 @@ def published_files(
     ) as e:  # not the JSON that is known
         files, found = [], f"{type(e).__name__}: {e}"
     wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
-    if not wanted or len(wanted) > MAX_FILES:
+    if not wanted or len(wanted) > 2_000:
         raise DataError(
             "the record of the set has another form than expected: no files of recordings, or too many",
             code="set-changed",
@@ -569,9 +537,6 @@ def published_files(
     return wanted
 
 # %% ../../nbs/sets/fetch.ipynb #4bb3e13a
-_ATTEMPTS = 4
-
-
 def _download(
     s: LeakSet, file: RemoteFile, target: Path, bar: Progress
 ) -> None:  # raises LeakmelError, OSError
@@ -579,7 +544,7 @@ def _download(
     from requests import RequestException
 
     before = bar.n_done
-    for _ in range(_ATTEMPTS):
+    for _ in range(4):
         n_bytes = 0
         with (
             suppress(RequestException),  # the answer breaks off
@@ -661,13 +626,12 @@ def offer_text(
     source: str = "",  # path of what was downloaded by hand
 ) -> str:
     "Return what the user accepts: what is fetched, under which licence, whom to cite, and how large it is."
-    size = f"from: {source}" if source else f"download: {s.size} from {s.page}"
     return "\n".join(
         [
             s.title,
             f"  licence: {s.licence}: use and share it with credit to the authors, and say what you changed",
             f"  cite: {s.citation}",
-            f"  {size}",
+            f"  from: {source}" if source else f"  download: {s.size} from {s.page}",
         ]
     )
 
@@ -729,8 +693,12 @@ class FetchedSet:
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values, for machines."
-        here = {name: show_path(getattr(self, name)) for name in ("path", "recordings", "table")}
-        return here | dict(self.facts) | {"was_complete": self.was_complete, "commands": self.commands}
+        return {
+            **{name: show_path(getattr(self, name)) for name in ("path", "recordings", "table")},
+            **self.facts,
+            "was_complete": self.was_complete,
+            "commands": self.commands,
+        }
 
     def __repr__(self) -> str:
         f, counts = self.facts, self.facts["counts"]
@@ -755,12 +723,19 @@ class FetchedSet:
 
 
 def _facts_of(
-    s: LeakSet, files: Sequence[Mapping[str, Any]], source: str, done: Conversion
+    s: LeakSet,
+    files: Sequence[Mapping[str, Any]],
+    source: str,
+    recordings: Sequence[Converted],
+    unlabelled: Sequence[Converted],
 ) -> dict[str, Any]:
     "Collect the content of set.json."
     import leakmel
 
-    every = (*done.recordings, *done.unlabelled)
+    every, counts = (*recordings, *unlabelled), counts_of(recordings, unlabelled)
+    unknown = [r.source for r in unlabelled if r.named.group != BACKGROUND]
+    places = sorted({source.rpartition("/")[0] or "." for source in unknown})
+    warning = f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
     return {
         "name": s.name,
         "title": s.title,
@@ -774,14 +749,20 @@ def _facts_of(
         "source": source,
         "files": [dict(f) for f in files],
         "group_rule": s.group_rule,
-        "counts": done.counts(),
+        "counts": counts,
         "stated": dict(s.stated),
-        "differences": done.differences(s),
-        "warnings": done.warnings(),
+        "differences": [
+            f"{name}: {counts.get(name, 0):,} found, {n:,} stated"
+            for name, n in s.stated.items()
+            if counts.get(name, 0) != n
+        ],
+        "warnings": [warning + ", ".join(map(repr, places[:5]))] if unknown else [],
         "known_faults": list(s.faults),
-        "byte_equal": [[a.path, b.path] for a, b in equal_pairs(done.recordings)],
-        "clipped": [r.path for r in every if r.is_clipped],
-        "unreadable": [{"path": r.path, "problem": r.problem} for r in every if r.problem],
+        "byte_equal": [[a.path, b.path] for a, b in equal_pairs(recordings)],
+        "clipped": [r.path for r in every if r.facts.get("is_clipped")],
+        "unreadable": [
+            {"path": r.path, "problem": r.facts["problem"]} for r in every if "problem" in r.facts
+        ],
     }
 
 
@@ -807,8 +788,8 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         facts = read_own_json(target / SET_FILE)
         n_files = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
-        found = (facts["name"], n_files, (target / TABLE).is_file())
-        if found == (s.name, facts["counts"]["recordings"], True):
+        is_whole = n_files == facts["counts"]["recordings"] and (target / TABLE).is_file()
+        if is_whole and facts["name"] == s.name:
             return FetchedSet(target, s.name, facts, was_complete=True)
     return None
 
@@ -845,10 +826,10 @@ def _make(
         is_archive=lambda parts: re.search(s.wanted, "/".join(parts).lower()) is not None,
         skip_with=SET_FILE,
     )
-    done = convert(s, members, made, progress=progress)
-    files = files or _given_files(done.archives)
-    found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
-    (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
+    recordings, unlabelled, archives = convert(s, members, made, progress=progress)
+    facts = _facts_of(s, files or _given_files(archives), origin, recordings, unlabelled)
+    found = FetchedSet(target, s.name, facts)
+    (made / SET_FILE).write_bytes(sealed_json(facts))
     (made / README).write_text(_readme(found), "utf-8")
     return found
 

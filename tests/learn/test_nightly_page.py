@@ -152,7 +152,7 @@ def test_the_reference_of_a_data_set_leaves_out_the_padding_of_short_recordings(
     paths = sorted((tmp_path / "set" / "A").iterdir())
     digests = [read_wav(path).digest for path in paths]
     levels = recording_levels(tmp_path, [os.fsencode(p) for p in paths], digests, spec, progress="none")
-    bands = np.array([x.bands for x in levels if x is not None])
+    bands = np.array([x[1] for x in levels if x is not None])
     own = ranges_of(quantities(np.zeros(len(bands)), None, bands))
     assert found.n == len(bands) == MIN_RECORDINGS
     for band in (f"band {k + 1}" for k in range(bands.shape[1])):

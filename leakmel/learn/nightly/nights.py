@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #944c5103
 MIN_NIGHTS = 5  # of a sensor before the first night that is compared with them
-START_SHARE = 0.05  # of normal new sensors that may be listed for high scores from the first night on
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class Budget:
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #820575ca
 BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
-MIN_P = 0.005  # smaller p-values count as this one
 _MIN_SCORE = 1e-3  # the logit of 0 is infinite
-_MIN_SD = 0.05  # of logits; identical scores have none
 
 
 def night_logit(
@@ -77,11 +74,10 @@ def night_logit(
 def e_values(
     p: np.ndarray,  # [S] p-values
 ) -> np.ndarray:  # [K, S], of each betting function
-    "Return b p^(b - 1) for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
-    return np.stack([b * np.maximum(p, MIN_P) ** (b - 1) for b in BETS])
+    "Return b p^(b - 1), p at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
+    return np.stack([b * np.maximum(p, 0.005) ** (b - 1) for b in BETS])
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #c43761df
-@dataclass
 class Evidence:
     """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over the betting functions.
 
@@ -90,16 +86,10 @@ class Evidence:
     sensor, so the rate of false visits is at most 1 / A per night. The bound needs independent, normally distributed logits of nights.
     """
 
-    n: np.ndarray  # [S] nights so far
-    mean: np.ndarray  # [S] of their logits
-    m2: np.ndarray  # [S] sum of squared deviations
-    r: np.ndarray  # [K, S]
-
-    @classmethod
-    def start(cls, n_sensors: int) -> Self:
-        "Begin without nights."
-        n, mean, m2 = np.zeros((3, n_sensors))
-        return cls(n, mean, m2, np.zeros((len(BETS), n_sensors)))
+    def __init__(self, n_sensors: int):
+        # [S]: nights so far, mean of their logits, sum of squared deviations
+        self.n, self.mean, self.m2 = np.zeros((3, n_sensors))
+        self.r = np.zeros((len(BETS), n_sensors))  # [K, S]
 
     @property
     def value(self) -> np.ndarray:  # [S]
@@ -117,7 +107,8 @@ class Evidence:
         compared = here & (self.n >= MIN_NIGHTS)
         p = np.full(len(x), np.nan)
         n = self.n[compared]
-        sd = np.maximum(np.sqrt(self.m2[compared] / np.maximum(n - 1, 1)), _MIN_SD)
+        # identical scores have no deviation
+        sd = np.maximum(np.sqrt(self.m2[compared] / np.maximum(n - 1, 1)), 0.05)
         t = (x[compared] - self.mean[compared]) / (sd * np.sqrt(1 + 1 / np.maximum(n, 1)))
         p[compared] = stdtr(n - 1, -t)
         self.r[:, compared] = np.minimum((1 + self.r[:, compared]) * e_values(p[compared]), 1e12)
@@ -126,14 +117,6 @@ class Evidence:
         self.mean = self.mean + delta / np.maximum(self.n, 1)
         self.m2 = self.m2 + delta * (np.where(here, x, self.mean) - self.mean)
         return p
-
-# %% ../../../nbs/learn/nightly/nights.ipynb #cf065484
-def start_p_value(
-    first_score: float,  # median of the scores of the sensor's first nights
-    normal: np.ndarray,  # [G] medians of groups without a leak
-) -> float:
-    "Return the share of normal groups at least as high, the sensor included (conformal p-value of a new group)."
-    return float((1 + np.sum(normal >= first_score)) / (1 + len(normal)))
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #42d6e0ad
 def read_features(
@@ -162,27 +145,20 @@ def read_features(
     return samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]]
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #97f58960
-FLOOR_SHARE = 0.1  # of the segments lie at or below the noise floor
-_LIMIT_DB = 999.0  # of what the history stores
-
-
-@dataclass(frozen=True)
-class Levels:
-    "Noise floor and spectrum of a recording, dB of the features."
-
-    floor_db: float
-    bands: tuple[float, ...]  # mean level of each band, from low to high
+# noise floor, and mean level of each band from low to high, dB of the features
+Levels = tuple[float, tuple[float, ...]]
 
 
 def levels_of(
     mels: np.ndarray,  # [L, S, M, T] dB
 ) -> Levels:
-    "Compute noise floor and band levels."
-    by_segment = np.clip(mels.mean(axis=(1, 3), dtype=np.float64), -_LIMIT_DB, _LIMIT_DB)  # [L, M]
-    floor = np.quantile(by_segment.mean(1), FLOOR_SHARE, method="lower")
+    "Compute noise floor (level that a tenth of the segments does not exceed) and band levels."
+    # [L, M], within the limits of the history
+    by_segment = np.clip(mels.mean(axis=(1, 3), dtype=np.float64), -999, 999)
+    floor = np.quantile(by_segment.mean(1), 0.1, method="lower")
     spectrum = by_segment.mean(0)
     parts = np.array_split(spectrum, min(N_BANDS, len(spectrum)))
-    return Levels(float(floor), tuple(float(part.mean()) for part in parts))
+    return float(floor), tuple(float(part.mean()) for part in parts)
 
 
 def recording_levels(
@@ -209,18 +185,14 @@ def recording_levels(
         return list(threads.map(of_one, paths, digests))
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #6c07e648
-CLIPPED_SHARE = 0.01  # of the samples: from here on a recording is not used as evidence
 # flags of recordings that are no evidence -> how the health of a logger names them
 UNUSABLE = {"silent": "silent", "dry": "off the pipe (gain 1)", "clipped": "clipped"}
 
 
 def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
-    "Return the flags of a recording."
-    found = zip(UNUSABLE, (silent, dry, clipped_share >= CLIPPED_SHARE), strict=True)
+    "Return the flags of a recording; it counts as clipped from 1 % of the samples on."
+    found = zip(UNUSABLE, (silent, dry, clipped_share >= 0.01), strict=True)
     return " ".join(name for name, is_set in found if is_set)
-
-
-_MIDNIGHT = re.compile(r"[ T]0?0:00(:00(\.0+)?)?$", re.ASCII)  # a spreadsheet adds it to a date
 
 
 def read_visits(
@@ -230,7 +202,9 @@ def read_visits(
     visits: dict[str, str] = {}
     for line, row in csv_table(file, read_text(file), ["night"]).records("sensor", "night"):
         try:
-            night = date.fromisoformat(_MIDNIGHT.sub("", dashed_date(row["night"]))).isoformat()
+            # a spreadsheet adds midnight to a date
+            text = re.sub(r"[ T]0?0:00(:00(\.0+)?)?$", "", dashed_date(row["night"]), flags=re.ASCII)
+            night = date.fromisoformat(text).isoformat()
         except ValueError as e:
             raise DataError(
                 f"line {line}: the night of a visit is not a date",
@@ -288,7 +262,7 @@ def record_run(
         history.set_meta("budget", limit)
         since |= dict.fromkeys(all_sensors(history), "")
     sensors = sorted(since)
-    evidence = Evidence.start(len(sensors))
+    evidence = Evidence(len(sensors))
     first_above: list[str | None] = [None] * len(sensors)
     by_date: dict[str, dict[int, _Night]] = {}
     for k, sensor in enumerate(sensors):
@@ -335,19 +309,16 @@ def _write_nights(
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #30ed1e7f
 RECENT_NIGHTS = 3  # compared with the nights before
-EARLIER_NIGHTS = 28
-MOVED_DB = 6.0  # a level that moved by less is not reported
-SILENT_NIGHTS = 2  # without data, until they are reported
 
 
 def _moved_db(levels: Sequence[float]) -> float:  # dB; 0 where nothing moved
-    "Return how far the median of the last nights is from that of the nights before, if it is far."
+    "Return how far the median of the last nights is from that of the nights before, if it is far: 6 dB at least."
     recent, earlier = levels[-RECENT_NIGHTS:], levels[:-RECENT_NIGHTS]
     if len(earlier) < MIN_NIGHTS:
         return 0.0
     by = median(recent) - median(earlier)
     spread = 1.4826 * median([abs(x - median(earlier)) for x in earlier])
-    return by if abs(by) >= max(MOVED_DB, 4 * spread) else 0.0
+    return by if abs(by) >= max(6.0, 4 * spread) else 0.0
 
 
 def sensor_health(
@@ -356,7 +327,7 @@ def sensor_health(
 ) -> str:  # "ok", or what is wrong
     "Describe the health of a logger."
     behind = (date.fromisoformat(last) - date.fromisoformat(nights[-1][0])).days
-    found = [f"no data for {behind} nights"] if behind >= SILENT_NIGHTS else []
+    found = [f"no data for {behind} nights"] if behind >= 2 else []
     found += [UNUSABLE[name] for name in nights[-1][3].split() if name in UNUSABLE]
     if not nights[-1][3]:
         _, rms_db, floor_db, *_ = zip(*(n for n in nights if not n[3]))
@@ -387,7 +358,6 @@ class SensorRow:
 
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
-_SHOWN_NIGHTS = 7  # in which recordings are looked for
 _NONE = ("", "", None)  # path, digest and level of no recording
 
 
@@ -413,13 +383,14 @@ def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float) -> str:
 
 
 def _start_p_values(history: History, sensors: Iterable[str], normal: np.ndarray) -> dict[str, float]:
-    "Compare the first nights of each sensor that was not visited with groups without a leak."
+    "Compare the first nights of each sensor that was not visited with groups without a leak (conformal p-value of a new group)."
     sql = (
         "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL AND sensor NOT IN (SELECT sensor FROM visits) "
         "ORDER BY night LIMIT ?"
     )
     first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in sensors}
-    return {s: start_p_value(median(own), normal) for s, own in first.items() if len(own) == MIN_NIGHTS}
+    levels = {s: median(own) for s, own in first.items() if len(own) == MIN_NIGHTS}
+    return {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
@@ -441,8 +412,8 @@ def sensor_table(
     if not last:
         return []
     day = date.fromisoformat(last)
-    since = (day - timedelta(days=EARLIER_NIGHTS + RECENT_NIGHTS - 1)).isoformat()
-    week = (day - timedelta(days=_SHOWN_NIGHTS - 1)).isoformat()
+    since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
+    week = (day - timedelta(days=6)).isoformat()
     columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, (r0 + r1 + r2) / 3"
     sql = (
         f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
@@ -454,7 +425,8 @@ def sensor_table(
     silent = set(all_sensors(history)) - by_sensor.keys()
     by_sensor |= {sensor: history.query(newest, (sensor,)) for sensor in silent}
     p_values = _start_p_values(history, by_sensor, np.asarray(normal)) if len(normal) else {}
-    visits = {s: "high from the start" for s, p in p_values.items() if p <= START_SHARE}
+    # at most this share of normal new sensors is listed
+    visits = {s: "high from the start" for s, p in p_values.items() if p <= 0.05}
     visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][7] is not None}
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
@@ -519,7 +491,6 @@ RECENT_DAYS = 7  # that are compared
 REFERENCE_DAYS = 28  # of the network's own history, where no data set is given
 MIN_RECORDINGS = 30  # of the reference, and of the last nights
 WARN_SHARE = 0.25  # of recordings outside the central 95 % of the reference; 0.05 is expected
-_MAX_ROWS = 2000  # of a data set
 _SENSOR = "sensor"  # column of a table of recordings, beside the quantities
 
 Ranges = dict[str, tuple[float, ...]]  # quantity -> its QUANTILES
@@ -587,7 +558,7 @@ def reference_of_data_set(
                 remedy="give the training set of the model, or a data set with its features",
             )
         usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
-        chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), _MAX_ROWS)).astype(int))]
+        chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), 2000)).astype(int))]
         if len(chosen) < MIN_RECORDINGS:
             raise DataError(
                 "the reference has too few recordings",
@@ -599,9 +570,12 @@ def reference_of_data_set(
         rows, counts = recordings.rows[chosen], recordings.segment_counts[chosen]
         level = ds.files["rms_db"].to_numpy(float)[rows]
         # as in a nightly run, without the padding behind a short recording
-        bands = np.array([levels_of(ds[i][0][:n]).bands for i, n in zip(rows.tolist(), counts.tolist())])
-    found = ranges_of(quantities(level, None, bands))
-    return Reference(f"data set {show_path(os.path.basename(os.fspath(path)))}", len(chosen), found)
+        bands = np.array([levels_of(ds[i][0][:n])[1] for i, n in zip(rows.tolist(), counts.tolist())])
+    return Reference(
+        f"data set {show_path(os.path.basename(os.fspath(path)))}",
+        len(chosen),
+        ranges_of(quantities(level, None, bands)),
+    )
 
 
 def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
@@ -614,31 +588,26 @@ def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
     )
     frame = pd.DataFrame(rows, columns=[_SENSOR, "level", "score", "bands"])
     bands = np.array([text.split() for text in frame["bands"]], float).reshape(len(rows), -1 if rows else 1)
-    columns = quantities(frame["level"].to_numpy(float), frame["score"].to_numpy(float), bands)
-    return frame[[_SENSOR]].assign(**columns)
-
-
-_FIRST_NIGHTS = 100  # in which the reference is looked for
+    return frame[[_SENSOR]].assign(
+        **quantities(frame["level"].to_numpy(float), frame["score"].to_numpy(float), bands)
+    )
 
 
 def reference_of_history(
     history: History,
 ) -> Reference | None:  # None: there are too few nights or recordings yet
     "Measure the first 28 nights of a network, once they are over."
-    rows = history.query(
-        "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT ?", (_FIRST_NIGHTS,)
-    )
-    counts = {date.fromisoformat(night): n for night, n in rows}
+    # single recordings of a wrong clock do not begin the reference
+    sql = "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100"
+    counts = {date.fromisoformat(night): n for night, n in history.query(sql)}
     for first in counts:
         end = first + timedelta(days=REFERENCE_DAYS - 1)
-        n = sum(n for night, n in counts.items() if first <= night <= end)
-        if n < MIN_RECORDINGS:  # single recordings of a wrong clock do not begin the reference
+        if sum(n for night, n in counts.items() if first <= night <= end) < MIN_RECORDINGS:
             continue
         if date.fromisoformat(history.last_night()) < end + timedelta(days=RECENT_DAYS):
             return None
         found = _nights(history, first, end).drop(columns=_SENSOR)
-        source = f"the first {REFERENCE_DAYS} nights of this network"
-        return Reference(source, len(found), ranges_of(found))
+        return Reference(f"the first {REFERENCE_DAYS} nights of this network", len(found), ranges_of(found))
     return None
 
 
@@ -655,8 +624,11 @@ def keep_reference(
         return
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
     if len(normal) >= MIN_RECORDINGS:
-        source = f"{found.source}; scores: held-out recordings without a leak"
-        found = Reference(source, found.n, found.ranges | ranges_of({"score": normal}))
+        found = Reference(
+            f"{found.source}; scores: held-out recordings without a leak",
+            found.n,
+            found.ranges | ranges_of({"score": normal}),
+        )
     history.set_meta("reference", json.dumps(asdict(found), sort_keys=True))
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #30a87279
@@ -714,9 +686,11 @@ def drift_of(
     names = [str(name) for name in recent if name in reference.ranges]
     low, high = (np.array([reference.ranges[name][k] for name in names]) for k in (0, -1))
     values, medians = recent[names], recent.groupby(_SENSOR)[names].quantile(0.5, interpolation="lower")
-    outside = dict(zip(names, ((values < low) | (values > high)).mean().tolist()))
     is_far = (medians < low) | (medians > high)
-    sensors = {
-        str(s): tuple(is_far.columns[row]) for s, row in zip(is_far.index, is_far.to_numpy()) if row.any()
-    }
-    return Drift(reference, len(recent), ranges_of(recent.drop(columns=_SENSOR)), outside, sensors)
+    return Drift(
+        reference,
+        len(recent),
+        ranges_of(recent.drop(columns=_SENSOR)),
+        dict(zip(names, ((values < low) | (values > high)).mean().tolist())),
+        {str(s): tuple(is_far.columns[row]) for s, row in zip(is_far.index, is_far.to_numpy()) if row.any()},
+    )

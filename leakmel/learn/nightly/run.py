@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ from leakmel.insight.page_figures import png_bytes
 from leakmel.insight.plots import Trace, f32, label_colour, styled_figure
 from leakmel.learn.model import classifiers
 from leakmel.learn.model.card import evaluation_result, evaluation_text
-from leakmel.learn.model.detector import Detector, load_detector, required_spec
-from leakmel.learn.model.files import model_file, require_kind
+from leakmel.learn.model.detector import Detector, required_spec
+from leakmel.learn.model.files import require_kind
 from leakmel.learn.nightly.history import History, HistoryEntry, night_of
 from leakmel.learn.nightly.nights import (
     RECENT_DAYS,
@@ -58,7 +58,7 @@ from leakmel.learn.nightly.nights import (
     sensor_table,
     stored_reference,
 )
-from leakmel.learn.predict.predict import predict
+from leakmel.learn.predict.predict import detector_of, predict
 from leakmel.learn.predict.readers import RecordingList, find_recordings
 from leakmel.learn.predict.scoring import ScoredRecording
 from leakmel.mel.engines import open_engine
@@ -74,16 +74,16 @@ def model_digest(
     "Return the digest of all parts of a detector that its scores depend on."
     head, tensors = classifiers.to_plain(detector.classifier)
     decision = [detector.vote, detector.share, detector.task.leak_in_model]
-    parts = [head, required_spec(detector).to_dict(), *decision]
-    found = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
+    found = blake2b(
+        json.dumps([head, required_spec(detector).to_dict(), *decision], sort_keys=True).encode(),
+        digest_size=16,
+    )
     for name in sorted(tensors):
         values = tensors[name].numpy()
         found.update(f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
     return found.hexdigest()
 
 # %% ../../../nbs/learn/nightly/run.ipynb #04e24cdd
-_TRIED_AGAIN = ("unreadable", "changed")  # the file itself may be good
-_MAX_SENSOR = 200  # characters
 _File = tuple[int, int, NameParts]  # size, mtime in ns, and what its name or the table says
 
 
@@ -148,7 +148,7 @@ def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
 def _sensor_name(name: str) -> str:
     "Sensor as the history stores it; empty if it has no name that can be stored."
     shown = show_path(text_key(name))
-    return shown if len(shown) <= _MAX_SENSOR else ""
+    return shown if len(shown) <= 200 else ""
 
 
 def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
@@ -181,7 +181,6 @@ def _sort_files(history: History, files: _Files) -> None:
         )
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fd79d613
-_CLOCK_DAYS = 2  # time zones and small errors of a clock
 _FIRST_DAY = "1990-01-01"
 
 
@@ -194,7 +193,7 @@ def recording_time(
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
     if not _FIRST_DAY <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
         changed = now
-    latest = (changed + timedelta(days=_CLOCK_DAYS)).isoformat()
+    latest = (changed + timedelta(days=2)).isoformat()  # time zones and small errors of a clock
     is_plausible = start_time != "" and _FIRST_DAY <= start_time <= latest
     return (start_time if is_plausible else changed.isoformat()), not is_plausible
 
@@ -217,10 +216,10 @@ def _entry(
         night=night_of(time),
         score=min(1.0, max(0.0, score)),
         rms_db=float(np.clip(f["rms_db"], -999, 999)),
-        floor_db=levels.floor_db,
+        floor_db=levels[0],
         clipped_share=share,
         flags=flags_of(bool(f["silent"]), s.gain == 1, share),
-        bands=" ".join(f"{x:.1f}" for x in levels.bands),
+        bands=" ".join(f"{x:.1f}" for x in levels[1]),
     )
 
 
@@ -238,8 +237,13 @@ def read_new(
     sizes, mtimes, names = zip(*new.values())
     no_label = np.full(len(new), -1, np.int16)
     x = Listing("", files.folder, list(new), np.array(sizes), np.array(mtimes), no_label, parts=names)
-    manifest = Manifest(files.folder, (), (x,))
-    done = predict(files.folder, detector, manifest=manifest, device=device, progress=progress)
+    done = predict(
+        files.folder,
+        detector,
+        manifest=Manifest(files.folder, (), (x,)),
+        device=device,
+        progress=progress,
+    )
     payloads = [s.facts["digest"].decode() for s in done.scored]
     measured = recording_levels(files.folder, done.scored.paths, payloads, done.spec, progress=progress)
     known = {text_key(sensor): sensor for sensor in all_sensors(history)}
@@ -260,7 +264,10 @@ def read_new(
         files.entries.append(entry)
         files.paths[entry.digest] = s.path
         files.rows.append((s.path, *new[s.path][:2], entry.digest, ""))
-    files.rows += [(r.path, *new[r.path][:2], "", r.code) for r in rejected if r.code not in _TRIED_AGAIN]
+    # a file that is unreadable or changed may be good the next time
+    files.rows += [
+        (r.path, *new[r.path][:2], "", r.code) for r in rejected if r.code not in ("unreadable", "changed")
+    ]
     files.rejected += rejected
 
 # %% ../../../nbs/learn/nightly/run.ipynb #fb6faa79
@@ -321,8 +328,7 @@ class NightlyRun:
     @property
     def warnings(self) -> tuple[str, ...]:
         "Sentences on the network and the model."
-        drift = "" if self.drift is None else self.drift.warning
-        return tuple(filter(None, (*self.notes, drift)))
+        return tuple(filter(None, (*self.notes, "" if self.drift is None else self.drift.warning)))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -396,33 +402,18 @@ class NightlyRun:
         return f"NightlyRun({len(self.to_visit):,} of {len(self.sensors):,} sensors to visit; {self.counts.new:,} new recordings; {show_path(self.state)})"
 
 # %% ../../../nbs/learn/nightly/run.ipynb #3538b878
-MAX_COLUMNS = 480  # of a picture
-
-
 def mel_picture(
     mels: np.ndarray,  # [L, S, M, T] dB
 ) -> np.ndarray:  # [M, W] uint8, the highest band at the top
     "Return a spectrogram as numbers of colours, from its 5 % to its 99.5 % quantile."
     flat = mels.astype(np.float32).transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[::-1]
-    step = -(-flat.shape[1] // MAX_COLUMNS)  # a shorter rest at the end is left out
+    step = -(-flat.shape[1] // 480)  # a shorter rest at the end is left out
     flat = flat[:, : flat.shape[1] // step * step].reshape(len(flat), -1, step).mean(2)
     low, high = np.quantile(flat, (0.05, 0.995))
     return (255 * np.clip((flat - low) / max(high - low, 1e-3), 0, 1)).astype(np.uint8)
 
 # %% ../../../nbs/learn/nightly/run.ipynb #46d36907
-PLAYED_RMS_DB = -20.0  # level of a player, dB re full scale
-MAX_SECONDS = 10.0
 MAX_CLIP_BYTES = 160_000  # of the samples of a player
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    "Sound and spectrogram of a recording, for the page."
-
-    wav: str  # address that holds the file
-    png: str  # address that holds the file
-    seconds: float
-    gain_db: float  # of the sound
 
 
 def _address(content: bytes, kind: str) -> str:
@@ -434,29 +425,28 @@ def clip_of(
     mels: np.ndarray,  # [L, S, M, T] dB
     sample_rate: int,  # Hz
     long_hop: int,  # samples between long segments
-) -> Clip:
-    "Make the player and the picture of the first seconds of a recording."
-    n = int(min(MAX_SECONDS * sample_rate, MAX_CLIP_BYTES // 2, len(samples)))
+) -> dict[str, Any]:  # wav and png (addresses that hold the files), seconds, gain_db of the sound
+    "Make the player and the picture of the first ten seconds of a recording."
+    n = int(min(10.0 * sample_rate, MAX_CLIP_BYTES // 2, len(samples)))
     x = samples[:n] / (32_768 if samples.dtype == np.int16 else 1)
     x = x - x.mean(dtype=np.float64)
     rms = float(np.std(x, dtype=np.float64))
-    gain = 10 ** (PLAYED_RMS_DB / 20) / rms if rms > 0 else 1.0
+    gain = 0.1 / rms if rms > 0 else 1.0  # to -20 dB re full scale
     sound = wav_bytes(np.round(32_000 * np.tanh(gain * x)).astype(np.int16), sample_rate)
-    picture = png_bytes(mel_picture(mels[: max(1, n // long_hop)]))
-    return Clip(
-        _address(sound, "audio/wav"), _address(picture, "image/png"), n / sample_rate, 20 * math.log10(gain)
-    )
+    return {
+        "wav": _address(sound, "audio/wav"),
+        "png": _address(png_bytes(mel_picture(mels[: max(1, n // long_hop)])), "image/png"),
+        "seconds": n / sample_rate,
+        "gain_db": 20 * math.log10(gain),
+    }
 
 # %% ../../../nbs/learn/nightly/run.ipynb #7d720b4d
-_CURVE = (168, 48, 4)  # width, height, margin
-
-
 def evidence_points(
     evidence: Sequence[float],  # of successive nights, at least one
     limit: float,  # from which a sensor is listed
 ) -> tuple[list[tuple[float, float]], float]:  # x and y of each night; y of the limit
     "Place the curve of a sensor."
-    width, height, margin = _CURVE
+    width, height, margin = 168, 48, 4  # of the drawing
     top = math.log10(1 + max(limit, *evidence)) * 1.08
     step = (width - 2 * margin) / max(1, len(evidence) - 1)
 
@@ -466,31 +456,23 @@ def evidence_points(
     return [(round(margin + k * step, 1), at(value)) for k, value in enumerate(evidence)], at(limit)
 
 # %% ../../../nbs/learn/nightly/run.ipynb #266c008e
-@dataclass(frozen=True)
-class Place:
-    "Place of a sensor."
-
-    x: float  # longitude in degrees, or an east coordinate
-    y: float  # latitude in degrees, or a north coordinate
-    is_degrees: bool = False
-
-
-# names of two columns of a table, and the limit of each
-_COORDINATES = (("lon", "lat", 180, 90), ("longitude", "latitude", 180, 90), ("x", "y", 1e9, 1e9))
+# longitude and latitude in degrees, or east and north coordinates; whether they are degrees
+Place = tuple[float, float, bool]
 
 
 def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinates, or no numbers
     "Read coordinates from further columns of a table: lat and lon, or x and y."
     values = {name.strip().lower(): text for name, text in columns.items()}
-    for first, second, most_x, most_y in _COORDINATES:
+    for first, second, most_x, most_y in (
+        ("lon", "lat", 180, 90),
+        ("longitude", "latitude", 180, 90),
+        ("x", "y", 1e9, 1e9),
+    ):
         with suppress(KeyError, ValueError):
             x, y = table_number(values[first]), table_number(values[second])
             if abs(x) <= most_x and abs(y) <= most_y:
-                return Place(x, y, first != "x")
+                return x, y, first != "x"
     return None
-
-
-MAX_PLACES = 5000
 
 
 def map_points(
@@ -498,22 +480,20 @@ def map_points(
     visits: Mapping[str, str],  # sensor -> reason of the visit, for those that are to be visited
 ) -> tuple[float, float, list[tuple[str, str, float, float]]]:
     "Return width and height of the map, and sensor, reason, x and y of each point, those to visit on top."
-    chosen = sorted(places, key=lambda s: (s in visits, s))[-MAX_PLACES:]
-    xy = np.array([(places[s].x, places[s].y) for s in chosen])
+    chosen = sorted(places, key=lambda s: (s in visits, s))[-5000:]
+    xy = np.array([places[s][:2] for s in chosen])
     middle = (xy.min(0) + xy.max(0)) / 2
-    if all(places[s].is_degrees for s in chosen):
+    if all(places[s][2] for s in chosen):
         xy[:, 0] = middle[0] + (xy[:, 0] - middle[0]) * math.cos(math.radians(middle[1]))
     extent = xy.max(0) - xy.min(0)
     scale = min(880 / max(extent[0], 1e-9), 480 / max(extent[1], 1e-9), 1e9)
     width, height = (40 + extent * scale).round(1).tolist()
     at = ((xy - xy.min(0)) * scale + 20).round(1).tolist()
-    points = [(s, visits.get(s, ""), x, round(height - y, 1)) for s, (x, y) in zip(chosen, at)]
-    return width, height, points
+    return width, height, [(s, visits.get(s, ""), x, round(height - y, 1)) for s, (x, y) in zip(chosen, at)]
 
 # %% ../../../nbs/learn/nightly/run.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
 MAX_CLIPS = 30  # players
-MAX_SHOWN = 2000  # sensors in the table of all
 _MAX_OUTSIDE = 40  # sensors named under the drift
 _STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
   --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
@@ -640,25 +620,22 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 """
 
 # %% ../../../nbs/learn/nightly/run.ipynb #d3589f48
-@cache
-def _template() -> Any:
+def visits_page(
+    done: "NightlyRun",
+    clips: Mapping[str, Any],  # digest of a recording -> its player
+    places: Mapping[str, Place],  # sensor -> its place
+) -> str:  # HTML
+    "Return the page of a nightly run."
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined)
     page.filters["whole"] = "{:,.0f}".format
     page.globals |= {"evidence_points": evidence_points, "plural": plural}
-    return page.from_string(PAGE_BEGINS + _TEMPLATE, {"style": _STYLE, "version": leakmel.__version__})
-
-
-def visits_page(
-    done: "NightlyRun",
-    clips: Mapping[str, Clip],  # digest of a recording -> its player
-    places: Mapping[str, Place],  # sensor -> its place
-) -> str:  # HTML
-    "Return the page of a nightly run."
     listed = [r for r in done.sensors if r.visit]
     outside = [] if done.drift is None else list(done.drift.sensors.items())
-    return _template().render(
+    return page.from_string(PAGE_BEGINS + _TEMPLATE).render(
+        style=_STYLE,
+        version=leakmel.__version__,
         done=done,
         limit=done.budget.limit,
         listed=listed,
@@ -667,7 +644,7 @@ def visits_page(
         n_ill=sum(r.health != "ok" for r in done.sensors),
         map=map_points(places, {r.sensor: r.visit for r in listed}) if places else None,
         n_lost=len({r.sensor for r in done.sensors} - places.keys()),
-        most=MAX_SHOWN,
+        most=2000,
         drift=done.drift,
         days=RECENT_DAYS,
         outside=outside[:_MAX_OUTSIDE],
@@ -675,14 +652,11 @@ def visits_page(
     )
 
 # %% ../../../nbs/learn/nightly/run.ipynb #4a5cc001
-MAX_CURVES = 12  # sensors of a figure
-
-
 def evidence_plot(
     done: "NightlyRun",
 ) -> "go.Figure":
     "Draw the evidence of the first sensors of the list over the last nights."
-    chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:MAX_CURVES]
+    chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
     traces: list[Trace] = [
         dict(
             type="scatter",
@@ -696,7 +670,7 @@ def evidence_plot(
         for k, r in enumerate(chosen)
     ]
     last = done.last_night or "none"
-    found = styled_figure(
+    return styled_figure(
         traces,
         f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
         f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
@@ -704,8 +678,7 @@ def evidence_plot(
         xaxis=dict(title=dict(text=f"nights before the last one of the sensor (network: {last})")),
         yaxis=dict(title=dict(text="evidence"), type="log"),
         showlegend=True,
-    )
-    return found.add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
+    ).add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
 
 
 def drift_plot(
@@ -717,9 +690,8 @@ def drift_plot(
         return styled_figure([], "There is no reference for the drift yet", height=200)
     share = [100 * x for x in drift.outside.values()]
     colours = [label_colour(int(name in drift.moved)) for name in drift.outside]
-    bars: Trace = dict(type="bar", x=list(drift.outside), y=f32(share), marker=dict(color=colours))
     return styled_figure(
-        [bars],
+        [dict(type="bar", x=list(drift.outside), y=f32(share), marker=dict(color=colours))],
         f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
         f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
         height=340,
@@ -764,15 +736,12 @@ def write_tables(
             os.fsync(f.fileno())
 
 # %% ../../../nbs/learn/nightly/run.ipynb #2e361cc6
-_CURVE_NIGHTS = 31
-
-
 def _clips(
     rows: list[SensorRow], paths: dict[str, bytes], folder: Path, detector: Detector
-) -> dict[str, Clip]:
+) -> dict[str, Any]:
     "Make the players of the first sensors of the list."
     spec = required_spec(detector)
-    found: dict[str, Clip] = {}
+    found: dict[str, Any] = {}
     chosen = [r.digest for r in rows if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
         return found
@@ -787,7 +756,7 @@ def _clips(
 def _curves(history: History, rows: list[SensorRow]) -> dict[str, list[float]]:
     "Return the evidence of the last nights of each sensor on the list."
     sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT ?"
-    found = {r.sensor: history.query(sql, (r.sensor, _CURVE_NIGHTS)) for r in rows if r.visit}
+    found = {r.sensor: history.query(sql, (r.sensor, 31)) for r in rows if r.visit}
     return {sensor: [value for (value,) in reversed(values)] for sensor, values in found.items()}
 
 
@@ -830,12 +799,7 @@ def nightly(
         )
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else read_visits(Path(visited))
-    if isinstance(model, Detector):
-        named = "a detector in memory"
-        detector = model
-    else:
-        named = show_path(os.path.abspath(model_file(model)))
-        detector = load_detector(model_file(model))
+    detector, named = detector_of(model)
     digest = model_digest(detector)
     files = _find(folder, manifest, progress)
     with History(target) as history:
@@ -900,14 +864,8 @@ def _counts(files: _Files, n_added: int) -> RunCounts:
 def _notes(files: _Files) -> list[str]:
     "Report recordings that the table lacks, and sensors with names that look the same."
     twins = twin_problems((files.found[path][2].sensor for path in files.to_read), "sensors")
-    notes = [f"{p.path}: {p.message}" for p in twins]
-    if files.missing:
-        n = f"{len(files.missing):,} of {len(files.found):,}"
-        notes.insert(0, f"{n} recordings are not in the table, first {show_path(files.missing[0])}")
-    return notes
-
-
-_AHEAD_DAYS = 7  # recordings may arrive after a visit
+    n = f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first "
+    return [*(n + show_path(path) for path in files.missing[:1]), *(f"{p.path}: {p.message}" for p in twins)]
 
 
 def _sort_visits(
@@ -915,7 +873,8 @@ def _sort_visits(
 ) -> tuple[dict[str, str], list[str]]:
     "Return the visits of known sensors that do not lie in the future, and a note on the others."
     last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
-    latest = (datetime.fromisoformat(last) + timedelta(days=_AHEAD_DAYS)).isoformat()
+    # recordings may arrive after a visit
+    latest = (datetime.fromisoformat(last) + timedelta(days=7)).isoformat()
     known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *all_sensors(history))}
     used = {known[s]: night for s, night in visits.items() if s in known and night <= latest}
     ignored = [f"{show_path(s)} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
