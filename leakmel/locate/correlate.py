@@ -284,56 +284,11 @@ class Correlation:
 
     def figure(self) -> "go.Figure":
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
-        c, x = self.curves, self.curves.spectra
-        traces: list[tuple[int, Trace]] = []
-        for k, name in enumerate(METHODS):
-            lags, heights = correlogram(x, name)
-            shown = np.abs(lags) <= 1.2 * c.most_s
-            lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
-            traces.append(
-                (
-                    1,
-                    dict(
-                        x=f32((self.distance_m + self.speed_m_s * lags) / 2),
-                        y=f32(heights),
-                        customdata=f32(1000 * lags),
-                        name=name,
-                        line=dict(color=label_colour(k), width=1.4),
-                        visible=True if name == self.method.replace("phase", "ml") else "legendonly",
-                        hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
-                    ),
-                )
-            )
-        f, coherence = _thin(x.freqs_hz[x.in_band], x.coherence()[x.in_band])
-        line = dict(color=label_colour(0), width=1.2)
-        omega, ab = (
-            v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab))
-        )
-        # unwrapped about the line of the delay
-        phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
-        traces += [
-            (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
-            (
-                3,
-                dict(
-                    x=f32(omega / (2 * np.pi)),
-                    y=f32(phase),
-                    name="phase",
-                    mode="markers",
-                    marker=dict(color=label_colour(1), size=3),
-                ),
-            ),
-        ]
-        if self.delay_s is not None:
-            ends = f32(f[[0, -1]])
-            traces.append(
-                (3, dict(x=ends, y=-2 * np.pi * ends * self.delay_s, name="phase of the delay", line=line))
-            )
         fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
-        for row, trace in traces:
+        for row, trace in correlation_traces(self):
             fig.add_trace(dict(type="scatter", showlegend=row == 1) | trace, row=row, col=1)
         place: dict[str, Any] = dict(col=1, line_width=1, line_color="#7a7a7a")
-        fig.add_hline(y=x.threshold, line_dash="dash", row=2, **place)
+        fig.add_hline(y=self.curves.spectra.threshold, line_dash="dash", row=2, **place)
         for at in (0, self.distance_m):
             fig.add_vline(x=at, row=1, **place)
         if self.low_m is not None:
@@ -673,3 +628,53 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     step = -(-len(x) // MAX_POINTS)
     index = [i + int(np.abs(y[i : i + step]).argmax()) for i in range(0, len(x), step)]
     return x[index], y[index]
+
+
+def correlation_traces(
+    found: Correlation,
+) -> list[tuple[int, Trace]]:  # number of the part, and what it shows
+    "Return the curves of a correlation: the correlogram over the position, the coherence, and the phase with the line of the delay."
+    c, x = found.curves, found.curves.spectra
+    traces: list[tuple[int, Trace]] = []
+    for k, name in enumerate(METHODS):
+        lags, heights = correlogram(x, name)
+        shown = np.abs(lags) <= 1.2 * c.most_s
+        lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
+        traces.append(
+            (
+                1,
+                dict(
+                    x=f32((found.distance_m + found.speed_m_s * lags) / 2),
+                    y=f32(heights),
+                    customdata=f32(1000 * lags),
+                    name=name,
+                    line=dict(color=label_colour(k), width=1.4),
+                    visible=True if name == found.method.replace("phase", "ml") else "legendonly",
+                    hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
+                ),
+            )
+        )
+    f, coherence = _thin(x.freqs_hz[x.in_band], x.coherence()[x.in_band])
+    line = dict(color=label_colour(0), width=1.2)
+    omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
+    # unwrapped about the line of the delay
+    phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
+    traces += [
+        (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
+        (
+            3,
+            dict(
+                x=f32(omega / (2 * np.pi)),
+                y=f32(phase),
+                name="phase",
+                mode="markers",
+                marker=dict(color=label_colour(1), size=3),
+            ),
+        ),
+    ]
+    if found.delay_s is not None:
+        ends = f32(f[[0, -1]])
+        traces.append(
+            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
+        )
+    return traces

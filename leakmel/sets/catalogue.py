@@ -86,11 +86,6 @@ class LeakSet:
         return f"https://doi.org/{self.doi}"
 
 # %% ../../nbs/sets/catalogue.ipynb #8706acd7
-_AGHASHAHI = re.compile(
-    r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])", re.ASCII
-)
-
-
 def _stem(parts: Parts, extension: str) -> str:
     "Return the name of a file without its extension; empty for files with another one."
     stem, _, end = parts[-1].rpartition(".")
@@ -102,7 +97,11 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     stem = _stem(parts, "raw")
     if found := re.fullmatch(r"background noise[ _]h([12])", stem, re.ASCII | re.IGNORECASE):
         return NamedRecording("", "background", {"device": f"H{found[1]}"})
-    found = _AGHASHAHI.fullmatch(stem)
+    found = re.fullmatch(
+        r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])",
+        stem,
+        re.ASCII,
+    )
     if found is None or found[5] != "H":
         return None
     topology, leak, flow, noise, kind, number = found.groups()

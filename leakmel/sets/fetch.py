@@ -200,8 +200,11 @@ def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
             if not is_system_folder(name)
             and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
         )
-        paths = (Path(here, name) for name in sorted(names))
-        yield from (p.relative_to(folder).parts for p in paths if p.is_file() and not p.is_symlink())
+        yield from (
+            p.relative_to(folder).parts
+            for p in (Path(here, name) for name in sorted(names))
+            if p.is_file() and not p.is_symlink()
+        )
 
 
 def read_members(

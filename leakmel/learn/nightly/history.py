@@ -250,8 +250,10 @@ class History:
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."
-        digests = [(f"{n % (1 << 128):032x}", table) for table, n in self._sums.items()]
-        self.write("UPDATE digests SET digest = ?1 WHERE name = ?2 AND digest IS NOT ?1", digests)
+        self.write(
+            "UPDATE digests SET digest = ?1 WHERE name = ?2 AND digest IS NOT ?1",
+            [(f"{n % (1 << 128):032x}", table) for table, n in self._sums.items()],
+        )
         with self._errors():
             self.db.execute("COMMIT")
         self._sums = {}

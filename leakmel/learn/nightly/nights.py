@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
 from hashlib import blake2b
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -191,8 +191,7 @@ UNUSABLE = {"silent": "silent", "dry": "off the pipe (gain 1)", "clipped": "clip
 
 def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
     "Return the flags of a recording; it counts as clipped from 1 % of the samples on."
-    found = zip(UNUSABLE, (silent, dry, clipped_share >= 0.01), strict=True)
-    return " ".join(name for name, is_set in found if is_set)
+    return " ".join(compress(UNUSABLE, (silent, dry, clipped_share >= 0.01)))
 
 
 def read_visits(

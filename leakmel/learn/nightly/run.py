@@ -123,26 +123,22 @@ def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -
             said = {k: v for k, v in name._asdict().items() if v != "" and v == v}
             every[path] = (size, mtime_ns, own._replace(**said))
         files = dict(sorted(every.items()))
-    _check_times(listed, manifest)
+    if manifest is not None and not any(name.start_time for name in listed.names):
+        naming, table = manifest.naming, manifest.names
+        of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
+        if (
+            of_pattern or table is not None and table.has_times
+        ):  # the times of the files may be those of a copy
+            raise DataError(
+                "no recording has a start time, although the pattern or the table has a place for it",
+                code="no-times",
+                path=listed.listing.folder,
+                found=f"first recording {show_path(listed.listing.paths[0])}",
+                expected=f"times like {TIME_FORMS}",
+                remedy="change the pattern or fill the column start_time; or leave start_time out of it: each recording "
+                "is then dated by its file, which is right only if the files were never copied",
+            )
     return _Files(listed.listing.folder, files, missing)
-
-
-def _check_times(found: RecordingList, manifest: Manifest | None) -> None:
-    "Refuse recordings without any time where a pattern or a table promises times: the times of the files may be those of a copy."
-    if manifest is None or any(name.start_time for name in found.names):
-        return
-    naming, table = manifest.naming, manifest.names
-    of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
-    if of_pattern or table is not None and table.has_times:
-        raise DataError(
-            "no recording has a start time, although the pattern or the table has a place for it",
-            code="no-times",
-            path=found.listing.folder,
-            found=f"first recording {show_path(found.listing.paths[0])}",
-            expected=f"times like {TIME_FORMS}",
-            remedy="change the pattern or fill the column start_time; or leave start_time out of it: each recording "
-            "is then dated by its file, which is right only if the files were never copied",
-        )
 
 
 def _sensor_name(name: str) -> str:
@@ -205,8 +201,8 @@ def _entry(
     f = s.facts
     digest = f["digest"].decode()
     if f["silent"]:  # all of them have equal samples, so sensor and time, or path, belong to the identity
-        text = f"{digest} {show_path(s.sensor)} {show_path(s.path) if from_file else time}"
-        digest = blake2b(text.encode(), digest_size=16).hexdigest()
+        name = f"{digest} {show_path(s.sensor)} {show_path(s.path) if from_file else time}"
+        digest = blake2b(name.encode(), digest_size=16).hexdigest()
     share = min(1.0, max(0.0, float(f["clipped_share"])))
     return HistoryEntry(
         digest=digest,
@@ -445,15 +441,14 @@ def evidence_points(
     evidence: Sequence[float],  # of successive nights, at least one
     limit: float,  # from which a sensor is listed
 ) -> tuple[list[tuple[float, float]], float]:  # x and y of each night; y of the limit
-    "Place the curve of a sensor."
-    width, height, margin = 168, 48, 4  # of the drawing
+    "Place the curve of a sensor in a drawing of 168 x 48 with a margin of 4."
     top = math.log10(1 + max(limit, *evidence)) * 1.08
-    step = (width - 2 * margin) / max(1, len(evidence) - 1)
+    step = 160 / max(1, len(evidence) - 1)
 
     def at(value: float) -> float:
-        return round(height - margin - (height - 2 * margin) * math.log10(1 + max(0.0, value)) / top, 1)
+        return round(44 - 40 * math.log10(1 + max(0.0, value)) / top, 1)
 
-    return [(round(margin + k * step, 1), at(value)) for k, value in enumerate(evidence)], at(limit)
+    return [(round(4 + k * step, 1), at(value)) for k, value in enumerate(evidence)], at(limit)
 
 # %% ../../../nbs/learn/nightly/run.ipynb #266c008e
 # longitude and latitude in degrees, or east and north coordinates; whether they are degrees

@@ -436,7 +436,6 @@ class Predictions:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         order = np.argsort(-self.score, kind="stable")
         most = [next(self.rows(slice(k, k + 1))) for k in order[:MAX_SHOWN].tolist()]
-        shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
         facts, known = self.scored.facts, self.scored.in_training.tolist()
         flags = {
             "silent": facts["silent"],
@@ -476,7 +475,21 @@ class Predictions:
                 ).sum()
             ),
             "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
-            "most_suspicious": [{name: r[name] for name in shown} for r in most],
+            "most_suspicious": [
+                {
+                    name: r[name]
+                    for name in (
+                        "path",
+                        "score",
+                        "probability",
+                        "leak",
+                        "leak_share",
+                        "n_segments",
+                        "segment_scores",
+                    )
+                }
+                for r in most
+            ],
             "out": None if self.out is None else show_path(self.out),
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
@@ -621,10 +634,11 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
         n_together = n_processes(client)
         n_parts = max(-(-n // _MOST_IN_PART), min(n_together, n // _LEAST_IN_PART), 1)
         calls = [(found.part(k, n_parts), how, n_together) for k in range(1, n_parts + 1)]
-        names = [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
         parts = dict[int, _Scored]()
         with Progress(n, label=f"scoring {show_path(found.listing.folder.name)}", show=progress) as bar:
-            for k, scored in run_tasks(client, _score_part, calls, names):
+            for k, scored in run_tasks(
+                client, _score_part, calls, [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
+            ):
                 parts[k] = scored
                 bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
     recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)))
