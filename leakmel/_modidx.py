@@ -4992,6 +4992,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'leakmel.ops.bench.BuildTrials.build': ('ops/bench.html#buildtrials.build', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.BuildTrials.run': ('ops/bench.html#buildtrials.run', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.ProcessRun': ('ops/bench.html#processrun', 'leakmel/ops/bench.py'),
+                                   'leakmel.ops.bench.StateError': ('ops/bench.html#stateerror', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench._is_dropped': ('ops/bench.html#_is_dropped', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench._measure': ('ops/bench.html#_measure', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench._verify_settings': ('ops/bench.html#_verify_settings', 'leakmel/ops/bench.py'),

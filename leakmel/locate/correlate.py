@@ -135,8 +135,10 @@ def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str]:
     if isinstance(given, Recording):
         return given, ""
     name = os.path.basename(os.fspath(given))
-    start = parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0])
-    return read_wav(given), start
+    return (
+        read_wav(given),
+        parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0]),
+    )
 
 
 def _channels(

@@ -446,6 +446,10 @@ def take_sample(
     )
 
 # %% ../../nbs/ops/bench.ipynb #e6660e37
+class StateError(MachineError):
+    "The page cache could not be made cold or warm; the trial does not count."
+
+
 @dataclass(frozen=True)
 class BuildTrials:
     "Sample and settings that all trial builds share."
@@ -488,7 +492,7 @@ class BuildTrials:
         done = self.build("trial", config)
         found = done.summary["cache"]  # unknown: the system does not tell, but files that were read are there
         if found != cache and (cache, found) != ("warm", "unknown"):
-            raise MachineError(
+            raise StateError(
                 f"the page cache could not be made {cache}",
                 code="cache-state",
                 found=f"a {found} cache",
@@ -567,7 +571,7 @@ def sweep(
                 found[key].append(trials[key]())
             except (LeakmelError, OSError, MemoryError) as e:
                 failures[key] = f"{type(e).__name__}: {e}"
-                if getattr(e, "code", "") != "cache-state":  # it may be reached in another round
+                if not isinstance(e, StateError):  # the state may be reached in another round
                     found[key].clear()
             longest_s, n_done = max(longest_s, time.monotonic() - began_s), n_done + 1
     return found, failures
@@ -665,7 +669,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     began_s = time.monotonic()
     try:
         first.run({}, "cold")
-    except (MachineError, UsageError) as e:
+    except (StateError, UsageError) as e:
         notes, states = [f"cold: not measured, {e}"], ["warm"]
     now_s = time.monotonic()
     per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)

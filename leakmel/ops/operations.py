@@ -163,10 +163,14 @@ class Fetch(Operation):
                 "--accept-unverified": self.accept_unverified,
             }
             refuse_unused(given, "without the name of a set", f"name one of {', '.join(SETS)}")
-            keys = ("name", "title", "doi", "size", "licence")
             return Outcome(
                 SETS,
-                {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]},
+                {
+                    "sets": [
+                        {key: getattr(s, key) for key in ("name", "title", "doi", "size", "licence")}
+                        for s in SETS.values()
+                    ]
+                },
                 f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
             )
         if self.source is not None:

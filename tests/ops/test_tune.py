@@ -22,7 +22,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
-from leakmel.core.errors import DataError, MachineError, OutputError, write_error
+from leakmel.core.errors import DataError, OutputError, write_error
 from leakmel.dataset.file.spec_file import write_spec
 from leakmel.dataset.run.config import (
     LIMITS,
@@ -44,6 +44,7 @@ from leakmel.ops.bench import (
     BuildTrials,
     Key,
     Score,
+    StateError,
     best_candidate,
     gain,
     sample_size,
@@ -224,7 +225,7 @@ def test_trial_with_the_wrong_cache_state_is_repeated():
 
     def sometimes() -> float:
         if not (value := next(n)):
-            raise MachineError("it is warm", code="cache-state")
+            raise StateError("it is warm")
         return value
 
     found, failures = sweep({("a", "cold"): sometimes}, rounds=4, ends_s=1e9)
@@ -436,7 +437,7 @@ def test_cold_cache_is_checked(data, monkeypatch):
     trials = BuildTrials(take_sample(scan(data), 40), data.parent)
     assert trials.run({}, "warm") > 0
     monkeypatch.setattr(tune_module, "evict", lambda files: None)
-    with raises("cache-state", MachineError):
+    with raises("cache-state", StateError):
         trials.run({}, "cold")
     figures = tune(data, budget_s=1, progress="none", keep=False)
     assert set(figures["builds"]) == {"warm"}
