@@ -70,7 +70,7 @@ _PUBLIC = {
     "FetchedSet": "sets.fetch",
     "correlate": "locate.correlate",
     "Correlation": "locate.correlate",
-    "wave_speed": "locate.wave_speed",
+    "wave_speed": "locate.correlate",
 }
 
 __all__ = ["__version__", *_PUBLIC]

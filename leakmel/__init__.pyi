@@ -64,4 +64,4 @@ from leakmel.sets.fetch import fetch as fetch
 from leakmel.sets.fetch import FetchedSet as FetchedSet
 from leakmel.locate.correlate import correlate as correlate
 from leakmel.locate.correlate import Correlation as Correlation
-from leakmel.locate.wave_speed import wave_speed as wave_speed
+from leakmel.locate.correlate import wave_speed as wave_speed

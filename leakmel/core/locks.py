@@ -82,9 +82,8 @@ class Owner:
         "Whether the process is known to have ended; False for one of another computer."
         if (self.host, self.machine) != (os.uname().nodename, _this_machine()):
             return False
-        if not (self.machine and self.started):  # could not be read
-            return False
-        return _start_of(self.pid) not in (self.started, None)
+        is_known = self.machine and self.started  # could be read
+        return bool(is_known) and _start_of(self.pid) not in (self.started, None)
 
 
 def _this_machine() -> str:
@@ -114,22 +113,13 @@ def read_owner(
         if e.errno != errno.EINVAL:  # which is for all that is no link
             raise
         text = ""
-    try:
+    with suppress(ValueError, TypeError):
         owner = Owner(**json.loads(text))
         if isinstance(owner.pid, int) and owner.pid > 0 and isinstance(owner.host, str):
             return owner
-    except (ValueError, TypeError):
-        pass
     return Owner("an unknown computer", "", 0, "", "")
 
 # %% ../../nbs/core/locks.ipynb #5cf7230c
-def owner_path(
-    target: Path,  # the file that the lock protects
-) -> Path:
-    "Return the path of the link that names the owner of a lock."
-    return target.with_name(f".{target.name}.owner")
-
-
 _POLL_S = 0.05
 
 
@@ -144,7 +134,7 @@ class OwnerLock:
         say: Callable[[str], None] | None = None,  # called with the holder before waiting
     ):
         self.target = target
-        self.path = owner_path(target)
+        self.path = target.with_name(f".{target.name}.owner")  # the link
         self.wait_s = wait_s
         self.say = say
         self.token = ""  # of the link while the lock is held
@@ -157,10 +147,16 @@ class OwnerLock:
             if found is None:  # just released
                 continue
             if found.has_ended:
-                self._remove(found)
+                with OwnerLock(self.path, wait_s=60):
+                    if read_owner(self.path) == found:
+                        self.path.unlink()
                 continue
             if time.monotonic() >= until:
-                raise self._error(found)
+                age = ""
+                with suppress(OSError):
+                    age = f", for {max(0, time.time() - os.lstat(self.path).st_mtime):,.0f} s"
+                remedy = "wait until it ends, or write to another file; if it has ended, as after a power cut, delete "
+                raise locked_error(self.target, f"{found}{age}", remedy + show_path(self.path))
             if self.say is not None and not reported:
                 self.say(str(found))
             reported = True
@@ -176,42 +172,10 @@ class OwnerLock:
             return read_owner(self.path) == owner
         return True
 
-    def _remove(self, ended: Owner) -> None:
-        "Remove the link of a process that has ended, if it is still there."
-        with OwnerLock(self.path, wait_s=60):
-            if read_owner(self.path) == ended:
-                self.path.unlink()
-
-    def _error(self, found: Owner) -> OutputError:
-        age = ""
-        with suppress(OSError):
-            age = f", for {max(0, time.time() - os.lstat(self.path).st_mtime):,.0f} s"
-        return locked_error(
-            self.target,
-            f"{found}{age}",
-            f"wait until it ends, or write to another file; if it has ended, as after a power cut, delete {show_path(self.path)}",
-        )
-
     def __exit__(self, *exc) -> None:
         found = read_owner(self.path)
         if found is not None and found.token == self.token:  # not one that somebody put there by hand
             self.path.unlink()
-
-# %% ../../nbs/core/locks.ipynb #7e19452e
-def lock_kind(
-    folder: Path,  # writable
-) -> str:  # "flock", "owner", or "" if neither works
-    "Find out which lock works in a folder."
-    probe = folder / f".lock-{os.urandom(8).hex()}"
-    with suppress(OSError):
-        with open(probe, "xb") as f:
-            has_flock = flock(f.fileno(), wait=False)
-        probe.unlink()
-        if has_flock:
-            return "flock"
-        with OwnerLock(probe):
-            return "owner"
-    return ""
 
 # %% ../../nbs/core/locks.ipynb #05344e15
 class OutputLock:
@@ -244,7 +208,11 @@ class OutputLock:
             try:
                 has_flock = flock(fd, wait=False)
             except BlockingIOError:
-                has_flock = self._wait_for_holder(fd)
+                holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+                if self.wait is None:
+                    raise locked_error(self.target, holder) from None
+                self.wait(holder)
+                has_flock = flock(fd, wait=True)
             if not has_flock:
                 self.path.unlink(missing_ok=True)
                 wait_s = 0 if self.wait is None else math.inf
@@ -264,14 +232,6 @@ class OutputLock:
             if self.fd < 0:
                 os.close(fd)
 
-    def _wait_for_holder(self, fd: int) -> bool:
-        "Wait for the lock, or raise OutputError; return what `flock` returns."
-        holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
-        if self.wait is None:
-            raise locked_error(self.target, holder)
-        self.wait(holder)
-        return flock(fd, wait=True)
-
     def __exit__(self, *exc) -> None:
         with suppress(OSError):  # what stays locks nothing when this process ends
             if self.owner is not None:
@@ -280,6 +240,16 @@ class OutputLock:
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
             os.close(self.fd)
+
+# %% ../../nbs/core/locks.ipynb #7e19452e
+def lock_kind(
+    folder: Path,  # writable
+) -> str:  # "flock", "owner", or "" if neither works
+    "Find out which lock works in a folder."
+    probe = folder / f".lock-{os.urandom(8).hex()}"
+    with suppress(OSError, OutputError), OutputLock(probe) as lock:
+        return "flock" if lock.owner is None else "owner"
+    return ""
 
 # %% ../../nbs/core/locks.ipynb #1f0d0002
 @contextmanager

@@ -67,7 +67,6 @@ def synthetic_pair(
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20005
 ALPHA = 0.05  # share of frequencies that count as coherent by chance
-MAX_GROUPS = 20  # of segments, of which the jackknife leaves out one
 MIN_AVERAGES = 8  # segments, and groups; fewer say nothing about the coherence
 
 
@@ -108,8 +107,7 @@ class CrossSpectra:
         "Leave out the group whose cross-spectrum is largest in the band."
         kept = np.arange(len(self.ab)) != np.abs(self.ab[:, self.in_band]).sum(axis=1).argmax()
         n_segments = self.n_segments // len(self.ab) * int(kept.sum())
-        spectra = {name: getattr(self, name)[kept] for name in ("ab", "aa", "bb")}
-        return replace(self, n_segments=n_segments, **spectra)
+        return replace(self, n_segments=n_segments, ab=self.ab[kept], aa=self.aa[kept], bb=self.bb[kept])
 
     @property
     def threshold(self) -> float:
@@ -146,16 +144,23 @@ def cross_spectra(
             expected=f"{MIN_AVERAGES} segments that overlap by half, each four times as long as the largest delay",
             remedy="check distance_m and speed_m_s, record longer, or place the loggers closer together",
         )
-    n_groups = max(range(MIN_AVERAGES, min(MAX_GROUPS, n_segments) + 1), key=lambda g: n_segments // g * g)
+    # groups of segments, of which the jackknife leaves out one
+    n_groups = max(range(MIN_AVERAGES, min(20, n_segments) + 1), key=lambda g: n_segments // g * g)
     in_group = n_segments // n_groups
     n_long = (in_group - 1) * hop + n_samples
     x, y = (sliding_window_view(s, n_long)[:: in_group * hop][:n_groups] for s in (a, b))  # [G, n_long]
     given = dict(fs=sample_rate, window="hann", nperseg=n_samples, noverlap=n_samples - hop)
     f, ab = signal.csd(y, x, **given)
     aa, bb = (signal.welch(s, **given)[1] for s in (x, y))
-    in_band = (f >= band_hz[0]) & (f <= band_hz[1])
     return CrossSpectra(
-        sample_rate, len(a) / sample_rate, n_samples, n_groups * in_group, ab, aa, bb, in_band
+        sample_rate,
+        len(a) / sample_rate,
+        n_samples,
+        n_groups * in_group,
+        ab,
+        aa,
+        bb,
+        (f >= band_hz[0]) & (f <= band_hz[1]),
     )
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20008

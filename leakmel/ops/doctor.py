@@ -57,8 +57,10 @@ def measure_python() -> Figures:
     from packaging.specifiers import SpecifierSet
 
     wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
-    wrong = {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"}
-    return {"versions": {"python": version}, "wrong": wrong}
+    return {
+        "versions": {"python": version},
+        "wrong": {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"},
+    }
 
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:
@@ -82,13 +84,11 @@ def measure_limits() -> Figures:
     }
 
 # %% ../../nbs/ops/doctor.ipynb #efceb173
-WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
 # fmt: off
-NETWORK_FILE_SYSTEMS = (
+DISK_KINDS = {"tmpfs": "memory", "ramfs": "memory"} | dict.fromkeys((
     "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
-)
+), "network")
 # fmt: on
-DISK_KINDS = dict.fromkeys(NETWORK_FILE_SYSTEMS, "network") | {"tmpfs": "memory", "ramfs": "memory"}
 
 
 def mount_of(folder: str | os.PathLike) -> tuple[str | None, str]:  # mount point and type; None: not known
@@ -124,8 +124,12 @@ def measure_recordings(folder: Path) -> Figures:
     ):
         return {"reason": f"no recording among the first {MAX_ENTRIES:,} files and folders", "sure": True}
     p = propose_build(scan(folder, progress="none"), os.fspath(folder))
-    sure = bool(p.command and not p.alternatives)
-    return {"reason": p.reason, "sure": sure, "command": p.command, "groups": p.groups}
+    return {
+        "reason": p.reason,
+        "sure": bool(p.command and not p.alternatives),
+        "command": p.command,
+        "groups": p.groups,
+    }
 
 # %% ../../nbs/ops/doctor.ipynb #ac8c14b9
 def measure_hdf5(folder: Path) -> Figures:
@@ -282,7 +286,6 @@ class Line(NamedTuple):
     blocks: Callable[[Figures], bool] = lambda f: False  # the figures are wrong for a build
 
 
-NEEDED_PACKAGES = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
@@ -314,7 +317,7 @@ CHECKS = {
         "Run pip install --upgrade leakmel; pandas is needed for tables, soundfile to convert other formats, soxr for resampling, "
         "psutil and tqdm for monitoring and progress bars; without numba a build is several times slower",
         needed=True,
-        blocks=lambda f: any(name in f["wrong"] for name in NEEDED_PACKAGES),
+        blocks=lambda f: any(name in f["wrong"] for name in ("numpy", "h5py", "xxhash")),
     ),
     "front_end": Line(
         "front end",
@@ -348,7 +351,9 @@ CHECKS = {
     "wsl": Line(
         "WSL",
         measure_wsl,
-        lambda f: f["wsl"] == 0 or (f["wsl"] == 2 and f["file_system"] not in WINDOWS_FILE_SYSTEMS),
+        lambda f: (
+            f["wsl"] == 0 or (f["wsl"] == 2 and f["file_system"] not in ("9p", "drvfs", "v9fs", "virtiofs"))
+        ),
         "WSL1 translates each system call: change to WSL2 (wsl --set-version NAME 2); opening a file on a Windows disk is slow: move the "
         "recordings into the Linux file system, or build with --mode memmap, which reads them only once",
     ),
@@ -526,9 +531,6 @@ class Report:
             "checks": [vars(c) for c in self.checks],
         }
 
-    def __repr__(self) -> str:
-        return self.text()
-
     def text(
         self,
         columns: int = 100,  # of a line, characters
@@ -546,6 +548,8 @@ class Report:
                 wrapper.initial_indent = f"{indent}-> "
                 lines += wrapper.wrap(f"{check.advice}.")
         return "\n".join([*lines, self.title])
+
+    __repr__ = text
 
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f5
 def check_line(key: str, folder: Path) -> Check:

@@ -42,7 +42,6 @@ LEAK_FOLDERS = {name: LEAK for name in _LEAKS} | {
 NOISE_FOLDERS = {
     f"{kind}{name}": NOISE for kind in ("", "environmental", "background") for name in ("noise", "noises")
 }
-_ENDINGS = ("", "acousticdata", "data", "recordings", "signals", "metal", "nonmetal")
 
 
 def label_of_folders(
@@ -53,12 +52,10 @@ def label_of_folders(
 ) -> str:  # empty: the innermost has another name
     "Find the label in the name of the folder, or of the archive where it has no folders."
     name = squeezed(re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE)) if folders else ""
-    return next((names[stem] for end in _ENDINGS if (stem := name.removesuffix(end)) in names), "")
+    endings = ("", "acousticdata", "data", "recordings", "signals", "metal", "nonmetal")
+    return next((names[stem] for end in endings if (stem := name.removesuffix(end)) in names), "")
 
 # %% ../../nbs/sets/catalogue.ipynb #aa5f0dc3
-CC_BY = "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/)"
-
-
 @dataclass(frozen=True)
 class LeakSet:
     "A public set of recordings, and how to read it."
@@ -81,7 +78,7 @@ class LeakSet:
     spec: Mapping[str, int | float]  # features for a first build
     labels: tuple[str, ...] = (LEAK, NO_LEAK)  # each must have a recording
     headerless: bool = False  # files of 32-bit little-endian PCM, 8 kHz, mono, without a header
-    licence: str = CC_BY
+    licence: str = "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/)"
 
     @property
     def page(self) -> str:
@@ -89,12 +86,6 @@ class LeakSet:
         return f"https://doi.org/{self.doi}"
 
 # %% ../../nbs/sets/catalogue.ipynb #8706acd7
-_AGHASHAHI = re.compile(
-    r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])", re.ASCII
-)
-_BACKGROUND = re.compile(r"background noise[ _]h([12])", re.ASCII | re.IGNORECASE)
-
-
 def _stem(parts: Parts, extension: str) -> str:
     "Return the name of a file without its extension; empty for files with another one."
     stem, _, end = parts[-1].rpartition(".")
@@ -104,28 +95,36 @@ def _stem(parts: Parts, extension: str) -> str:
 def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     "Read a name like `BR_CC_0.18 LPS_N_H1.raw`; accelerometers and pressure sensors are left out."
     stem = _stem(parts, "raw")
-    if found := _BACKGROUND.fullmatch(stem):
+    if found := re.fullmatch(r"background noise[ _]h([12])", stem, re.ASCII | re.IGNORECASE):
         return NamedRecording("", "background", {"device": f"H{found[1]}"})
-    found = _AGHASHAHI.fullmatch(stem)
+    found = re.fullmatch(
+        r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])",
+        stem,
+        re.ASCII,
+    )
     if found is None or found[5] != "H":
         return None
     topology, leak, flow, noise, kind, number = found.groups()
-    columns = {
-        "topology": topology,
-        "leak_type": leak,
-        "flow": flow,
-        "noise": noise or "",
-        "device": kind + number,
-    }
-    return NamedRecording(NO_LEAK if leak == "NL" else LEAK, f"{topology}_{leak}_{flow}", columns)
+    return NamedRecording(
+        NO_LEAK if leak == "NL" else LEAK,
+        f"{topology}_{leak}_{flow}",
+        {
+            "topology": topology,
+            "leak_type": leak,
+            "flow": flow,
+            "noise": noise or "",
+            "device": kind + number,
+        },
+    )
 
 # %% ../../nbs/sets/catalogue.ipynb #045f200b
-_DONGGUAN = re.compile(r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", re.ASCII)
-
-
 def parse_dongguan(parts: Parts) -> NamedRecording | None:
     "Read a name like `pe-zone 2-0.305 MPa-1.6 ms-noise logger-0-1_2.wav`; the label is that of the folder or archive."
-    found = _DONGGUAN.fullmatch(_stem(parts, "wav"))
+    found = re.fullmatch(
+        r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?",
+        _stem(parts, "wav"),
+        re.ASCII,
+    )
     label = label_of_folders(parts[:-1], LEAK_FOLDERS | NOISE_FOLDERS)
     if found is None or int(found["w1"]) != int(found["w0"]) + 1:
         return None
@@ -164,111 +163,119 @@ _HONGKONG_CITATION = (
     "Distribution Networks. Mendeley Data, V1. https://doi.org/10.17632/hkn8mxcjyz.1"
 )
 
-_SETS = (
-    LeakSet(
-        name="aghashahi",
-        title="Dataset of Leak Simulations in Experimental Testbed Water Distribution System (hydrophones)",
-        doi="10.17632/tbrnp6vrnj.1",
-        citation="Aghashahi, M., Sela, L., Banks, M. K. (2022): Dataset of Leak Simulations in Experimental Testbed Water Distribution "
-        "System. Mendeley Data, V1. https://doi.org/10.17632/tbrnp6vrnj.1",
-        size="64.0 MB",
-        record=f"{_MENDELEY}/tbrnp6vrnj",
-        version=1,
-        wanted=r"hydrophone[^/]*\.(zip|rar)$|hydrophone.*\.raw$",
-        parse=parse_aghashahi,
-        group_rule="one group is one physical test: the name without the hydrophone and without N or NN; both hydrophones belong together",
-        groupings=("recording", "group", "flow", "topology"),
-        stated={
-            "recordings": 120,
-            "recordings without a label": 2,
-            "groups": 40,
-            "groups of NOLEAK": 8,
-            "clipped files": 44,
-        },
-        faults=(
-            "44 files clip.",
-            "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
-            "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
-            "Some accelerometer files of the looped network hold interference; they are not fetched.",
-            "Three CSV files (accelerometer and pressure) are cut at the row limit of a spreadsheet; they are not fetched.",
-            "The sample rate of accelerometers and pressure sensors is 51.2 kHz by the paper and 25.6 kHz by the time column; they are not fetched.",
+SETS = {
+    s.name: s
+    for s in (
+        LeakSet(
+            name="aghashahi",
+            title="Dataset of Leak Simulations in Experimental Testbed Water Distribution System (hydrophones)",
+            doi="10.17632/tbrnp6vrnj.1",
+            citation="Aghashahi, M., Sela, L., Banks, M. K. (2022): Dataset of Leak Simulations in Experimental Testbed Water Distribution "
+            "System. Mendeley Data, V1. https://doi.org/10.17632/tbrnp6vrnj.1",
+            size="64.0 MB",
+            record=f"{_MENDELEY}/tbrnp6vrnj",
+            version=1,
+            wanted=r"hydrophone[^/]*\.(zip|rar)$|hydrophone.*\.raw$",
+            parse=parse_aghashahi,
+            group_rule="one group is one physical test: the name without the hydrophone and without N or NN; both hydrophones belong together",
+            groupings=("recording", "group", "flow", "topology"),
+            stated={
+                "recordings": 120,
+                "recordings without a label": 2,
+                "groups": 40,
+                "groups of NOLEAK": 8,
+                "clipped files": 44,
+            },
+            faults=(
+                "44 files clip.",
+                "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
+                "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
+                "Some accelerometer files of the looped network hold interference; they are not fetched.",
+                "Three CSV files (accelerometer and pressure) are cut at the row limit of a spreadsheet; they are not fetched.",
+                "The sample rate of accelerometers and pressure sensors is 51.2 kHz by the paper and 25.6 kHz by the time column; they are not fetched.",
+            ),
+            spec={"sample_rate": 8000, "duration_s": 30.0},
+            headerless=True,
         ),
-        spec={"sample_rate": 8000, "duration_s": 30.0},
-        headerless=True,
-    ),
-    LeakSet(
-        name="dongguan",
-        title="Acoustic data for 'Self-supervised acoustic leakage detection for water distribution systems'",
-        doi="10.5281/zenodo.18631450",
-        citation="Wang, Q., Mei, Z., Zhan, F., Chen, J. (2026): Acoustic data for the manuscript entitled 'Self-supervised acoustic leakage "
-        "detection for water distribution systems: A real-time diagnosis framework under data scarcity'. Zenodo. "
-        "https://doi.org/10.5281/zenodo.18631450",
-        size="about 6 MB",
-        record="https://zenodo.org/api/records/18631450",
-        version=0,
-        wanted=r"\.(zip|rar|wav)$",
-        parse=parse_dongguan,
-        group_rule="the name without the second w0-w1 and the number _N; groups that share byte-equal files are joined",
-        groupings=("recording", "group", "region", "material"),
-        stated={
-            "recordings": 1000,
-            "LEAK": 500,
-            "NOLEAK": 386,
-            "NOISE": 114,
-            "groups of LEAK": 271,
-            "groups of NOLEAK": 18,
-            "groups of NOISE": 33,
-            "byte-equal pairs": 36,
-            "byte-equal pairs of two groups by name": 6,
-            "8000 Hz": 1000,
-            "of 1 s": 1000,
-            "mono 16-bit PCM": 1000,
-        },
-        faults=(
-            "36 pairs of files are byte-equal, 6 of them under names of different groups: these groups are joined in the table.",
-            "Pressure and flow are in the names of leaks only: a file name gives the label away. They are not in the table.",
-            "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
+        LeakSet(
+            name="dongguan",
+            title="Acoustic data for 'Self-supervised acoustic leakage detection for water distribution systems'",
+            doi="10.5281/zenodo.18631450",
+            citation="Wang, Q., Mei, Z., Zhan, F., Chen, J. (2026): Acoustic data for the manuscript entitled 'Self-supervised acoustic leakage "
+            "detection for water distribution systems: A real-time diagnosis framework under data scarcity'. Zenodo. "
+            "https://doi.org/10.5281/zenodo.18631450",
+            size="about 6 MB",
+            record="https://zenodo.org/api/records/18631450",
+            version=0,
+            wanted=r"\.(zip|rar|wav)$",
+            parse=parse_dongguan,
+            group_rule="the name without the second w0-w1 and the number _N; groups that share byte-equal files are joined",
+            groupings=("recording", "group", "region", "material"),
+            stated={
+                "recordings": 1000,
+                "LEAK": 500,
+                "NOLEAK": 386,
+                "NOISE": 114,
+                "groups of LEAK": 271,
+                "groups of NOLEAK": 18,
+                "groups of NOISE": 33,
+                "byte-equal pairs": 36,
+                "byte-equal pairs of two groups by name": 6,
+                "8000 Hz": 1000,
+                "of 1 s": 1000,
+                "mono 16-bit PCM": 1000,
+            },
+            faults=(
+                "36 pairs of files are byte-equal, 6 of them under names of different groups: these groups are joined in the table.",
+                "Pressure and flow are in the names of leaks only: a file name gives the label away. They are not in the table.",
+                "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
+            ),
+            spec={"sample_rate": 8000, "duration_s": 1.0},
+            labels=(LEAK, NO_LEAK, NOISE),
         ),
-        spec={"sample_rate": 8000, "duration_s": 1.0},
-        labels=(LEAK, NO_LEAK, NOISE),
-    ),
-    LeakSet(
-        name="hongkong-hydrophones",
-        title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
-        doi="10.17632/hkn8mxcjyz.1",
-        citation=_HONGKONG_CITATION,
-        size="10.7 MB",
-        record=f"{_MENDELEY}/hkn8mxcjyz",
-        version=1,
-        wanted=r"hydrophone.*\.(zip|rar|wav)$",
-        parse=partial(parse_hongkong, _SITE),
-        group_rule="the site: the beginning of the name, 1.1 to 3.3",
-        groupings=("recording", "group"),
-        stated={"recordings": 80, "LEAK": 40, "NOLEAK": 40, "LEAK at 4096 Hz": 28, "NOLEAK at 8092 Hz": 40},
-        faults=(
-            "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
-            "resampling, because the upper band is missing in the slower files.",
+        LeakSet(
+            name="hongkong-hydrophones",
+            title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
+            doi="10.17632/hkn8mxcjyz.1",
+            citation=_HONGKONG_CITATION,
+            size="10.7 MB",
+            record=f"{_MENDELEY}/hkn8mxcjyz",
+            version=1,
+            wanted=r"hydrophone.*\.(zip|rar|wav)$",
+            parse=partial(parse_hongkong, _SITE),
+            group_rule="the site: the beginning of the name, 1.1 to 3.3",
+            groupings=("recording", "group"),
+            stated={
+                "recordings": 80,
+                "LEAK": 40,
+                "NOLEAK": 40,
+                "LEAK at 4096 Hz": 28,
+                "NOLEAK at 8092 Hz": 40,
+            },
+            faults=(
+                "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
+                "resampling, because the upper band is missing in the slower files.",
+            ),
+            spec={"sample_rate": 4096, "duration_s": 10.0},
         ),
-        spec={"sample_rate": 4096, "duration_s": 10.0},
-    ),
-    LeakSet(
-        name="hongkong-loggers",
-        title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
-        doi="10.17632/hkn8mxcjyz.1",
-        citation=_HONGKONG_CITATION,
-        size="7.4 MB",
-        record=f"{_MENDELEY}/hkn8mxcjyz",
-        version=1,
-        wanted=r"logger.*\.(zip|rar|wav)$",
-        parse=partial(parse_hongkong, _LOGGER),
-        group_rule="the number of the logger",
-        groupings=("recording", "group"),
-        stated={"recordings": 60, "byte-equal pairs": 1},
-        faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
-        spec={"sample_rate": 4096, "duration_s": 10.0},
-    ),
-)
-SETS = {s.name: s for s in _SETS}
+        LeakSet(
+            name="hongkong-loggers",
+            title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
+            doi="10.17632/hkn8mxcjyz.1",
+            citation=_HONGKONG_CITATION,
+            size="7.4 MB",
+            record=f"{_MENDELEY}/hkn8mxcjyz",
+            version=1,
+            wanted=r"logger.*\.(zip|rar|wav)$",
+            parse=partial(parse_hongkong, _LOGGER),
+            group_rule="the number of the logger",
+            groupings=("recording", "group"),
+            stated={"recordings": 60, "byte-equal pairs": 1},
+            faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
+            spec={"sample_rate": 4096, "duration_s": 10.0},
+        ),
+    )
+}
 
 
 def set_named(name: str) -> LeakSet:  # raises UsageError

@@ -6,44 +6,418 @@
 __all__ = ['SET_FILE', 'README', 'FetchedSet', 'fetch']
 
 # %% ../../nbs/sets/fetch.ipynb #8fdbac9f
-import os, re, shutil, sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import errno, hashlib, io, os, re, shutil, stat, sys, tempfile, zipfile
+from collections import Counter, defaultdict, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import combinations, count
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
+from leakmel.audio.listing import is_system_folder
+from leakmel.audio.wav import read_wav
 from leakmel.core.errors import (
     DataError,
+    LeakmelError,
     MachineError,
     OutputError,
+    RecordingError,
     UsageError,
+    explain,
     missing_package,
     missing_remedy,
     show_path,
+    write_error,
 )
-from leakmel.core.files import (
-    digest_of_file,
-    read_own_json,
-    require_space,
-    sealed_json,
-    write_errors,
-)
+from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.run_plan import user_path
-from leakmel.sets.catalogue import LeakSet, set_named
-from leakmel.sets.convert import (
-    RECORDINGS,
-    TABLE,
-    Conversion,
-    checked_parts,
-    convert,
-    equal_pairs,
-    read_members,
-)
+from leakmel.sets.catalogue import LeakSet, NamedRecording, set_named
+
+# %% ../../nbs/sets/fetch.ipynb #8cd68023
+MAX_MEMBERS = 20_000
+MAX_FILE_BYTES = 64_000_000  # of one recording, unpacked
+MAX_TOTAL_BYTES = 2_000_000_000  # of all that is read
+ARCHIVES = (".zip", ".rar")
+_MAX_DIRECTORY_BYTES = 8_000_000  # of the directory of a ZIP archive, which is parsed in memory
+# one file of a source: archives, folders and name from the top; bytes; and the outermost archive, None for a file of a folder
+Member = namedtuple("Member", "parts data archive", defaults=[None])
+
+
+def unsafe_archive(path: Path, message: str, found: object = None) -> DataError:  # to be raised
+    "Error for an archive that leakmel does not read."
+    return DataError(
+        f"the archive is not safe to read: {message}",
+        code="unsafe-archive",
+        path=path,
+        found=found,
+        remedy="nothing of it was used; compare it with the page of the set before another try",
+    )
+
+
+def checked_parts(
+    name: str,  # of a member, as the archive gives it
+    archive: Path,
+) -> tuple[str, ...]:  # raises DataError
+    "Split the name of a member into folders and file name; refuse names that lead out of the archive."
+    parts = tuple(p for p in name.replace("\\", "/").split("/") if p not in ("", "."))
+    is_absolute = name.startswith(("/", "\\")) or name[1:2] == ":"
+    if is_absolute or ".." in parts or not parts or "\0" in name:
+        raise unsafe_archive(archive, "the path of a file leads out of it", show_path(name)[:200])
+    return parts
+
+# %% ../../nbs/sets/fetch.ipynb #dd28c546
+def _is_link(info: Any) -> bool:  # of zipfile.ZipInfo or rarfile.RarInfo
+    "Whether a member of an archive is a link; copies within a RAR archive count as links."
+    if isinstance(info, zipfile.ZipInfo):
+        return stat.S_ISLNK(info.external_attr >> 16)
+    return info.is_symlink() or getattr(info, "file_redir", None) is not None
+
+
+class _ZipSource(io.FileIO):
+    "File of a ZIP archive; its directory, which is read and parsed at once, is bounded."
+
+    shown: Path  # for messages
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise unsafe_archive(self.shown, "its directory is too large", f"{size:,} bytes")
+        return super().read(-1 if size is None else size)
+
+
+@contextmanager
+def _opened(
+    path: Path,
+    shown: Path,  # for messages
+) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
+    "Open an archive; whatever goes wrong in both libraries is a DataError, but not a fault of the disk."
+    try:
+        with ExitStack() as opened:
+            if path.suffix.lower() == ".zip":
+                source = opened.enter_context(_ZipSource(path))
+                source.shown = shown
+                yield opened.enter_context(zipfile.ZipFile(source))
+            else:
+                import rarfile
+
+                yield opened.enter_context(rarfile.RarFile(path))
+    except (LeakmelError, MemoryError):
+        raise
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e
+    except Exception as e:
+        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
+            raise
+        if type(e).__name__ == "RarCannotExec":
+            raise DataError(
+                "RAR archives need a program that decompresses them, and none was found",
+                code="no-rar-program",
+                path=shown,
+                expected="unar, unrar, bsdtar or 7z",
+                remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
+            ) from e
+        raise DataError(
+            f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
+            code="damaged-archive",
+            path=shown,
+            remedy="download it again",
+        ) from e
+
+# %% ../../nbs/sets/fetch.ipynb #ad29c6a7
+Choice = Callable[[tuple[str, ...]], bool]
+
+
+def _is_hidden(parts: Sequence[str]) -> bool:
+    "Whether a file is one of those that systems add (`.DS_Store`, `__MACOSX/._a.wav`)."
+    return parts[-1].startswith(".") or any(map(is_system_folder, parts[:-1]))
+
+
+@dataclass
+class _Archives:
+    "Reads the wanted files of archives, within the bounds of one source."
+
+    is_file: Choice
+    is_archive: Choice
+    n_members: int = 0
+    n_bytes: int = 0
+
+    def _copy(self, archive: Any, info: Any, most: int, shown: Path, out: IO[bytes]) -> None:
+        "Copy a member of an archive to `out`; both libraries read at most as many bytes as it claims."
+        size, name = info.file_size or 0, show_path(info.filename)
+        self.n_bytes += size
+        if size > most or self.n_bytes > MAX_TOTAL_BYTES:
+            raise unsafe_archive(shown, "a file in it is too large", f"{name}: {size:,} bytes")
+        with archive.open(info) as f:
+            shutil.copyfileobj(f, out)
+        if out.tell() != size:
+            raise unsafe_archive(shown, "a file in it is not as long as it claims", name)
+
+    def members(
+        self, path: Path, shown: Path, above: tuple[str, ...], depth: int = 1
+    ) -> Iterator[tuple[tuple[str, ...], bytes]]:
+        "Yield the wanted files of an archive; `shown` is its path for messages: of an inner archive, below the outer one."
+        with _opened(path, shown) as archive:
+            infos = [info for info in archive.infolist() if not info.is_dir()]
+            self.n_members += len(infos)
+            if self.n_members > MAX_MEMBERS:
+                raise unsafe_archive(shown, f"it holds more than {MAX_MEMBERS:,} files")
+            for parts, k in sorted((checked_parts(info.filename, shown), k) for k, info in enumerate(infos)):
+                info, full, name = infos[k], (*above, *parts), show_path(infos[k].filename)[:200]
+                if _is_link(info):
+                    raise unsafe_archive(shown, "it contains a link", name)
+                inner = parts[-1].lower().endswith(ARCHIVES) and self.is_archive(full)
+                if _is_hidden(parts) or not (inner or self.is_file(full)):
+                    continue
+                if info.flag_bits & 1 if isinstance(info, zipfile.ZipInfo) else info.needs_password():
+                    raise unsafe_archive(shown, "a file in it is encrypted", name)
+                if inner and depth >= 2:  # a repository may pack a whole record again
+                    raise unsafe_archive(shown, "it contains archives in archives in archives")
+                if inner:
+                    with tempfile.NamedTemporaryFile(
+                        prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
+                    ) as f:
+                        self._copy(archive, info, 1_000_000_000, shown, f)
+                        f.flush()
+                        yield from self.members(Path(f.name), shown.joinpath(*parts), full, depth + 1)
+                else:
+                    out = io.BytesIO()
+                    self._copy(archive, info, MAX_FILE_BYTES, shown, out)
+                    yield full, out.getvalue()
+
+
+def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
+    "Yield the regular files below a folder by their parts, in order; links and hidden folders are not followed."
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not is_system_folder(name)
+            and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
+        )
+        yield from (
+            p.relative_to(folder).parts
+            for p in (Path(here, name) for name in sorted(names))
+            if p.is_file() and not p.is_symlink()
+        )
+
+
+def read_members(
+    source: Path,  # folder, or archive
+    *,
+    is_file: Choice,  # whether a file is wanted, by its parts
+    is_archive: Choice = lambda parts: True,  # whether an archive in a folder or archive is opened
+    skip_with: str = "",  # folders below the source that hold a file of this name are skipped; empty: none
+) -> Iterator[Member]:  # raises DataError, MissingPackageError, OutputError
+    "Yield the wanted files of a folder or archive, in the order of their names."
+    archives, is_folder = _Archives(is_file, is_archive), source.is_dir()
+    if not is_folder and not (source.suffix.lower() in ARCHIVES and source.is_file()):
+        raise UsageError(
+            "the source is neither a folder nor a .zip or .rar archive",
+            code="no-such-source",
+            path=source,
+            remedy="give the archive that you downloaded, or the folder that it was extracted to",
+        )
+    try:
+        for parts in _files_below(source, skip_with) if is_folder else [(source.name,)]:
+            path = source.joinpath(*parts) if is_folder else source
+            if path.suffix.lower() in ARCHIVES and (not is_folder or is_archive(parts)):
+                yield from (Member(*found, path) for found in archives.members(path, path, parts))
+            elif not _is_hidden(parts) and is_file(parts):
+                if path.stat().st_size > MAX_FILE_BYTES:
+                    raise unsafe_archive(path, "the file is too large", f"{path.stat().st_size:,} bytes")
+                yield Member(parts, path.read_bytes())
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
+            raise write_error(e, e.filename or source) from e
+        cause, remedy = explain(e, e.filename or source)
+        raise DataError(
+            f"the source cannot be read ({cause})",
+            code="cannot-be-read",
+            path=e.filename or source,
+            remedy=remedy,
+        ) from e
+
+# %% ../../nbs/sets/fetch.ipynb #d1798bfa
+def write_headerless(
+    data: bytes,  # 32-bit little-endian PCM, mono, 8 kHz
+    path: Path,  # WAV file
+    name: str,  # for messages
+) -> None:  # raises DataError, OSError
+    "Write headerless samples as a WAV file, and compare it with them."
+    import soundfile
+
+    if not data or len(data) % 4:
+        raise DataError(
+            "the file does not consist of 32-bit samples",
+            code="set-changed",
+            path=name,
+            found=f"{len(data):,} bytes",
+        )
+    samples = np.frombuffer(data, "<i4")
+    if (samples & 0xFFFF).any():
+        soundfile.write(path, samples, 8000, subtype="PCM_32", format="WAV")
+    else:
+        soundfile.write(path, (samples >> 16).astype(np.int16), 8000, subtype="PCM_16", format="WAV")
+    if not np.array_equal(soundfile.read(path, dtype="int32")[0], samples):
+        raise DataError(
+            "the WAV file does not hold the samples of the source", code="verification", path=path
+        )
+
+# %% ../../nbs/sets/fetch.ipynb #f6f219ff
+@dataclass(frozen=True)
+class Converted:
+    "A recording of a set."
+
+    path: str  # below the folder of recordings
+    source: str  # in the archive
+    named: NamedRecording
+    group: str  # by name, or of several that share files
+    digest: str  # SHA-256 of the file in the archive
+    # sample_rate in Hz, n_samples, format ("mono 16-bit PCM" or another), is_clipped (a sample is at full scale);
+    # or problem: why the file cannot be read
+    facts: Mapping[str, Any]
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    "Read rate, length, format and clipping of a WAV file."
+    try:
+        recording = read_wav(path)
+    except RecordingError as e:
+        return {"problem": e.message}
+    x, kind = recording.samples, recording.encoding
+    top = (x.min() <= -32768 or x.max() >= 32767) if x.dtype == np.int16 else np.abs(x).max() >= 1
+    return {
+        "sample_rate": recording.sample_rate,
+        "n_samples": len(x),
+        "format": "mono 16-bit PCM" if (kind, x.shape[1]) == ("pcm16", 1) else f"{x.shape[1]} x {kind}",
+        "is_clipped": bool(top),
+    }
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    "Return a printable file name that no other recording has, also where case does not count."
+    stem = "".join(c if c.isprintable() else "_" for c in os.path.splitext(name)[0])[:100]
+    names = (f"{stem}{f' ({k})' if k > 1 else ''}.wav" for k in count(1))
+    found = next(each for each in names if each.casefold() not in taken)
+    taken.add(found.casefold())
+    return found
+
+# %% ../../nbs/sets/fetch.ipynb #0951b4bd
+def equal_pairs(recordings: Iterable[Converted]) -> list[tuple[Converted, Converted]]:
+    "List the pairs of byte-equal files."
+    by_digest: dict[str, list[Converted]] = {}
+    for r in recordings:
+        by_digest.setdefault(r.digest, []).append(r)
+    return [pair for same in by_digest.values() for pair in combinations(same, 2)]
+
+
+def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
+    "Give recordings of groups that share byte-equal files the same group, the first by name."
+    joined = {r.named.group: {r.named.group} for r in recordings}
+    for a, b in equal_pairs(recordings):
+        both = joined[a.named.group] | joined[b.named.group]
+        joined |= dict.fromkeys(both, both)
+    return [replace(r, group=min(joined[r.named.group])) for r in recordings]
+
+# %% ../../nbs/sets/fetch.ipynb #d330083a
+def counts_of(
+    rs: Sequence[Converted],  # with a label
+    unlabelled: Sequence[Converted],
+) -> dict[str, int]:
+    "Count what the description of a set may state."
+    pairs = equal_pairs(rs)
+    every = [r.facts for r in (*rs, *unlabelled)]
+    found = Counter({"recordings": len(rs), "recordings without a label": len(unlabelled)})
+    found.update(r.named.label for r in rs)
+    found["groups"] = len({r.group for r in rs})
+    found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
+    for label, f in ((r.named.label, r.facts) for r in rs if "problem" not in r.facts):
+        rate, seconds = f"{f['sample_rate']} Hz", f["n_samples"] / f["sample_rate"]
+        found.update([rate, f"{label} at {rate}", f"of {seconds:g} s", f["format"]])
+    found["clipped files"] = sum(f.get("is_clipped", False) for f in every)
+    found["unreadable files"] = sum("problem" in f for f in every)
+    found["byte-equal pairs"] = len(pairs)
+    of_two = sum(a.named.group != b.named.group for a, b in pairs)
+    return dict(found) | {"byte-equal pairs of two groups by name": of_two}
+
+# %% ../../nbs/sets/fetch.ipynb #a2bf4824
+TABLE, RECORDINGS, BACKGROUND = "recordings.csv", "recordings", "background"
+
+
+def _write_one(
+    s: LeakSet, member: Member, named: NamedRecording, folder: Path, taken: dict[str, set[str]]
+) -> Converted:
+    "Write one recording; return its facts."
+    named = NamedRecording(
+        named.label,
+        show_path(named.group),
+        {name: show_path(value) for name, value in named.columns.items()},
+    )
+    below = named.label or BACKGROUND
+    name, source = _free_name(member.parts[-1], taken[below]), show_path("/".join(member.parts))
+    path = (folder / RECORDINGS / below if named.label else folder / BACKGROUND) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if s.headerless:
+        write_headerless(member.data, path, source)
+    else:
+        path.write_bytes(member.data)
+    return Converted(
+        f"{below}/{name}",
+        source,
+        named,
+        named.group,
+        hashlib.sha256(member.data).hexdigest(),
+        _facts(path),
+    )
+
+
+def convert(
+    s: LeakSet,
+    members: Iterable[Member],  # of `archives.read_members`
+    folder: Path,  # exists, and is empty
+    *,
+    progress: str = "auto",  # as for `core.progress.Progress`
+) -> tuple[
+    list[Converted], list[Converted], set[Path]
+]:  # with a label in the order of their paths, without one, archives; raises DataError, OutputError
+    "Write the recordings and the table of a set: path, label, sensor, group, further columns, and the name in the archive."
+    import pandas as pd
+
+    found, taken, archives = list[Converted](), defaultdict[str, set[str]](set), set[Path | None]()
+    with write_errors(folder):
+        with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
+            for member in members:
+                if (named := s.parse(member.parts)) is not None:
+                    found.append(_write_one(s, member, named, folder, taken))
+                    archives.add(member.archive)
+                    bar.add(1)
+        labelled = sorted((r for r in found if r.named.label), key=lambda r: os.fsencode(r.path))
+        if missing := [label for label in s.labels if label not in {r.named.label for r in labelled}]:
+            places = sorted({r.source.rpartition("/")[0] or "." for r in found})
+            raise DataError(
+                f"no recording has the label {' or '.join(missing)}",
+                code="set-changed",
+                path=s.name,
+                found=f"folders {', '.join(places[:5])}" if found else "no file with a name of this set",
+                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak; for the names of files {s.group_rule}",
+                remedy=f"give the archives as they were downloaded, or the folder that holds those of all labels, with their names as on {s.page}",
+            )
+        joined = join_by_content(labelled)
+        extra = sorted({name for r in joined for name in r.named.columns})
+        rows = [
+            {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
+            | {name: r.named.columns.get(name, "") for name in extra}
+            | {"source": r.source}
+            for r in joined
+        ]
+        pd.DataFrame(rows).to_csv(folder / TABLE, index=False, lineterminator="\n")
+    return joined, [r for r in found if not r.named.label], {a for a in archives if a is not None}
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
 @dataclass(frozen=True)
@@ -56,11 +430,6 @@ class RemoteFile:
     checksum: str  # "md5:..." or "sha256:..."; empty: none is published
 
 
-_CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-_HEADERS = {"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"}
-MAX_FILES = 2_000
-
-
 def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> RemoteFile:
     "Check the facts of a file of a record."
     there = urlsplit(str(url))
@@ -68,9 +437,9 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
     if not isinstance(size, int) or size < 0 or not is_safe:
         raise ValueError(f"{path}: size {size!r}, address {str(url)[:100]!r}")
     path.encode()  # a lone surrogate is an error here, and not later in the name of a file
-    text = str(checksum or "").lower()
     name = "/".join(checked_parts(path, Path(path)))
-    return RemoteFile(name, str(url), size, text if _CHECKSUM.fullmatch(text) else "")
+    published = re.fullmatch(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", str(checksum or "").lower())
+    return RemoteFile(name, str(url), size, published[0] if published else "")
 
 
 def _folder_path(folders: dict[str, Any], key: str) -> str:
@@ -98,12 +467,17 @@ def _request(
     try:
         import requests
 
-        answer = requests.get(url, headers=_HEADERS, timeout=(15, 60), stream=stream)
+        answer = requests.get(
+            url,
+            headers={"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"},
+            timeout=(15, 60),
+            stream=stream,
+        )
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
-        packages: Any = requests.packages
-        ended = packages.urllib3.exceptions.ProtocolError  # of a connection that was there
+        # of a connection that was there
+        ended = requests.packages.urllib3.exceptions.ProtocolError  # type: ignore[attr-defined]
         if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
             raise
         raise MachineError(
@@ -155,7 +529,7 @@ def published_files(
     ) as e:  # not the JSON that is known
         files, found = [], f"{type(e).__name__}: {e}"
     wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
-    if not wanted or len(wanted) > MAX_FILES:
+    if not wanted or len(wanted) > 2_000:
         raise DataError(
             "the record of the set has another form than expected: no files of recordings, or too many",
             code="set-changed",
@@ -166,9 +540,6 @@ def published_files(
     return wanted
 
 # %% ../../nbs/sets/fetch.ipynb #4bb3e13a
-_ATTEMPTS = 4
-
-
 def _download(
     s: LeakSet, file: RemoteFile, target: Path, bar: Progress
 ) -> None:  # raises LeakmelError, OSError
@@ -176,7 +547,7 @@ def _download(
     from requests import RequestException
 
     before = bar.n_done
-    for _ in range(_ATTEMPTS):
+    for _ in range(4):
         n_bytes = 0
         with (
             suppress(RequestException),  # the answer breaks off
@@ -258,13 +629,12 @@ def offer_text(
     source: str = "",  # path of what was downloaded by hand
 ) -> str:
     "Return what the user accepts: what is fetched, under which licence, whom to cite, and how large it is."
-    size = f"from: {source}" if source else f"download: {s.size} from {s.page}"
     return "\n".join(
         [
             s.title,
             f"  licence: {s.licence}: use and share it with credit to the authors, and say what you changed",
             f"  cite: {s.citation}",
-            f"  {size}",
+            f"  from: {source}" if source else f"  download: {s.size} from {s.page}",
         ]
     )
 
@@ -326,8 +696,12 @@ class FetchedSet:
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values, for machines."
-        here = {name: show_path(getattr(self, name)) for name in ("path", "recordings", "table")}
-        return here | dict(self.facts) | {"was_complete": self.was_complete, "commands": self.commands}
+        return {
+            **{name: show_path(getattr(self, name)) for name in ("path", "recordings", "table")},
+            **self.facts,
+            "was_complete": self.was_complete,
+            "commands": self.commands,
+        }
 
     def __repr__(self) -> str:
         f, counts = self.facts, self.facts["counts"]
@@ -352,12 +726,19 @@ class FetchedSet:
 
 
 def _facts_of(
-    s: LeakSet, files: Sequence[Mapping[str, Any]], source: str, done: Conversion
+    s: LeakSet,
+    files: Sequence[Mapping[str, Any]],
+    source: str,
+    recordings: Sequence[Converted],
+    unlabelled: Sequence[Converted],
 ) -> dict[str, Any]:
     "Collect the content of set.json."
     import leakmel
 
-    every = (*done.recordings, *done.unlabelled)
+    every, counts = (*recordings, *unlabelled), counts_of(recordings, unlabelled)
+    unknown = [r.source for r in unlabelled if r.named.group != BACKGROUND]
+    places = sorted({source.rpartition("/")[0] or "." for source in unknown})
+    warning = f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
     return {
         "name": s.name,
         "title": s.title,
@@ -371,14 +752,20 @@ def _facts_of(
         "source": source,
         "files": [dict(f) for f in files],
         "group_rule": s.group_rule,
-        "counts": done.counts(),
+        "counts": counts,
         "stated": dict(s.stated),
-        "differences": done.differences(s),
-        "warnings": done.warnings(),
+        "differences": [
+            f"{name}: {counts.get(name, 0):,} found, {n:,} stated"
+            for name, n in s.stated.items()
+            if counts.get(name, 0) != n
+        ],
+        "warnings": [warning + ", ".join(map(repr, places[:5]))] if unknown else [],
         "known_faults": list(s.faults),
-        "byte_equal": [[a.path, b.path] for a, b in equal_pairs(done.recordings)],
-        "clipped": [r.path for r in every if r.is_clipped],
-        "unreadable": [{"path": r.path, "problem": r.problem} for r in every if r.problem],
+        "byte_equal": [[a.path, b.path] for a, b in equal_pairs(recordings)],
+        "clipped": [r.path for r in every if r.facts.get("is_clipped")],
+        "unreadable": [
+            {"path": r.path, "problem": r.facts["problem"]} for r in every if "problem" in r.facts
+        ],
     }
 
 
@@ -404,8 +791,8 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         facts = read_own_json(target / SET_FILE)
         n_files = sum(len(names) for _, _, names in os.walk(target / RECORDINGS))
-        found = (facts["name"], n_files, (target / TABLE).is_file())
-        if found == (s.name, facts["counts"]["recordings"], True):
+        is_whole = n_files == facts["counts"]["recordings"] and (target / TABLE).is_file()
+        if is_whole and facts["name"] == s.name:
             return FetchedSet(target, s.name, facts, was_complete=True)
     return None
 
@@ -442,10 +829,10 @@ def _make(
         is_archive=lambda parts: re.search(s.wanted, "/".join(parts).lower()) is not None,
         skip_with=SET_FILE,
     )
-    done = convert(s, members, made, progress=progress)
-    files = files or _given_files(done.archives)
-    found = FetchedSet(target, s.name, _facts_of(s, files, origin, done))
-    (made / SET_FILE).write_bytes(sealed_json(dict(found.facts)))
+    recordings, unlabelled, archives = convert(s, members, made, progress=progress)
+    facts = _facts_of(s, files or _given_files(archives), origin, recordings, unlabelled)
+    found = FetchedSet(target, s.name, facts)
+    (made / SET_FILE).write_bytes(sealed_json(facts))
     (made / README).write_text(_readme(found), "utf-8")
     return found
 

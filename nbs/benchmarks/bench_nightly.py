@@ -204,7 +204,7 @@ def _counted(network: Network, false: np.ndarray, found_at: np.ndarray) -> Visit
 def own_history_values(network: Network) -> np.ndarray:  # [S, N]; NaN: not compared
     "Compare each recording with the earlier nights of its sensor: minus the logarithm of the p-value that the evidence is made of."
     n_sensors, n_nights = network.score.shape
-    evidence = Evidence.start(n_sensors)
+    evidence = Evidence(n_sensors)
     usable = np.isfinite(network.score) & ~network.silent
     x = np.where(usable, night_logit(np.nan_to_num(network.score)), np.nan)
     p = np.stack([evidence.add(x[:, night]) for night in range(n_nights)], 1)

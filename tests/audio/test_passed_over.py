@@ -22,7 +22,7 @@ from leakmel.audio.synth import wav_bytes
 from leakmel.cli import main
 from leakmel.learn.predict.readers import find_recordings
 from leakmel.ops.doctor import measure_recordings
-from leakmel.sets.convert import read_members
+from leakmel.sets.fetch import read_members
 
 NAMES = [
     ".Trash-1000",

@@ -20,7 +20,7 @@ from leakmel.cli import main
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
-from leakmel.learn.nightly.visits_page import place_of
+from leakmel.learn.nightly.run import place_of
 from leakmel.learn.review.session import read_score_table
 
 
@@ -265,7 +265,7 @@ def test_dates_of_spreadsheets():
 def test_coordinates_with_decimal_commas():
     place = place_of({"Lat": "48,137", "LON": " 11,575 "})
     assert place is not None
-    assert (place.x, place.y, place.is_degrees) == (11.575, 48.137, True)
+    assert place == (11.575, 48.137, True)
     assert place_of({"x": "4468503,333", "y": "5333317,780"}) == place_of(
         {"x": "4468503.333", "y": "5333317.78"}
     )

@@ -25,7 +25,7 @@ from leakmel.audio import labels
 from leakmel.audio.labels import Decision, append_decision, read_decisions
 from leakmel.core import locks
 from leakmel.core.errors import OutputError
-from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, owner_path, read_owner, this_owner
+from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, read_owner, this_owner
 
 WITHOUT_FLOCK = """
 import errno, fcntl, os, pathlib, sys, time
@@ -65,7 +65,7 @@ def child(program: str, *words: object) -> Iterator[subprocess.Popen]:
 
 def leave(target: Path, owner: Owner) -> Path:
     "Make the link of an owner."
-    path = owner_path(target)
+    path = OwnerLock(target).path
     os.symlink(json.dumps(asdict(owner)), path)
     return path
 
@@ -88,7 +88,7 @@ def test_two_builders(tmp_path: Path, make_wav: Callable, code: str) -> None:
         assert leftovers(target.parent) == [".x.h5.owner"]
         with raises("output-locked", OutputError, path=target, says=f"process {holder.pid} on ") as refused:
             lm.build(data, out=target, engine="reference", progress="none")
-        assert str(owner_path(target)) in refused.value.remedy
+        assert str(OwnerLock(target).path) in refused.value.remedy
         holder.send_signal(signal.SIGKILL)  # a zombie: its parent has not asked for its status
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         result = lm.build(data, out=target, engine="reference", progress="none")
@@ -252,7 +252,7 @@ def test_a_process_of_another_computer_is_named(tmp_path: Path, code: str, chang
 
 @each("text", ["", "x", "[]", '{"pid": 1}', None])
 def test_what_is_no_record_is_an_unknown_owner(tmp_path: Path, text: str | None) -> None:
-    path = owner_path(tmp_path / "a.h5")
+    path = OwnerLock(tmp_path / "a.h5").path
     if text:
         os.symlink(text, path)
     elif text is None:
@@ -272,7 +272,7 @@ def test_a_link_that_somebody_else_put_there_stays(tmp_path: Path) -> None:
     with OwnerLock(target) as lock:
         lock.path.unlink()
         leave(target, other)
-    assert read_owner(owner_path(target)) == other
+    assert read_owner(OwnerLock(target).path) == other
 
 
 def test_a_repeated_request_of_nfs_does_not_lock_out_its_owner(

@@ -25,7 +25,7 @@ from each import each
 import leakmel as lm
 from leakmel.core import threads
 from leakmel.core.errors import LeakmelError, MachineError, VerifyError
-from leakmel.dataset.export.columns import open_sources as sources_of_export
+from leakmel.dataset.export.formats import open_sources as sources_of_export
 from leakmel.dataset.file import schema
 from leakmel.dataset.file.reader import open_dataset
 from leakmel.dataset.file.spec_file import requested_spec

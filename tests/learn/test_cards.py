@@ -22,7 +22,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.learn.operations import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
-from leakmel.dataset.export.card import croissant_text
+from leakmel.dataset.export.formats import croissant_text
 from leakmel.learn.model import cards
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.data.segments import make_task

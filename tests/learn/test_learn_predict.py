@@ -416,7 +416,7 @@ def test_scored_recordings_are_a_sequence(mixed, detector):
     assert [s.path for s in p.scored[1:]] == [s.path for s in every[1:]]
     columns = vars(p.scored)
     columns = columns | {"path": columns["paths"], "segment_scores": list(columns["segment_scores"])}
-    for name in vars(every[0]):
+    for name in every[0]._fields:
         for found, expected in zip((getattr(s, name) for s in every), columns[name], strict=True):
             assert np.array_equal(found, expected, equal_nan=name == "gain"), name
     assert p.score.tolist() == [p.rule.score(s.segment_scores) for s in every]

@@ -321,7 +321,7 @@ def test_the_rate_of_false_visits_is_within_the_budget():
     "1,000 normal sensors, 365 nights; a visit restarts the sensor."
     budget = Budget(0.5)
     rng = np.random.default_rng(0)
-    evidence, n_visits = Evidence.start(1000), 0
+    evidence, n_visits = Evidence(1000), 0
     for _ in range(365):
         evidence.add(rng.normal(-1, 0.5, 1000))
         above = evidence.value >= budget.limit

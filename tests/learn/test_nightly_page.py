@@ -18,7 +18,7 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly import run as module
-from leakmel.learn.nightly.drift import (
+from leakmel.learn.nightly.nights import (
     MIN_RECORDINGS,
     quantities,
     ranges_of,
@@ -27,7 +27,7 @@ from leakmel.learn.nightly.drift import (
 )
 from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import recording_levels
-from leakmel.learn.nightly.visits_page import MAX_CLIP_BYTES, place_of
+from leakmel.learn.nightly.run import MAX_CLIP_BYTES, place_of
 from leakmel.learn.nightly.run import VISITS_HTML, nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,7 +152,7 @@ def test_the_reference_of_a_data_set_leaves_out_the_padding_of_short_recordings(
     paths = sorted((tmp_path / "set" / "A").iterdir())
     digests = [read_wav(path).digest for path in paths]
     levels = recording_levels(tmp_path, [os.fsencode(p) for p in paths], digests, spec, progress="none")
-    bands = np.array([x.bands for x in levels if x is not None])
+    bands = np.array([x[1] for x in levels if x is not None])
     own = ranges_of(quantities(np.zeros(len(bands)), None, bands))
     assert found.n == len(bands) == MIN_RECORDINGS
     for band in (f"band {k + 1}" for k in range(bands.shape[1])):

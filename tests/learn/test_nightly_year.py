@@ -10,7 +10,7 @@ import numpy as np
 from test_learn_predict import made_detector
 
 from leakmel.learn.nightly import run as module
-from leakmel.learn.nightly.drift import drift_of, keep_reference, reference_of_history
+from leakmel.learn.nightly.nights import drift_of, keep_reference, reference_of_history
 from leakmel.learn.nightly.history import History, HistoryEntry
 from leakmel.learn.nightly.nights import Budget, record_run, sensor_table
 

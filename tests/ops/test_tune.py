@@ -38,8 +38,8 @@ from leakmel.dataset.run.config import (
 from build_runs import execute, plan_run
 from leakmel.core.operation import parameter_kinds
 from leakmel.operations import Build, BuildPlan
-from leakmel.ops import tune as tune_module
-from leakmel.ops.tune import (
+from leakmel.ops import bench as tune_module
+from leakmel.ops.bench import (
     DEFAULT,
     BuildTrials,
     Key,

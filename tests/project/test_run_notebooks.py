@@ -19,7 +19,7 @@ from leakmel.core.parameters import Kinds
 from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
 from leakmel.learn.operations import Evaluate, Nightly, Retrain, Search
 from leakmel.ops.operations import Correlate, Tune
-from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
+from leakmel.ops.operations import NOTEBOOKS, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
 TINY = {"epochs": 1, "device": "cpu"}

@@ -14,7 +14,7 @@ from notebook_runs import run_here
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
-from leakmel.ops.working_folder import NOTEBOOKS, make_working_folder
+from leakmel.ops.operations import NOTEBOOKS, make_working_folder
 
 pytestmark = pytest.mark.site
 

@@ -15,8 +15,8 @@ from errors import raises
 from made_archives import rar_of, zip_of
 
 from leakmel.core.errors import DataError, MissingPackageError, UsageError
-from leakmel.sets import convert as archives
-from leakmel.sets.convert import Member, read_members
+from leakmel.sets import fetch as archives
+from leakmel.sets.fetch import Member, read_members
 
 PACK = {".zip": zip_of, ".rar": rar_of}
 

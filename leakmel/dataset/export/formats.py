@@ -6,47 +6,620 @@
 __all__ = ['FORMATS', 'MARKER', 'ExportResult', 'export_dataset']
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570003
-import io, json, math, os, re, tarfile, time
-from collections.abc import Callable, Iterator, Sequence
+import base64, io, json, math, os, re, tarfile, time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
-from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.files import digest_of_file
+from leakmel.audio.conform import digests_of
+from leakmel.core.errors import DataError, UsageError, VerifyError, missing_package, show_path
+from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.card import (
-    croissant,
-    croissant_text,
-    data_set_card,
-    data_set_facts,
-    record_set,
+from leakmel.dataset.file.reader import MelDataset, damage_errors, open_dataset, read_rows
+from leakmel.dataset.file.schema import (
+    DIGEST_ATTRIBUTE,
+    WAVEFORMS,
+    data_set_name,
+    file_columns,
+    metadata_digest,
 )
-from leakmel.dataset.export.columns import (
-    PAGE,
-    ExportSource,
-    column_pages,
-    columns_of,
-    export_differs,
-    file_schema,
-    mel_block,
-    n_rejected,
-    open_sources,
-    rejected_pages,
-    require_package,
-    rows_of_block,
-    tree_size,
-    with_times,
-    write_table,
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f0540005
+SPLITS = ("TRAINING", "VALIDATION", "TESTING", "")  # of the data sets in a folder
+
+
+@dataclass(frozen=True, eq=False)
+class ExportSource:
+    "A data set that is exported."
+
+    split: str  # lower case, a plain word; "all" where the data set has no split
+    data: MelDataset
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def row_bytes(self) -> int:
+        "Bytes of one row of mels."
+        return int(np.prod(self.data.mels.shape[1:])) * self.data.mels.dtype.itemsize
+
+
+def open_sources(
+    path: str | os.PathLike,  # a data set, or a folder with the data sets of the splits
+    opened: ExitStack,  # closes them
+) -> list[ExportSource]:  # raises DataError, VerifyError
+    "Open what is exported."
+    given = Path(path)
+    found = [given]
+    if given.is_dir():
+        found = [file for split in SPLITS if (file := given / data_set_name(split)).is_file()]
+    if not found:
+        raise DataError(
+            "the folder contains no data set",
+            code="no-such-file",
+            path=given,
+            expected=", ".join(map(data_set_name, SPLITS)),
+            remedy="name the file of a data set",
+        )
+    sources: dict[str, ExportSource] = {}
+    for file in found:
+        data = opened.enter_context(open_dataset(file))
+        with damage_errors(file):
+            if data.file.attrs[DIGEST_ATTRIBUTE] != metadata_digest(data.file):
+                raise ValueError("labels, columns or attributes do not match their digest")
+        split = str(data.file.attrs.get("split", ""))
+        split = split.lower() if re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,39}", split) else "all"
+        if split in sources:
+            raise DataError(
+                "two data sets of the folder have the same split", code="duplicate-split", path=file
+            )
+        sources[split] = ExportSource(split, data)
+    return list(sources.values())
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f0540008
+PAGE = 32_768  # recordings of a page
+
+
+def _values(column: h5py.Dataset, start: int, stop: int) -> Any:
+    "Return some values of a column, as a list of texts or as an array."
+    values = column[start:stop]
+    if values.shape != (stop - start,):
+        raise ValueError(f"{column.name} has the shape {column.shape}")
+    if values.dtype.kind != "S":
+        return values
+    return [value.decode("utf-8", "backslashreplace") for value in values.tolist()]
+
+
+def path_columns(paths: Sequence[bytes]) -> dict[str, list[str]]:
+    "Return paths as text on one line; in base64 too where that is another text."
+    shown = list(map(show_path, paths))
+    coded = ["" if s.encode() == p else base64.b64encode(p).decode() for p, s in zip(paths, shown)]
+    return {"path": shown, "path_base64": coded}
+
+
+def column_names(data: MelDataset) -> list[str]:
+    "Return the names of the columns of `/files`, without the path; other columns of a table as extra/NAME."
+    names = (name for name in file_columns(data.file) if name != "path")
+    return sorted(names, key=lambda name: (name.startswith("extra/"), name))
+
+
+def columns_of(
+    source: ExportSource,
+    start: int,  # first row
+    stop: int,  # behind the last row
+) -> Iterator[tuple[str, Any]]:  # name, and list of texts or array
+    "Yield the columns of some rows; raises VerifyError for a damaged file."
+    data, file = source.data, source.data.file
+    labels = data.labels[start:stop]
+    yield "row", np.arange(start, stop)
+    yield "split", [source.split] * (stop - start)
+    yield "label", [data.class_names[k] for k in labels.tolist()]
+    yield "label_id", labels.astype(np.int16)
+    with damage_errors(data.path):
+        yield from path_columns(file["files/path"][start:stop].tolist()).items()
+        yield "row_digest", _values(file["digests/rows"], start, stop)
+        for name in column_names(data):
+            values = _values(file[f"files/{name}"], start, stop)
+            yield name, values.astype(bool) if name == "silent" else values
+
+
+def column_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
+    "Yield the columns page by page."
+    for start in range(0, len(source), step):
+        yield dict(columns_of(source, start, min(start + step, len(source))))
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f054000a
+def n_rejected(data: MelDataset) -> int:
+    "Return the number of rejected files."
+    return len(data.file["rejected/path"])
+
+
+def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
+    "Yield split, path, code and message of the rejected files, page by page."
+    group, n = source.data.file["rejected"], n_rejected(source.data)
+    for start in range(0, n, PAGE):
+        stop = min(n, start + PAGE)
+        with damage_errors(source.data.path):
+            texts = {name: _values(group[name], start, stop) for name in ("code", "message")}
+            paths = path_columns(group["path"][start:stop].tolist())
+        yield {"split": [source.split] * (stop - start)} | paths | texts
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f054000d
+def rows_of_block(source: ExportSource, n_bytes: int = 32 << 20) -> int:
+    "Return the number of rows of a block of mels."
+    return max(1, min(PAGE, n_bytes // max(1, source.row_bytes)))
+
+
+def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n, L, S, M, T] float16
+    "Read some rows of mels; raises VerifyError where a row does not match its digest."
+    stop = min(stop, len(source))
+    with damage_errors(source.data.path):
+        rows = read_rows(source.data.mels, np.arange(start, stop))
+        wrong = digests_of(np.ascontiguousarray(rows)) != source.data.file["digests/rows"][start:stop]
+        if wrong.any():
+            raise ValueError(f"row {start + int(wrong.argmax())} does not match its digest")
+    return rows
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f0850005
+def require_package(name: str) -> Any:  # the module; raises MissingPackageError
+    "Import a package of the extra `formats`."
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f0850008
+def tree_size(folder: Path) -> tuple[int, int]:
+    "Return the number of files below a folder, and their bytes."
+    sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
+    return len(sizes), sum(sizes)
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f09a0005
+def parse_time(
+    text: str,  # ISO 8601; empty: not known
+) -> tuple[
+    datetime | None, int | None
+]:  # local time without zone; offset from UTC in seconds, where there is a zone
+    "Split a time into local time and offset."
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return None, None
+    offset = when.utcoffset()
+    return when.replace(tzinfo=None), None if offset is None else round(offset.total_seconds())
+
+
+def with_times(page: dict[str, Any]) -> dict[str, Any]:
+    "Replace the texts of start_time by times, and add the offsets."
+    parsed = [parse_time(text) for text in page["start_time"]]
+    return page | {"start_time": [t for t, _ in parsed], "start_utc_offset_s": [s for _, s in parsed]}
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f09a0008
+def file_schema(
+    source: ExportSource,
+) -> Any:  # pyarrow.Schema; raises MissingPackageError
+    "Return the types of the table of recordings."
+    pa = require_package("pyarrow")
+    coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
+    fields = {
+        "row": pa.int64(),
+        "split": coded,
+        "label": coded,
+        "label_id": pa.int16(),
+        "path": text,
+        "path_base64": text,
+        "row_digest": text,
+    }
+    for name in column_names(source.data):
+        kind = source.data.file[f"files/{name}"].dtype
+        fields[name] = text if kind.kind == "S" else pa.from_numpy_dtype(kind.newbyteorder("="))
+        if name == "silent":
+            fields[name] = pa.bool_()
+        elif name == "start_time":
+            fields |= {name: pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
+    return pa.schema(list(fields.items()))
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f09a000b
+def record_batch(schema: Any, page: Mapping[str, Any]) -> Any:  # pyarrow.RecordBatch
+    "Convert a page of columns (lists, or arrays of NumPy or pyarrow); those that the schema does not name are left out."
+    pa = require_package("pyarrow")
+    arrays = [
+        pa.array(page[f.name], f.type, from_pandas=isinstance(page[f.name], np.ndarray)) for f in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f09a000e
+Pages = Callable[[], Iterator[Mapping[str, Any]]]  # yields the same pages at each call
+
+
+def export_differs(path: Path, found: str) -> VerifyError:
+    "Return the error of a written file that is not what was to be written."
+    return VerifyError(
+        "the written file differs from its source",
+        code="export-differs",
+        path=path,
+        found=found,
+        remedy="export again; if it happens again, check memory and disk of this machine",
+    )
+
+
+def _check(path: Path, schema: Any, pages: Pages, n_rows: int, done: Callable[[int], object]) -> None:
+    "Compare a Parquet file with the pages; raises VerifyError."
+    pa = require_package("pyarrow")
+    is_coded = pa.types.is_dictionary  # dictionaries are compared as the texts that they stand for
+    plain = pa.schema([f.with_type(pa.string()) if is_coded(f.type) else f for f in schema])
+    with require_package("pyarrow.parquet").ParquetFile(path) as file:
+        if not file.schema_arrow.equals(schema) or file.metadata.num_rows != n_rows:
+            raise export_differs(path, "types of the columns, or number of rows")
+        for n, page in enumerate(pages()):
+            right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
+            if not file.read_row_group(n).cast(plain).equals(right):
+                raise export_differs(path, f"row group {n}")
+            done(len(right))
+
+
+def write_table(
+    path: Path,  # a new file; a caller renames it when this function has returned
+    schema: Any,  # pyarrow.Schema
+    pages: Pages,
+    # called with numbers of rows: each row is written, and is checked
+    done: Callable[[int], object] = lambda n: None,
+    coded: list[str] | bool = True,  # columns with many equal values
+) -> int:  # rows; raises VerifyError, OSError
+    "Write pages as a Parquet file, one row group each, and compare the file with them."
+    parquet = require_package("pyarrow.parquet")
+    n_rows = 0
+    with path.open("xb") as f:
+        with parquet.ParquetWriter(f, schema, compression="zstd", use_dictionary=coded) as writer:
+            for page in pages():
+                batch = record_batch(schema, page)
+                writer.write_batch(batch)
+                n_rows += len(batch)
+                done(len(batch))
+        f.flush()
+        os.fsync(f.fileno())
+    _check(path, schema, pages, n_rows, done)
+    return n_rows
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f05d0005
+NOT_GIVEN = "not given"
+CARD_TITLE = "# Data set "
+
+
+def escaped(text: object) -> str:
+    "Escape what Markdown would change; the result is one line."
+    return "".join("\\" + c if c in "\\`*_[]<>|#&~$!" else c for c in show_path(str(text)))
+
+
+def filled(template: str, **values: Any) -> str:
+    "Fill a Jinja template of Markdown; whatever is put in is escaped, unless it is `markupsafe.Markup`."
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True,  # so that a macro returns Markup, and only values are escaped
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escaped(value)),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+    )
+    return environment.from_string(template).render(values)
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f05d0008
+_SHOWN = 20  # problems, codes and groups that are listed
+
+
+def _counts(values: Any) -> dict[str, int]:
+    "Return the counts of a dictionary of counts, the largest first."
+    pairs = values.items() if isinstance(values, Mapping) else ()
+    found = {str(k)[:200]: v for k, v in pairs if isinstance(v, int) and not isinstance(v, bool)}
+    return dict(sorted(found.items(), key=lambda kv: -kv[1])[:_SHOWN])
+
+
+def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
+    "Return what the report of the build adds; empty without a report that can be read."
+    try:
+        report = dict(read_own_json(path.with_name(f"{path.name}.report.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+    verified = report.get("verified")
+    texts = {
+        "source": Path(str(report.get("root", ""))).name,
+        "built": report.get("created_at_utc"),
+        "verdict": verified.get("verdict") if isinstance(verified, dict) else None,
+    }
+    counts = {"problems": "problems_by_kind", "labels_by_people": "labels_by_people"}
+    return {
+        **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
+        **{name: _counts(report.get(part)) for name, part in counts.items()},
+    }
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f05d0009
+GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of recordings
+
+
+def _column_facts(source: ExportSource) -> dict[str, Any]:
+    "Return counts over the columns, which are read page by page."
+    groups = {name: dict[str, set[str]]() for name in GROUPS}
+    status, rates = Counter[str](), Counter[str]()
+    times: list[str] = []
+    level: list[np.ndarray] = []
+    silent = clipped = 0
+    seconds = 0.0
+    for page in column_pages(source):
+        for name in GROUPS:
+            for group, label in set(zip(page[name], page["label"])):
+                if group:
+                    groups[name].setdefault(label, set()).add(group)
+        status.update(page["status"])
+        rates.update(map(str, page["sample_rate"].tolist()))
+        known = [t for t in page["start_time"] if t]
+        times = [min(known + times[:1]), max(known + times[1:])] if known else times
+        level.append(page["rms_db"])
+        silent += int(page["silent"].sum())
+        clipped += int((page["clipped_share"] > 0).sum())
+        seconds += float((page["n_samples"] / np.maximum(1, page["sample_rate"])).sum())
+    levels = np.concatenate([np.zeros(0), *level])
+    levels = levels[np.isfinite(levels)]
+    return {
+        "groups": {name: {k: len(v) for k, v in found.items()} for name, found in groups.items() if found},
+        "n_groups": {name: len(set().union(*found.values())) for name, found in groups.items() if found},
+        "changed": {name: n for name, n in status.most_common() if name != "ok"},
+        "sample_rates": dict(rates.most_common(_SHOWN)),
+        "hours": seconds / 3600,
+        "times": times,
+        "rms_db": [round(float(x), 1) for x in np.percentile(levels, (5, 50, 95))] if len(levels) else [],
+        "silent": silent,
+        "clipped": clipped,
+    }
+
+
+def data_set_facts(
+    source: ExportSource,
+) -> dict[str, Any]:  # plain values
+    "Collect what a card of a data set says."
+    data, attributes = source.data, source.data.file.attrs
+    counts = np.bincount(data.labels, minlength=len(data.class_names)).tolist()
+    codes = Counter[str]()
+    for page in rejected_pages(source):
+        codes.update(page["code"])
+    return {
+        "name": show_path(data.path.name),
+        "split": source.split,
+        "rows": len(data),
+        "labels": dict(zip(data.class_names, counts)),
+        "rejected": n_rejected(data),
+        "rejected_by_code": dict(codes.most_common(_SHOWN)),
+        "row_shape": list(map(int, data.mels.shape[1:])),
+        "waveforms": WAVEFORMS in data.file,
+        "naming": str(attributes.get("naming_json", "")),
+        "spec": data.spec.to_dict(),
+        "preset": data.spec.preset_name or "",
+        "engine": str(attributes["engine"]),
+        "fingerprint": str(attributes["fingerprint"]),
+        "schema_version": int(attributes["schema_version"]),
+        "leakmel_version": str(attributes["leakmel_version"]),
+        "digest_algorithm": str(attributes["digest_algorithm"]),
+        "metadata_digest": str(attributes[DIGEST_ATTRIBUTE]),
+        "n_bytes": os.path.getsize(data.path),
+        **_column_facts(source),
+        **_report_facts(data.path),
+    }
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f05d000e
+_CARD = """{%- macro head(f) %}
+{% if facts|length > 1 %}
+### {{ f.split }}
+
+{% endif %}
+{% endmacro %}
+# Data set {{ name }}
+
+Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks.
+
+- Licence: {{ license }}
+
+## Recordings
+
+| split | rows |{% for label in labels %} {{ label }} |{% endfor %} rejected |
+|---|---|{% for label in labels %}---|{% endfor %}---|
+{% for f in facts %}
+| {{ f.split }} | {{ f.rows }} |{% for label in labels %} {{ f.labels.get(label, 0) }} |{% endfor %} {{ f.rejected }} |
+{% endfor %}
+
+## Origin
+{% for f in facts %}
+
+{{ head(f) -}}
+- Recordings: {{ "{:,.2f}".format(f.hours) }} hours, sample rates (Hz): {{ f.sample_rates }}
+{% for what, value in (
+  ("Folder of the recordings", f.source), ("Source of labels and names", f.naming),
+  ("Labels by people", f.labels_by_people), ("Built", f.built)) if value %}
+- {{ what }}: {{ value }}
+{% endfor %}
+{% if f.times %}
+- Recorded from {{ f.times[0] }} to {{ f.times[1] }} (time of the loggers)
+{% endif %}
+{% endfor %}
+
+## Groups
+{% for f in facts %}
+
+{{ head(f) -}}
+{% if f.groups %}
+| groups | all |{% for label in f.labels %} with {{ label }} |{% endfor %}
+
+|---|---|{% for label in f.labels %}---|{% endfor %}
+
+{% for name, counts in f.groups.items() %}
+| {{ name }}s | {{ f.n_groups[name] }} |{% for label in f.labels %} {{ counts.get(label, 0) }} |{% endfor %}
+
+{% endfor %}
+{% else %}
+No sensors, sessions or folders are known: recordings of one sensor can be in several splits.
+{% endif %}
+{% endfor %}
+
+## Known problems
+{% for f in facts %}
+
+{{ head(f) -}}
+- {{ "{:,}".format(f.rejected) }} files were rejected: {{ f.rejected_by_code or "none" }}
+- Changed to fit the settings: {{ f.changed or "none" }}
+- Silent: {{ "{:,}".format(f.silent) }}; with clipped samples: {{ "{:,}".format(f.clipped) }}
+{% if f.rms_db %}
+- Level (5 %, median, 95 %): {{ f.rms_db|join(", ") }} dB re full scale
+{% endif %}
+{% if f.problems is defined %}
+- Problems in the report of the build: {{ f.problems or "none" }}
+{% else %}
+- There is no report of the build next to the file, so other problems are not known.
+{% endif %}
+{% endfor %}
+
+## Settings and digests
+{% for f in facts %}
+
+{{ head(f) -}}
+- Features: preset {{ f.preset or "own settings" }}, log-mel in dB, float16, row of {{ f.row_shape }}
+- Settings: {% for name, value in f.spec.items() %}{{ name }} {{ value }}{{ "" if loop.last else ", " }}{% endfor %}
+
+- Engine {{ f.engine }}, fingerprint {{ f.fingerprint }}
+- leakmel {{ f.leakmel_version }}, schema {{ f.schema_version }}, {{ "{:,}".format(f.n_bytes) }} bytes
+- Check of the build: {{ f.get("verdict", "not known") }}
+- Digest of labels, columns and attributes ({{ f.digest_algorithm }}): {{ f.metadata_digest }}
+{% if f.sha256 is defined %}
+- SHA-256 of the file: {{ f.sha256 }}
+{% endif %}
+- Each row and each recording has a digest in the data set (row_digest, digest).
+{% endfor %}
+
+## Limits
+
+- Recordings of one sensor, session or night resemble each other: split by them, not by recordings, before a detector is evaluated.
+- Labels are as the source gave them; leakmel has not checked them by other means.
+"""
+
+
+def data_set_card(
+    facts: Sequence[Mapping[str, Any]],  # of `data_set_facts`, one for each split
+    *,
+    name: str = "",  # default: name of the first file
+    license: str | None = None,  # of recordings and labels; None: not given
+) -> str:  # Markdown
+    "Write the card of a data set, or of the data sets of several splits."
+    return filled(
+        _CARD,
+        facts=facts,
+        labels=list(dict.fromkeys(label for f in facts for label in f["labels"])),
+        name=name or facts[0]["name"],
+        license=license or NOT_GIVEN,
+    )
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f01d0005
+_TERMS = (
+    "citeAs column conformsTo extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
+    "key md5 parentField path recordSet references regex repeated replace separator source subField transform"
 )
+
+
+_CONTEXT = {  # of Croissant 1.0
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "sc": "https://schema.org/",
+    **{name: f"{'dct' if name == 'conformsTo' else 'cr'}:{name}" for name in _TERMS.split()},
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+}
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f01d0008
+_KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
+    "is_nested": "",
+    "is_boolean": "sc:Boolean",
+    "is_integer": "sc:Integer",
+    "is_floating": "sc:Float",
+    "is_timestamp": "sc:DateTime",
+}
+
+
+def record_set(
+    name: str,  # of the Parquet file, relative to the description
+    schema: Any,  # pyarrow.Schema of the file
+) -> dict[str, Any]:
+    "Describe the columns of a Parquet file, those with nested values excepted."
+    types, table = require_package("pyarrow").types, Path(name).stem
+    fields: list[dict[str, Any]] = []
+    for column in schema:
+        if kind := next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text"):
+            fields.append(
+                {
+                    "@type": "cr:Field",
+                    "@id": f"{table}/{len(fields):03d}",
+                    "name": show_path(column.name),
+                    "dataType": kind,
+                    "source": {"fileObject": {"@id": name}, "extract": {"column": column.name}},
+                }
+            )
+    return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
+
+# %% ../../../nbs/dataset/export/formats.ipynb #f01d0009
+def croissant(
+    name: str,
+    description: str,
+    digests: Mapping[str, str],  # name of a file relative to the description -> SHA-256
+    *,
+    media: str,  # type of the files, for example "application/x-hdf5"
+    version: str,  # of leakmel, which wrote the files
+    date: str,  # ISO 8601
+    license: str | None = None,  # None: not given
+    keywords: Sequence[str] = ("leak detection", "acoustics", "log-mel spectrogram"),
+    record_sets: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    "Return the description of files as JSON-LD."
+    return {
+        "@context": _CONTEXT,
+        "@type": "sc:Dataset",
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "name": show_path(name),
+        "description": description,
+        "license": license or NOT_GIVEN,
+        "version": version,
+        "datePublished": date,
+        "keywords": list(keywords),
+        "distribution": [
+            {
+                "@type": "cr:FileObject",
+                "@id": file,
+                "name": file,
+                "contentUrl": file,
+                "encodingFormat": media,
+                "sha256": digest,
+            }
+            for file, digest in digests.items()
+        ],
+        "recordSet": list(record_sets),
+    }
+
+
+def croissant_text(values: Mapping[str, Any]) -> str:
+    "Return a description as the text of its file."
+    text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570005
 _Done = Callable[[int], object]  # called with numbers of rows, twice for each
@@ -66,16 +639,14 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
 
     write_table(folder / "files.parquet", schema, pages, done)
     coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
-    kinds = {"split": coded, "path": text, "path_base64": text, "code": coded, "message": text}
     write_table(
         folder / "rejected.parquet",
-        pa.schema(list(kinds.items())),
+        pa.schema({"split": coded, "path": text, "path_base64": text, "code": coded, "message": text}),
         lambda: chain.from_iterable(map(rejected_pages, sources)),
     )
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0430005
 _NAMES = {"training": "train", "testing": "test", "all": "unsplit"}  # `datasets` reserves the word all
-_SHARD_BYTES = 400 << 20  # of mels in a Parquet file
 
 
 def nested_array(
@@ -113,8 +684,7 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     }
     features["mel"] = {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"}
     features["label"] = {"names": source.data.class_names, "_type": "ClassLabel"}
-    about = {"huggingface": json.dumps({"info": {"features": features}})}
-    return pa.schema(list(fields.items()), metadata=about)
+    return pa.schema(list(fields.items()), {"huggingface": json.dumps({"info": {"features": features}})})
 
 
 def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str, Any]]:
@@ -136,9 +706,13 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
     for source in sources:
         schema = _mel_schema(source)
         step = rows_of_block(source)
-        texts = [field.name for field in schema if str(field.type) == "string"]
-        coded = [name for name in texts if name not in ("path", "row_digest", "digest")]
-        n_rows = max(1, _SHARD_BYTES // max(1, step * source.row_bytes)) * step
+        coded = [
+            field.name
+            for field in schema
+            if str(field.type) == "string" and field.name not in ("path", "row_digest", "digest")
+        ]
+        # of a file: 400 MB of mels
+        n_rows = max(1, (400 << 20) // max(1, step * source.row_bytes)) * step
         shards = range(0, max(1, len(source)), n_rows)
         for k, start in enumerate(shards):
             pages = partial(_mel_pages, source, start, min(len(source), start + n_rows))
@@ -160,7 +734,6 @@ def front_matter(
     return "\n".join([*lines, "---", "", ""])
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0090008
-_TAR_BYTES = 256 << 20  # of mels in a tar file
 _PER_SAMPLE = 6 * 512 + 2048  # bytes of a sample without its mels, about
 
 
@@ -192,7 +765,7 @@ def _tar_members(
 def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
     "Write the tar files of each split, and read them back; raises VerifyError, OSError."
     for source in sources:
-        n_rows = max(1, _TAR_BYTES // (source.row_bytes + _PER_SAMPLE))
+        n_rows = max(1, (256 << 20) // (source.row_bytes + _PER_SAMPLE))  # of a tar file
         for k, start in enumerate(range(0, len(source), n_rows)):
             path = folder / f"{source.split}-{k:06d}.tar"
             part = (source, start, min(len(source), start + n_rows), done)
@@ -208,15 +781,15 @@ def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done)
                         raise export_differs(path, f"member {(right or member)[0]}")
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0730007
-_PLAIN_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
-_CHUNK_BYTES = 4 << 20  # of mels
 _AXES = ("row", "long_start_s", "short_start_s", "mel_hz", "frame")
 
 
 def _attributes(source: ExportSource) -> dict[str, Any]:
     "Return the attributes of a data set as plain values."
-    attributes = source.data.file.attrs.items()
-    return {name: value.tolist() if hasattr(value, "tolist") else str(value) for name, value in attributes}
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else str(value)
+        for name, value in source.data.file.attrs.items()
+    }
 
 
 def _write_array(path: Path, group: Any, stored: Any, name: str, start: int, values: np.ndarray) -> None:
@@ -241,7 +814,7 @@ def _write_columns(path: Path, group: Any, stored: Any, source: ExportSource) ->
     ):
         names = [name for name in columns if name not in ("row", "split", "label_id")]
         arrays = {
-            name: f"{folder}/{name if _PLAIN_WORD.fullmatch(name) else f'column_{k:04d}'}"
+            name: f"{folder}/{name if re.fullmatch('[A-Za-z][A-Za-z0-9_-]{0,99}', name) else f'column_{k:04d}'}"
             for k, name in enumerate(names)
         }
         for name, array in arrays.items():
@@ -271,7 +844,7 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
         path = folder / f"{source.split}.zarr"
         shape = source.data.mels.shape
         group = zarr.open_group(str(path), mode="w-", zarr_format=3, attributes=_attributes(source))
-        chunk = min(rows_of_block(source, _CHUNK_BYTES), max(1, len(source)))
+        chunk = min(rows_of_block(source, 4 << 20), max(1, len(source)))
         group.create_array(
             "segments_mel",
             shape=shape,
@@ -333,21 +906,6 @@ class ExportResult:
         )
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570009
-def _require_alike(sources: Sequence[ExportSource]) -> None:
-    "Check that the splits can be one export; raises DataError."
-    facts = [{"labels": s.data.class_names, "row shape": s.data.mels.shape[1:]} for s in sources]
-    for s, found in zip(sources, facts):
-        if found != facts[0]:
-            raise DataError(
-                "the data sets have different labels or row shapes",
-                code="data-sets-differ",
-                path=s.data.path,
-                found=found,
-                expected=facts[0],
-                remedy="export each data set by itself",
-            )
-
-
 def _write_about(
     folder: Path, sources: Sequence[ExportSource], to: str, name: str, license: str | None
 ) -> None:
@@ -415,14 +973,23 @@ def export_dataset(
     began = time.perf_counter()
     with ExitStack() as opened:
         sources = open_sources(path, opened)
-        _require_alike(sources)
+        facts = [{"labels": s.data.class_names, "row shape": s.data.mels.shape[1:]} for s in sources]
+        for s, found in zip(sources, facts):
+            if found != facts[0]:
+                raise DataError(
+                    "the data sets have different labels or row shapes",
+                    code="data-sets-differ",
+                    path=s.data.path,
+                    found=found,
+                    expected=facts[0],
+                    remedy="export each data set by itself",
+                )
         n_rows = sum(map(len, sources))
         n_bytes = sum(len(s) * (s.row_bytes + _PER_SAMPLE) for s in sources) if to == "webdataset" else 0
         bar = Progress(2 * n_rows, unit="rows", label=f"{to}: write and check", show=progress)
         with new_folder(target, n_bytes) as folder, bar:
             write(folder, sources, bar.add)
-            name = show_path(Path(os.path.abspath(path)).name)
-            _write_about(folder, sources, to, name, license)
+            _write_about(folder, sources, to, show_path(Path(os.path.abspath(path)).name), license)
             files, size = tree_size(folder)
         return ExportResult(
             path=target,

@@ -20,7 +20,7 @@ from leakmel.core.errors import DataError, OutputError, missing_remedy, show_pat
 from leakmel.core.files import digest_of_file, replacing, write_errors, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.card import (
+from leakmel.dataset.export.formats import (
     CARD_TITLE,
     NOT_GIVEN,
     croissant,
@@ -28,8 +28,8 @@ from leakmel.dataset.export.card import (
     data_set_card,
     data_set_facts,
     filled,
+    open_sources,
 )
-from leakmel.dataset.export.columns import open_sources
 from leakmel.dataset.file.schema import data_set_name
 
 if TYPE_CHECKING:

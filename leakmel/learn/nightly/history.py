@@ -21,8 +21,13 @@ from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, 
 from leakmel.core.locks import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.formats import ExportResult
-from leakmel.dataset.export.columns import parse_time, require_package, tree_size, write_table
+from leakmel.dataset.export.formats import (
+    ExportResult,
+    parse_time,
+    require_package,
+    tree_size,
+    write_table,
+)
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
@@ -121,13 +126,6 @@ def _row_digest(row: tuple) -> int:  # 128 bits
     return xxhash.xxh3_128_intdigest(ascii(row).encode())
 
 
-_PRAGMAS = (
-    "trusted_schema = OFF",
-    "cell_size_check = ON",
-    "synchronous = FULL",
-    "temp_store = MEMORY",
-    "recursive_triggers = ON",  # a row that is replaced counts as deleted
-)
 _ERRORS: tuple[tuple[tuple[str, ...], type[OutputError | SpaceError], str, str], ...] = (  # by name of SQLite
     (
         ("SQLITE_BUSY", "SQLITE_LOCKED"),
@@ -192,21 +190,28 @@ class History:
         "Set up the connection, check a file that exists, and write the schema of a new one."
         self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
         self.db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        for pragma in _PRAGMAS:
+        for pragma in (
+            "trusted_schema = OFF",
+            "cell_size_check = ON",
+            "synchronous = FULL",
+            "temp_store = MEMORY",
+            "recursive_triggers = ON",  # a row that is replaced counts as deleted
+        ):
             self.db.execute(f"PRAGMA {pragma}")
         sql = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
         numbers = self.db.execute(sql).fetchone()
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
         if not exists or not stored and not any(numbers):
-            pragmas = (f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}")
-            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values(), *pragmas):
+            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values()):
                 self.db.execute(sql)
+            self.db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            self.db.execute(f"PRAGMA user_version = {_VERSION}")
             self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
             self.db.execute("COMMIT")
             return
         if numbers != (_APPLICATION_ID, _VERSION) or stored != _SCHEMA:
-            found = sorted(map(str, stored))[:8]
-            raise _refused(self.path, "this SQLite file is not a history of this version", found)
+            message = "this SQLite file is not a history of this version"
+            raise _refused(self.path, message, sorted(map(str, stored))[:8])
         (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise _refused(self.path, "the file is damaged", verdict)
@@ -234,8 +239,8 @@ class History:
                 for sign, row in ((-1, "OLD"), (1, "NEW"))
             )
             for event, body in {"INSERT": new, "DELETE": old, "UPDATE": old + new}.items():
-                sql = f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} BEGIN {body} END"
-                self.db.execute(sql)
+                name = f"{table}_{event}"
+                self.db.execute(f"CREATE TEMP TRIGGER {name} AFTER {event} ON main.{table} BEGIN {body} END")
 
     def begin(self) -> None:
         "Begin the transaction of a run."
@@ -245,8 +250,10 @@ class History:
 
     def commit(self) -> None:
         "End the transaction; what it wrote is on the disk."
-        digests = [(f"{n % (1 << 128):032x}", table) for table, n in self._sums.items()]
-        self.write("UPDATE digests SET digest = ?1 WHERE name = ?2 AND digest IS NOT ?1", digests)
+        self.write(
+            "UPDATE digests SET digest = ?1 WHERE name = ?2 AND digest IS NOT ?1",
+            [(f"{n % (1 << 128):032x}", table) for table, n in self._sums.items()],
+        )
         with self._errors():
             self.db.execute("COMMIT")
         self._sums = {}
@@ -267,8 +274,9 @@ class History:
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
-        found = self.query("SELECT value FROM meta WHERE name = ?", (name,))
-        return found[0][0] if found else None
+        return next(
+            (value for (value,) in self.query("SELECT value FROM meta WHERE name = ?", (name,))), None
+        )
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."
@@ -288,7 +296,6 @@ class History:
         return new
 
 # %% ../../../nbs/learn/nightly/history.ipynb #f0310005
-_PAGE = 32_768  # rows
 _EXPORTED = {  # table -> its order
     "recordings": "night, sensor, digest",
     "nights": "sensor, night",
@@ -311,13 +318,8 @@ def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPacka
     return pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
 
 
-def _day(text: str | None) -> date | None:
-    return date.fromisoformat(text) if text else None
-
-
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored value to one of the schema
-    "night": _day,
-    "first_above": _day,
+    **dict.fromkeys(("night", "first_above"), lambda text: text and date.fromisoformat(text)),
     "flags": str.split,
     "bands": lambda text: list(map(float, text.split())),
 }
@@ -328,12 +330,11 @@ def _pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
     with history._errors():
         cursor = history.db.execute(sql)
         names = [name for name, *_ in cursor.description]
-        while rows := cursor.fetchmany(_PAGE):
+        while rows := cursor.fetchmany(32_768):
             page = {name: list(column) for name, column in zip(names, zip(*rows))}
             for name in _CONVERSIONS.keys() & page:
                 page[name] = list(map(_CONVERSIONS[name], page[name]))
             if "time" in page:
-                parse_time.cache_clear()
                 page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))
             yield page
 

@@ -20,7 +20,7 @@ from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of, read_wav
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.store import LocalCopies, output_path
-from leakmel.dataset.export.columns import require_package
+from leakmel.dataset.export.formats import require_package
 from leakmel.learn.data.segments import conform_recording
 from leakmel.learn.metrics.metrics import Calibration, fit_calibration, leak_metrics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec

@@ -6,7 +6,7 @@
 __all__ = ['MAX_SHOWN', 'Predictions', 'predict']
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
-import base64, errno, math, os, re, time
+import errno, math, os, re, time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +36,7 @@ from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.files import model_file
 from leakmel.learn.model.card import Provenance
-from leakmel.dataset.export.columns import require_package, write_table
+from leakmel.dataset.export.formats import path_columns, require_package, write_table
 from leakmel.learn.predict.readers import ParsedNames, RecordingList, find_recordings
 from leakmel.learn.predict.scoring import (
     ScoredRecordings,
@@ -74,8 +74,13 @@ class Rule:
             ("threshold", self.threshold, "from 0 to 1"),
             ("frac", self.frac, "above 0 and at most 1"),
         ):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= 1 or name == "frac" and value == 0:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value <= 1
+                or name == "frac"
+                and value == 0
+            ):
                 raise UsageError(f"{name} must be a number {least}", code="out-of-range", found=repr(value))
 
     def score(self, segment_scores: np.ndarray) -> float:  # [L] of one recording, 0 to 1
@@ -87,31 +92,12 @@ class Rule:
         return f"vote {self.vote}{share}, threshold {self.threshold:.3g} ({self.threshold_from})"
 
 # %% ../../../nbs/learn/predict/predict.ipynb #11e7b3c5
-def _alarm_rule(
-    detector: Detector, vote: str | None, threshold: float | None, frac: float | None, false_alarms: float
-) -> Rule:
-    "Choose the threshold by the number of false alarms, on the held-out scores that the model file holds."
-    if threshold is not None:
-        raise UsageError(
-            "a threshold and a number of false alarms are both given",
-            code="unused-option",
-            remedy="leave one of them out",
-        )
-    if vote not in (None, detector.vote) or frac not in (None, detector.share):
-        raise UsageError(
-            "thresholds for a number of false alarms are known for the model's own vote only",
-            code="unused-option",
-            found=repr(vote or frac),
-            expected=repr(detector.vote),
-        )
-    if detector.held_out is None:
-        raise DataError(
-            "the model file holds no held-out scores, from which a threshold for a number of false alarms is chosen",
-            code="no-held-out-scores",
-            remedy="train it with a validation set or as another kind than cnn, which keeps scores, or set the threshold",
-        )
-    found = alarm_threshold(detector.held_out, false_alarms)
-    return Rule(detector.vote, found.threshold, detector.share, str(found))
+def detector_of(model: str | os.PathLike | Detector) -> tuple[Detector, str]:  # raises DataError
+    "Load a detector unless it is one; return also where it comes from."
+    if isinstance(model, Detector):
+        return model, "a detector in memory"
+    file = model_file(model)
+    return load_detector(file), show_path(os.path.abspath(file))
 
 
 def rule_of(
@@ -121,9 +107,23 @@ def rule_of(
     frac: float | None = None,  # of the long segments, for "frac_vote"; None: the model's
     false_alarms: float | None = None,  # per 100 recordings without a leak: chooses the threshold
 ) -> Rule:  # raises UsageError, DataError
-    "Return the decision rule for recordings."
+    "Return the decision rule for recordings; a number of false alarms chooses the threshold on held-out scores of the model file."
     if false_alarms is not None:
-        return _alarm_rule(detector, vote, threshold, frac, false_alarms)
+        if threshold is not None or vote not in (None, detector.vote) or frac not in (None, detector.share):
+            raise UsageError(
+                "a number of false alarms chooses the threshold, and does so for the model's own vote only",
+                code="unused-option",
+                found=f"threshold {threshold}, vote {vote}, frac {frac}",
+                expected=f"no threshold, and vote {detector.vote}",
+            )
+        if detector.held_out is None:
+            raise DataError(
+                "the model file holds no held-out scores, from which a threshold for a number of false alarms is chosen",
+                code="no-held-out-scores",
+                remedy="train it with a validation set or as another kind than cnn, which keeps scores, or set the threshold",
+            )
+        found = alarm_threshold(detector.held_out, false_alarms)
+        return Rule(detector.vote, found.threshold, detector.share, str(found))
     vote = detector.vote if vote is None else vote
     if frac is not None and vote in VOTES and vote != "frac_vote":
         raise UsageError(
@@ -170,13 +170,6 @@ COLUMNS = {  # name -> kind
     "path_base64": "text",
 }
 REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
-
-
-def _shown_paths(paths: Sequence[bytes]) -> tuple[list[str], list[str]]:
-    "Return paths for display, and each in base64 if it is shown in another way, else empty."
-    shown = list(map(show_path, paths))
-    same = [text.encode() == path for text, path in zip(shown, paths)]
-    return shown, ["" if ok else base64.b64encode(path).decode() for ok, path in zip(same, paths)]
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cc8f38bf
 _PAGE, _PAGE_SEGMENTS = 8192, 1 << 18  # recordings and their segments that are text at a time
@@ -235,9 +228,13 @@ _PARQUET = ".parquet"
 def prediction_schema(columns: Mapping[str, str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of columns of predictions, or of rejected files."
     pa = require_package("pyarrow")
-    word = pa.dictionary(pa.int32(), pa.string())  # few different texts
-    types = {"text": pa.string(), "word": word, "flag": pa.bool_(), "count": pa.int64()}
-    types["scores"] = pa.list_(pa.float32())
+    types = {
+        "text": pa.string(),
+        "word": pa.dictionary(pa.int32(), pa.string()),  # few different texts
+        "flag": pa.bool_(),
+        "count": pa.int64(),
+        "scores": pa.list_(pa.float32()),
+    }
     return pa.schema([(name, types.get(kind, pa.float64())) for name, kind in columns.items()])
 
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
@@ -271,8 +268,7 @@ def check_output(
             return list(parquet.read_schema(file).names[:3]) == first
 
         require_kind(path, "table of predictions", is_ours)
-    parent = next(p for p in out.parents if p.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not os.access(next(p for p in out.parents if p.exists()), os.W_OK | os.X_OK):
         raise write_error(PermissionError(errno.EACCES, ""), out.parent)
 
 # %% ../../../nbs/learn/predict/predict.ipynb #b10c0002
@@ -286,7 +282,6 @@ def _has_opposite_phase(status: np.ndarray) -> np.ndarray:
 
 
 MAX_SHOWN = 10
-_MIN_PATH_WIDTH = 12  # characters of a path that are shown at the least
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -342,9 +337,9 @@ class Predictions:
         status = s.status[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
         in_training = s.in_training[part]
-        shown, in_base64 = _shown_paths(s.paths[part])
+        paths = path_columns(s.paths[part])
         return {
-            "path": shown,
+            "path": paths["path"],
             "label": each_once(s.label[part], show_path),
             "leak": self._is_leak[part],
             "score": score,
@@ -369,7 +364,7 @@ class Predictions:
             "gain": s.gain[part],
             "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
             "evaluation": [evaluation_result(self.evaluations)] * n,
-            "path_base64": in_base64,
+            "path_base64": paths["path_base64"],
         }
 
     @cached_property
@@ -409,13 +404,8 @@ class Predictions:
         return pd.DataFrame(columns | {"segment_scores": scores})
 
     def _rejected_columns(self) -> dict[str, list[str]]:
-        shown, in_base64 = _shown_paths([r.path for r in self.rejections])
-        return {
-            "path": shown,
-            "code": [r.code for r in self.rejections],
-            "message": [r.message for r in self.rejections],
-            "path_base64": in_base64,
-        }
+        texts = {name: [getattr(r, name) for r in self.rejections] for name in ("code", "message")}
+        return path_columns([r.path for r in self.rejections]) | texts
 
     @cached_property
     def rejected(self) -> "pd.DataFrame":
@@ -432,11 +422,10 @@ class Predictions:
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
-            tables = (
+            for path, columns, pages in (
                 (rejected, REJECTED_COLUMNS, lambda: iter([self._rejected_columns()])),
                 (scores, COLUMNS, self._pages),
-            )
-            for path, columns, pages in tables:
+            ):
                 if target.suffix.lower() == _PARQUET:
                     write_table(path, prediction_schema(columns), pages)
                 else:
@@ -447,7 +436,6 @@ class Predictions:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         order = np.argsort(-self.score, kind="stable")
         most = [next(self.rows(slice(k, k + 1))) for k in order[:MAX_SHOWN].tolist()]
-        shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
         facts, known = self.scored.facts, self.scored.in_training.tolist()
         flags = {
             "silent": facts["silent"],
@@ -487,7 +475,21 @@ class Predictions:
                 ).sum()
             ),
             "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
-            "most_suspicious": [{name: r[name] for name in shown} for r in most],
+            "most_suspicious": [
+                {
+                    name: r[name]
+                    for name in (
+                        "path",
+                        "score",
+                        "probability",
+                        "leak",
+                        "leak_share",
+                        "n_segments",
+                        "segment_scores",
+                    )
+                }
+                for r in most
+            ],
             "out": None if self.out is None else show_path(self.out),
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
@@ -513,7 +515,7 @@ class Predictions:
             ),
             (len(self) > 0, "most suspicious:"),
         )
-        room = max(_MIN_PATH_WIDTH, width - 45)
+        room = max(12, width - 45)  # characters of a path
         most = [
             f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  "
             f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
@@ -602,8 +604,12 @@ def _score(
     sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
     with open_scorer(detector, engine, on, sizes.n_files) as scorer:
         scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
-    rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
-    return _collect(found, scoring, detector.provenance), rejections, scorer.identity, scorer.device
+    return (
+        _collect(found, scoring, detector.provenance),
+        tuple(sorted(scoring.readers.rejected, key=lambda r: r.path)),
+        scorer.identity,
+        scorer.device,
+    )
 
 
 def _score_part(found: RecordingList, how: tuple[Any, ...], n_together: int) -> _Scored:
@@ -628,10 +634,11 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
         n_together = n_processes(client)
         n_parts = max(-(-n // _MOST_IN_PART), min(n_together, n // _LEAST_IN_PART), 1)
         calls = [(found.part(k, n_parts), how, n_together) for k in range(1, n_parts + 1)]
-        names = [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
         parts = dict[int, _Scored]()
         with Progress(n, label=f"scoring {show_path(found.listing.folder.name)}", show=progress) as bar:
-            for k, scored in run_tasks(client, _score_part, calls, names):
+            for k, scored in run_tasks(
+                client, _score_part, calls, [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
+            ):
                 parts[k] = scored
                 bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
     recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)))
@@ -643,8 +650,12 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
             found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
             remedy="name engine and device (--engine cpu --device cpu)",
         )
-    together = tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path))
-    return joined_columns(recordings), together, engines[0], devices[0]
+    return (
+        joined_columns(recordings),
+        tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path)),
+        engines[0],
+        devices[0],
+    )
 
 
 def predict(
@@ -673,19 +684,16 @@ def predict(
 ) -> Predictions:  # raises LeakmelError
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS:
-        expected = " or ".join(map(repr, LENGTHS))
         raise UsageError(
-            "the length is unknown", code="unknown-choice", found=repr(length), expected=expected
+            "the length is unknown",
+            code="unknown-choice",
+            found=repr(length),
+            expected=" or ".join(map(repr, LENGTHS)),
         )
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))
-    detector = model
-    named = "a detector in memory"
-    if not isinstance(detector, Detector):
-        file = model_file(detector)
-        detector = load_detector(file)
-        named = show_path(os.path.abspath(file))
+    detector, named = detector_of(model)
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)
     own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None

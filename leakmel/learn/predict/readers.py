@@ -9,7 +9,6 @@ __all__ = []
 import logging, os, sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import compress
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,8 +40,6 @@ from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
 from leakmel.learn.data.segments import cut_into_rows, conform_recording
 
-log = logging.getLogger("leakmel")
-
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
 def _below_split(path: bytes) -> bytes:
     "A path without the folder of its split."
@@ -50,19 +47,13 @@ def _below_split(path: bytes) -> bytes:
     return rest if slash and split_name(os.fsdecode(first)) is not None else path
 
 
-@lru_cache(4096)  # recordings are sorted by their paths
-def _label_of_folder(
-    folder: bytes,  # ends in a slash, or empty
-) -> str:
-    label, slash, _ = os.fsdecode(_below_split(folder)).partition("/")
-    return sys.intern(label) if slash else ""
-
-
 def label_in(
     path: bytes,  # of a recording, relative to the folder that is scored
 ) -> str:  # empty where it lies in no folder, or only in that of a split
     "Guess the label from a path."
-    return _label_of_folder(path[: path.rfind(b"/") + 1])
+    folder = path[: path.rfind(b"/") + 1]  # ends in a slash, or empty
+    label, slash, _ = os.fsdecode(_below_split(folder)).partition("/")
+    return sys.intern(label) if slash else ""
 
 # %% ../../../nbs/learn/predict/readers.ipynb #f062c18e
 @dataclass(frozen=True, eq=False)
@@ -117,7 +108,7 @@ def find_recordings(
         finds, labels, names = _manifest_recordings(root, split, manifest)
         notes = [p for p in manifest.notes if p.kind == "passed_over" and manifest.table_path is None]
     for note in notes:
-        log.warning("%s", note.message)
+        logging.getLogger("leakmel").warning("%s", note.message)
     require_recordings(finds, root)
     return RecordingList(make_listing("", root, finds, [""] * len(finds), ("",), Naming()), labels, names)
 
@@ -247,12 +238,13 @@ class RecordingReaders:
             label_ids=listing.label_ids[quick],
         )
         self.reader = _PlainReader(part, spec)
-        batches = [
-            (is_quick, first, files[first : first + files_per_batch])
-            for is_quick, files in ((True, quick), (False, np.flatnonzero(~plain)))
-            for first in range(0, len(files), files_per_batch)
-        ]
-        self._waiting = enumerate(batches)
+        self._waiting = enumerate(
+            [
+                (is_quick, first, files[first : first + files_per_batch])
+                for is_quick, files in ((True, quick), (False, np.flatnonzero(~plain)))
+                for first in range(0, len(files), files_per_batch)
+            ]
+        )
         free, filled, copies = self.free, self.filled, self.copies
 
         def wake(n_threads: int) -> None:  # without `self`: a circle would keep the blocks until gc.collect()

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65b2e370
 import threading
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
@@ -43,18 +43,12 @@ def each_once(
     return np.array([known[value] for value in values], object)
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed007
-_MOST_TOGETHER = 1 << 20  # segments
-
-
 @dataclass(frozen=True, eq=False)
 class SegmentScores:
     "Scores of the segments of each recording."
 
     values: np.ndarray  # [segments] float32, 0 to 1, of one recording after the other
     ends: np.ndarray  # [n] int64, behind the last segment of each recording
-
-    def __len__(self) -> int:
-        return len(self.ends)
 
     def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
         return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
@@ -84,27 +78,17 @@ class SegmentScores:
         out = np.zeros(len(n))
         for length in np.unique(n[n > 0]).tolist():
             same = np.flatnonzero(n == length)
-            step = max(1, _MOST_TOGETHER // length)
+            step = max(1, (1 << 20) // length)  # a million segments together
             for first in range(0, len(same), step):
                 mine = same[first : first + step]
                 out[mine] = work(self.values[starts[mine, None] + np.arange(length)])
         return out
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed009
-@dataclass(frozen=True, eq=False)
-class ScoredRecording:
-    "One recording that was scored."
-
-    path: bytes  # relative to the folder
-    segment_scores: np.ndarray  # [L] float32, 0 to 1
-    facts: Any  # of FACTS
-    encoding: str
-    status: str  # "ok", or what was done to it
-    label: str = ""  # from folders or a table
-    sensor: str = ""
-    gain: float = float("nan")  # number in the name
-    # whether the detector learned from it, or was chosen by it; None: not known
-    in_training: bool | None = None
+# one recording that was scored: what each column of `ScoredRecordings` says of it
+ScoredRecording = namedtuple(
+    "ScoredRecording", "path segment_scores facts encoding status label sensor gain in_training"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +99,12 @@ class ScoredRecordings(Sequence[ScoredRecording]):
     segment_scores: SegmentScores
     facts: np.ndarray  # [n] FACTS
     encoding: np.ndarray  # [n] object, as the columns of text below
-    status: np.ndarray
-    label: np.ndarray
+    status: np.ndarray  # "ok", or what was done to it
+    label: np.ndarray  # from folders or a table
     sensor: np.ndarray
-    gain: np.ndarray  # [n] float64
-    in_training: np.ndarray  # [n] object: True, False or None
+    gain: np.ndarray  # [n] float64, number in the name
+    # [n] object: whether the detector learned from it, or was chosen by it; None: not known
+    in_training: np.ndarray
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -440,16 +425,8 @@ class ScoringThread:
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #a323ca83
 _MAX_BYTES = 1 << 30  # of all blocks
-_MAX_SEGMENTS = {"cpu": 2560, "cuda": 20_480}  # that the net scores at once
-
-
-@dataclass(frozen=True)
-class BlockSizes:
-    "Number of blocks, rows of each, and threads that read."
-
-    n_files: int
-    n_readers: int
-    n_blocks: int
+# rows of a block, threads that read, and number of blocks
+BlockSizes = namedtuple("BlockSizes", "n_files n_readers n_blocks")
 
 
 def block_sizes(
@@ -476,7 +453,8 @@ def block_sizes(
             found=f"{size_text(needed)} for {n_blocks} rows",
             remedy="lower read_workers, or train on shorter rows",
         )
-    most = _MAX_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
+    # segments that the net scores at once
+    most = (20_480 if kind == "cuda" else 2560) // spec.row_shape[0]
     usual = max(1, min(batch_files(device, spec), most, _MAX_BYTES // needed))
     return BlockSizes(max(1, min(files_per_batch or usual, n_files)), readers, n_blocks)
 
