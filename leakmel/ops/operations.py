@@ -6,14 +6,16 @@
 __all__ = ['Export', 'Card', 'Page']
 
 # %% ../../nbs/ops/operations.ipynb #cc728524
-import signal, sys
+import importlib.util, os, shlex, signal, sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
+from leakmel.core.files import replacing
 from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
+from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress, print_error
 from leakmel.core.run_plan import user_path
 from leakmel.core.threads import start_process
@@ -37,6 +39,93 @@ def check_report(path: str) -> Path:
     require_kind(target, "report of leakmel", is_report)
     return target
 
+# %% ../../nbs/ops/operations.ipynb #093ce7e2
+NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
+
+
+def start_kinds() -> Kinds:
+    "Return the names and types of the parameters of start.ipynb."
+    return {
+        "data_root": (str, None),
+        "table": (str, None),
+        "columns": (str,),
+        "labels": (str, None),
+        "sample_rate": (int, None),
+        "duration_s": (float, None),
+        "leak_label": (str,),
+        "group": (str, None),
+        "new_recordings": (str, None),
+        "out": (str, None),
+        "detector": (str,),
+        "device": (str,),
+    }
+
+# %% ../../nbs/ops/operations.ipynb #8d3e8284
+@dataclass(frozen=True, repr=False)
+class WorkingFolder:
+    "A working folder, and what was created in it."
+
+    folder: Path
+    created: tuple[str, ...]  # notebooks that were copied
+    kept: tuple[str, ...]  # notebooks that existed; they were not changed
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Return the result as plain values."
+        return {
+            "folder": show_path(self.folder),
+            "created": list(self.created),
+            "kept": list(self.kept),
+            "next": f"jupyter lab {shlex.quote(show_path(self.folder))} --LabApp.news_url=None",
+        }
+
+    def __repr__(self) -> str:
+        lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
+        if self.kept:
+            lines += [
+                f"  existing notebooks were not changed: {', '.join(self.kept)}",
+                "  To get a new copy of one, rename it and run the command again.",
+            ]
+        if importlib.util.find_spec("jupyterlab") is None:
+            lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
+        return "\n".join([*lines, f"next: {self.summary['next']}, then open start.ipynb and run its cells"])
+
+# %% ../../nbs/ops/operations.ipynb #912c046d
+def make_working_folder(
+    folder: str | os.PathLike,  # created if it does not exist
+) -> WorkingFolder:  # raises OutputError
+    "Copy the run notebooks into a folder and create runs/ in it; existing files are not changed."
+    if not os.fspath(folder):
+        raise UsageError(
+            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
+        )
+    target = user_path(folder)
+    if os.path.lexists(target) and not target.is_dir():
+        raise OutputError(
+            "this is a file, but a folder is needed",
+            code="not-a-folder",
+            path=target,
+            remedy="name a new folder",
+        )
+    names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+    kept = tuple(name for name in names if os.path.lexists(target / name))
+    created = tuple(name for name in names if name not in kept)
+    try:
+        (target / "runs").mkdir(parents=True, exist_ok=True)
+        for name in created:
+            with replacing(target / name) as new:
+                new.write_bytes((NOTEBOOKS / name).read_bytes())
+    except OSError as e:
+        path = e.filename or target
+        cause, remedy = explain(e, path, writing=True)
+        raise OutputError(
+            f"the working folder cannot be written ({cause})",
+            code="output-not-writable",
+            path=path,
+            remedy=remedy,
+        ) from e
+    return WorkingFolder(target, created, kept)
+
 # %% ../../nbs/ops/operations.ipynb #fa7c3003
 @operation("init", example="leakmel init leak-detection")
 class Init(Operation):
@@ -46,8 +135,6 @@ class Init(Operation):
     dir: str = option(positional=True)
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.ops.working_folder import make_working_folder
-
         made = make_working_folder(self.dir)
         return Outcome(made, made.summary, repr(made))
 
@@ -71,20 +158,37 @@ class Fetch(Operation):
         from leakmel.sets.catalogue import SETS, catalogue_text
 
         if self.name is None:
-            given = {"--out": self.out, "--from": self.source, "--yes": self.yes}
-            given |= {"--accept-unverified": self.accept_unverified}
+            given = {
+                "--out": self.out,
+                "--from": self.source,
+                "--yes": self.yes,
+                "--accept-unverified": self.accept_unverified,
+            }
             refuse_unused(given, "without the name of a set", f"name one of {', '.join(SETS)}")
-            keys = ("name", "title", "doi", "size", "licence")
-            known = [{key: getattr(s, key) for key in keys} for s in SETS.values()]
-            how = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
-            return Outcome(SETS, {"sets": known}, f"{catalogue_text()}\n\n{how}")
+            return Outcome(
+                SETS,
+                {
+                    "sets": [
+                        {key: getattr(s, key) for key in ("name", "title", "doi", "size", "licence")}
+                        for s in SETS.values()
+                    ]
+                },
+                f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
+            )
         if self.source is not None:
-            unverified = {"--accept-unverified": self.accept_unverified}
-            refuse_unused(unverified, "together with --from, because nothing is downloaded")
-        how_to: dict[str, Any] = {
-            name: getattr(self, name) for name in ("source", "yes", "accept_unverified")
-        }
-        found = lm.fetch(self.name, self.out, progress=run.progress, show=print_error, **how_to)
+            refuse_unused(
+                {"--accept-unverified": self.accept_unverified},
+                "together with --from, because nothing is downloaded",
+            )
+        found = lm.fetch(
+            self.name,
+            self.out,
+            source=self.source,
+            yes=self.yes,
+            accept_unverified=self.accept_unverified,
+            progress=run.progress,
+            show=print_error,
+        )
         return Outcome(found, found.summary, repr(found))
 
 
@@ -128,27 +232,29 @@ class Labels(Operation):
                 f"The option --{wrong[0]} does not belong to labels {self.what}", code="invalid-arguments"
             )
         if getattr(self, needed) is None or not is_import and len(self.files) > 1:
-            example = self.command.example if is_import else "leakmel labels export labels.csv --to DIR"
             raise UsageError(
                 f"labels {self.what} needs {'label tracks and a table' if is_import else 'one table and a folder'}",
                 code="invalid-arguments",
-                expected=example,
+                expected=self.command.example if is_import else "leakmel labels export labels.csv --to DIR",
             )
         made: Any
         if is_import:
-            classes = [name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()]
             made = import_tracks(
                 list(self.files),
                 self.into,  # type: ignore[arg-type]
                 by=self.by or login_name(),
-                classes=classes,
+                classes=[name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()],
                 leak_label=self.leak_label,
                 column=self.column or "Annotation",
                 recordings=self.recordings,
             )
         else:
-            how: dict[str, Any] = {"format": self.format or "audacity", "recordings": self.recordings}
-            made = export_tracks(self.files[0], self.to, **how)  # type: ignore[arg-type]
+            made = export_tracks(
+                self.files[0],
+                self.to,  # type: ignore[arg-type]
+                format=self.format or "audacity",
+                recordings=self.recordings,
+            )
         return Outcome(made, made.summary, repr(made))
 
 # %% ../../nbs/ops/operations.ipynb #89c42a0f
@@ -184,15 +290,18 @@ class Suggest(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.learn.review.suggest import sample_mix
 
-        same = ("n", "labels", "out", "per_sensor", "seed", "device")
-        how: dict[str, Any] = {name: getattr(self, name) for name in same}
         found = lm.suggest(
             self.folder,
             self.model,
+            n=self.n,
+            labels=self.labels,
+            out=self.out,
+            per_sensor=self.per_sensor,
+            seed=self.seed,
+            device=self.device,
             earlier=list(self.earlier),
             mix=sample_mix(self.mix),
             progress=run.progress,
-            **how,
         )
         return Outcome(found, found.summary, found.text())
 
@@ -236,9 +345,11 @@ class Review(Operation):
 
         folder = user_path(self.folder)
         if not folder.is_dir():
-            remedy = missing_remedy(folder)
             raise DataError(
-                "the folder does not exist", code="no-such-folder", path=self.folder, remedy=remedy
+                "the folder does not exist",
+                code="no-such-folder",
+                path=self.folder,
+                remedy=missing_remedy(folder),
             )
         kinds = {read_score_table(user_path(table))[0] for table in self.scores}
         if self.model is not None:
@@ -259,8 +370,9 @@ class Review(Operation):
         from leakmel.learn.review.app import lab_command, review_parameters, write_review
 
         self._check()
-        words = (self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n)
-        given = review_parameters(self.folder, *words)
+        given = review_parameters(
+            self.folder, self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n
+        )
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
         command = lab_command(path, self.browser)
@@ -313,8 +425,15 @@ class Similar(_Embedding):
 
     def __call__(self, run: Run) -> Outcome:
         page = check_report(self.html) if self.html else None
-        how: dict[str, Any] = {"model": self.model, "length": self.length, "spec": self.features}
-        found = lm.similar(self.file, self.among, k=self.n, progress=run.progress, **how)
+        found = lm.similar(
+            self.file,
+            self.among,
+            k=self.n,
+            model=self.model,
+            length=self.length,
+            spec=self.features,
+            progress=run.progress,
+        )
         text = found.text()
         if page is not None:
             from leakmel.insight.page_figures import Section, write_report
@@ -400,13 +519,11 @@ class Correlate(Operation):
 
     def _speed(self) -> Any:
         "Return the speed that is given, or that of the pipe."
-        from leakmel.locate.wave_speed import wave_speed
-
         size: list[Any] = [self.material, self.diameter_mm, self.wall_mm]
         if self.speed_m_s is not None and size == [None] * 3:
             return self.speed_m_s
         if self.speed_m_s is None and None not in size:
-            return wave_speed(*size)
+            return lm.wave_speed(*size)
         raise UsageError(
             "the speed of the wave is not given, or not by one way",
             code="conflicting-parameters",
@@ -415,7 +532,6 @@ class Correlate(Operation):
         )
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.locate.correlate import correlate
         from leakmel.locate.cross_spectra import synthetic_pair
 
         if self.distance_m is None:
@@ -438,7 +554,7 @@ class Correlate(Operation):
         b = None if self.b is None else user_path(self.b)
         names = ("distance_m", "clock_error_s", "offset_s", "distance_error_m", "speed_error_m_s", "method")
         given: dict[str, Any] = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        found = correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
+        found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
         text = found.text()
         if page is not None:
             correlation_page(found, page)
@@ -476,11 +592,15 @@ class Export(Operation):
 
     def _export_detector(self, run: Run) -> Outcome:
         "Write a detector as an ONNX file, and compare it."
-        remedy = "leave it out; leakmel card states the licence of a detector"
-        refuse_unused({"--license": self.license, "--to": self.to}, "together with --onnx", remedy)
+        refuse_unused(
+            {"--license": self.license, "--to": self.to},
+            "together with --onnx",
+            "leave it out; leakmel card states the licence of a detector",
+        )
         if self.recordings is None:
-            remedy = "add --recordings DIR, or leave it out"
-            refuse_unused({"--most": self.most}, "without --recordings", remedy)
+            refuse_unused(
+                {"--most": self.most}, "without --recordings", "add --recordings DIR, or leave it out"
+            )
         done = lm.export_onnx(
             user_path(self.file),
             None if self.out is None else user_path(self.out),
@@ -505,8 +625,11 @@ class Export(Operation):
                 found=show_path(given),
                 remedy="add --onnx",
             )
-        of_onnx = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
-        refuse_unused(of_onnx, "without --onnx", "leave it out, or add --onnx for a detector")
+        refuse_unused(
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            "without --onnx",
+            "leave it out, or add --onnx for a detector",
+        )
         if self.out is None:
             raise UsageError(
                 "an export needs a folder",
@@ -553,8 +676,12 @@ class Card(Operation):
                 expected="a data set, a detector, or a folder of one of them",
                 remedy="write the history as tables with leakmel export",
             )
-        folder = self.out or (given if given.is_dir() else given.parent)
-        made = lm.card(given, out=user_path(folder), license=self.license, progress=run.progress)
+        made = lm.card(
+            given,
+            out=user_path(self.out or (given if given.is_dir() else given.parent)),
+            license=self.license,
+            progress=run.progress,
+        )
         return Outcome(
             made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
         )
@@ -595,14 +722,18 @@ class Cache(Operation):
         files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{len(files):,} cache file{'s' * (len(files) != 1)}"
-        lines = [f"{'' if is_list else 'removed '}{count}, {size_text(n_bytes)} in {there}"]
+        count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
+        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
-            used = f.used_utc[:16].replace("T", " ")
-            lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
-        listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
+            lines.append(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            )
+        body = {
+            "folder": show_path(folder),
+            "n_bytes": n_bytes,
+            "files": [vars(f) | {"path": show_path(f.path)} for f in files],
+        }
         return Outcome(files, body, "\n".join(lines))
 
 
@@ -625,17 +756,20 @@ class Tune(WithFeatures):
     device: str = "auto"
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.ops.tune import tune, tune_table
+        from leakmel.ops.bench import tune, tune_table
 
         spec, spec_note = self.spec(run)
         root: Any = self.data_root
-        same = ("engine", "device", "with_waveforms", "budget_s", "work_dir")
         figures = tune(
             root,
             spec=spec,
             manifest=lm.scan(root, **self.named_by, progress=run.progress),
             progress=run.progress,
-            **{name: getattr(self, name) for name in same},
+            engine=self.engine,
+            device=self.device,
+            with_waveforms=self.with_waveforms,
+            budget_s=self.budget_s,
+            work_dir=self.work_dir,
         )
         return Outcome(figures, figures, "\n".join(filter(None, [spec_note, tune_table(figures)])))
 
@@ -660,11 +794,20 @@ class Bench(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.ops.bench import build_table, measure
 
-        how: dict[str, Any] = {"n_files": self.files, "rounds": self.rounds, "commit_id": self.commit}
-        record, path = measure(self.suite, self.dir, self.out, log=print_error, **how)
-        text = f"{build_table(record)}\nstored as {show_path(path)}"
+        record, path = measure(
+            self.suite,
+            self.dir,
+            self.out,
+            commit_id=self.commit,
+            n_files=self.files,
+            rounds=self.rounds,
+            log=print_error,
+        )
         return Outcome(
-            record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
+            record,
+            record | {"path": show_path(path)},
+            f"{build_table(record)}\nstored as {show_path(path)}",
+            0 if record["verified"]["all_ok"] else 1,
         )
 
 
