@@ -474,8 +474,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.audio.tables._column': ('audio/tables.html#_column', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._encoding': ('audio/tables.html#_encoding', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._lines': ('audio/tables.html#_lines', 'leakmel/audio/tables.py'),
-                                      'leakmel.audio.tables._other_columns': ( 'audio/tables.html#_other_columns',
-                                                                               'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._places': ('audio/tables.html#_places', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables._row': ('audio/tables.html#_row', 'leakmel/audio/tables.py'),
                                       'leakmel.audio.tables.csv_table': ('audio/tables.html#csv_table', 'leakmel/audio/tables.py'),

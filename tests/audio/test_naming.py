@@ -1352,7 +1352,7 @@ def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
     def fail(path: Path, flags: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    with raises("table-unreadable", DataError, path="/dev/null", says="the table is not a regular file"):
+    with raises("table-unreadable", DataError, path="/dev/null", says="is not a regular file"):
         read_table(Path("/dev/null"))
     file = table(tmp_path, "path,label\na.wav,LEAK\n")
     monkeypatch.setattr(os, "open", fail)
