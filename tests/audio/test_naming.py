@@ -1272,7 +1272,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
         "they lie in no label folder, whatever their names are"
     )
     assert set(m.problems["message"][m.problems["kind"] == "no_match"]) == {
-        "the name does not fit the pattern {*}/{sensor}_{gain}, its fields stay empty"
+        "the name does not fit the pattern {*}/{sensor}_{gain}, so nothing is read from it"
     }
     assert m.preview is not None
     assert (m.preview.n_fit, m.preview.n_not) == (1, 4)
