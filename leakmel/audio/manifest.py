@@ -288,7 +288,7 @@ class Manifest:
             seen = name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
         found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
-        for column in (*GROUP_FIELDS, *(name for name in self.table if name.startswith("extra/"))):
+        for column in (*GROUP_FIELDS, *(name for name in map(str, self.table) if name.startswith("extra/"))):
             is_group = column in GROUP_FIELDS
             what = f"{column}s" if is_group else f"values of {show_path(column.removeprefix('extra/'))}"
             twins = twin_problems(self.table[column].dropna().unique(), what)

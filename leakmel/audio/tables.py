@@ -86,9 +86,8 @@ def table_columns(
 ) -> dict[str, str]:  # name of TABLE_COLUMNS -> name in the table
     "Check which columns of a table are used; raises UsageError."
     if isinstance(columns, str):
-        columns = dict(
-            map(str.strip, word.partition("=")[::2]) for word in columns.split(",") if word.strip()
-        )
+        words = (word.partition("=") for word in columns.split(",") if word.strip())
+        columns = {name.strip(): given for name, _, given in words}
     if not isinstance(columns, Mapping | None):
         raise UsageError(
             "columns must be a dictionary or text",
