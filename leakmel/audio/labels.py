@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.audio.content import read_content
 from leakmel.audio.listing import Listing, existing_folder, found_below, is_system_folder
 from leakmel.audio.manifest import Manifest
-from leakmel.audio.problems import Problem
+from leakmel.audio.problems import Problem, read_content
 from leakmel.audio.tables import csv_table, decode_text, read_table, read_table_bytes, read_text, row_error
 from leakmel.audio.wav import Recording, pread_all, read_wav
 from leakmel.core.comparison import match_texts, text_key

@@ -7,7 +7,6 @@ __all__ = ['GROUP_FIELDS', 'NO_LABEL_IN_TABLE', 'Manifest', 'scan']
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import io, json, os, stat, time, zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -19,7 +18,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from leakmel.audio.content import content_columns, content_problems, read_content
 from leakmel.audio.listing import (
     DRY,
     FileEntry,
@@ -50,9 +48,12 @@ from leakmel.audio.naming import (
 from leakmel.audio.problems import (
     Problem,
     ProblemReport,
+    content_columns,
+    content_problems,
     how_many,
     label_problems,
     name_problems,
+    read_content,
     twin_problems,
 )
 from leakmel.audio.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
@@ -266,9 +267,11 @@ class Manifest:
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
-            known: dict[str, Any] = x.name_columns(*NameParts._fields)
+            known = {
+                name: values if name == "gain" else text_column(values)
+                for name, values in x.name_columns(*NameParts._fields).items()
+            }
             more = {f"extra/{name}": text_column(texts) for name, texts in x.extra.items()}
-            known |= {name: text_column(values) for name, values in known.items() if name != "gain"}
             frames.append(pd.DataFrame(files | known | more))
         table = pd.concat(frames, ignore_index=True)
         if self.content is None:
@@ -354,10 +357,9 @@ class Manifest:
         if p := self.preview:
             facts.insert(0, f"{p.n_fit:,} of {p.n_fit + p.n_not:,} names fit {show_path(p.pattern)}")
         head = f"<b>{how_many(len(self), 'recording')}</b> in {escape(show_path(self.root))}"
-        lines = "".join(f"{escape(fact)}<br>" for fact in facts)
-        report = self.report(self.problems["kind"].nunique())._repr_html_()
         table = counts.assign(all=counts.sum(axis=1)).to_html(border=0).replace("\n", "")
-        return f"<div>{head}{table}{lines}{report}</div>"
+        report = self.report(self.problems["kind"].nunique())._repr_html_()
+        return f"<div>{head}{table}{''.join(f'{escape(fact)}<br>' for fact in facts)}{report}</div>"
 
 # %% ../../nbs/audio/manifest.ipynb #7ffa0920
 def _with_keys(table: "pd.DataFrame", by: str) -> "pd.DataFrame":
@@ -372,12 +374,15 @@ def shared_groups(
     str, dict[str, int]
 ]:  # by "sensor", "session" and "folder": "n", "in_more_than_one_split"; {} for one split
     "Count the groups, and those that lie in more than one split."
-    counts = {}
-    for by in GROUP_FIELDS if len(manifest.listings) > 1 else ():
-        n_splits = _with_keys(manifest.table, by).groupby(by)["split"].nunique()
-        if len(n_splits):
-            counts[by] = {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
-    return counts
+    found = {
+        by: _with_keys(manifest.table, by).groupby(by)["split"].nunique()
+        for by in (GROUP_FIELDS if len(manifest.listings) > 1 else ())
+    }
+    return {
+        by: {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
+        for by, n_splits in found.items()
+        if len(n_splits)
+    }
 
 
 def predict_command(manifest: Manifest) -> str:
@@ -464,18 +469,18 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     outer = {name for name, _ in places}
     steps = [os.fsdecode(path).split("/") for path in paths]
     first = next((p[0] for p in steps if len(p) > 3), None)
-    is_label = first is None and steps and all(p[0] in outer for p in steps)
+    if first is None and steps and all(p[0] in outer for p in steps):  # labels
+        first = steps[0][0]
     if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
         return
-    if first is not None or is_label:
-        first = first or steps[0][0]
-        remedy = f"use {show_path(root / first)} as the data folder"
+    if first is not None:
         raise DataError(
-            f"the split folders lie {'inside the label folders' if is_label else 'one level deeper'}",
+            "the split folders lie one level deeper",
             code="splits-one-level-down",
             path=root,
             found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-            remedy="give the pattern {label}/{split}/{*}" if is_label else remedy,
+            remedy=f"use {show_path(root / first)} as the data folder; or, if that is a label, give the pattern "
+            "{label}/{split}/{*}",
         )
 
 
@@ -502,8 +507,9 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     splits = split_folders(root)
-    wanted = _wanted_splits(split, splits, root, "data folder has no folder for")
-    targets = {name: splits[name] for name in wanted} or {"": root}
+    targets = {
+        name: splits[name] for name in _wanted_splits(split, splits, root, "data folder has no folder for")
+    } or {"": root}
     beside = FoundFiles()
     notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
@@ -520,10 +526,11 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         labels[name] = [x.label for x in parsed[name]] or [
             os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
         ]
-    if naming.labels_by_folder:
-        label_names = label_map(list(splits.values()) or [root], root)
-    else:
-        label_names = _sorted_labels(label for each in labels.values() for label in each)
+    label_names = (
+        label_map(list(splits.values()) or [root], root)
+        if naming.labels_by_folder
+        else _sorted_labels(label for each in labels.values() for label in each)
+    )
     listings = tuple(
         make_listing(name, folder, found[name], labels[name], label_names, naming)
         for name, folder in targets.items()
@@ -649,19 +656,12 @@ def scan(
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
     root = absolute_folder(root)
-    if table is not None and pattern is not None:
-        raise UsageError(
-            "a table and a pattern cannot be used together",
-            code="conflicting-parameters",
-            remedy="give only one of them",
-        )
-    if columns and table is None:
-        raise UsageError(
-            "columns describes the columns of a table, but no table was given",
-            code="conflicting-parameters",
-            found=repr(columns)[:100],
-            remedy="give the table too (table=, --table)",
-        )
+    for is_wrong, message in (
+        (table is not None and pattern is not None, "a table and a pattern cannot be used together"),
+        (columns and table is None, "columns describes the columns of a table, but no table was given"),
+    ):
+        if is_wrong:
+            raise UsageError(message, code="conflicting-parameters", remedy="give a table or a pattern")
     naming = pattern_naming(pattern)
     existing_folder(root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:

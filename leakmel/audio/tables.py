@@ -70,13 +70,10 @@ class NameTable:
     digest: str = ""  # xxh3-128 of the file, hex
     has_times: bool = False  # it has a column of start times, which may be empty
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
     def rows_of(self, split: str) -> list[int]:
         "Row numbers of a split, in the order of the bytes of their paths."
         return sorted(
-            (i for i in range(len(self)) if self.splits is None or self.splits[i] == split),
+            (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split),
             key=self.paths.__getitem__,
         )
 
@@ -448,7 +445,7 @@ def paths_below_root(
         folders.setdefault(split_name(os.fsdecode(first)) or "no split", []).append(first + b"/")
     forms = [
         [os.fsdecode(below + path) for below in (b"", *(() if path in known else folders.get(split, ())))]
-        for path, split in zip(table.paths, table.splits or [""] * len(table))
+        for path, split in zip(table.paths, table.splits or [""] * len(table.paths))
     ]
     means = match_texts({p for each in forms for p in each}, map(os.fsdecode, known))
     paths = [os.fsencode(next((means[p] for p in each if p in means), each[0])) for each in forms]

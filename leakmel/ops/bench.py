@@ -19,7 +19,7 @@ from typing import Any
 import leakmel
 import numpy as np
 
-from leakmel.audio.page_cache import cached_share
+from leakmel.audio.wav import cached_share
 from leakmel.audio.synth import WAV_BYTES, split_counts, write_demo
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.files import write_whole

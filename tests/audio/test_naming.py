@@ -1380,7 +1380,7 @@ def test_a_field_that_is_read_from_no_name_is_a_problem(tmp_path, make_wav, patt
             make_wav(folder / label / f"H{k}_{text}.wav", seed=k + len(label))
     m = scan(tmp_path / "data", pattern=pattern)
     (p,) = [p for p in m.problems.to_dict("records") if p["kind"] == "unread_field"]
-    assert f"{{{field}}} is read from none of the 4 names" in p["message"]
+    assert f"{{{field}}} is read from 0 of the 4 names" in p["message"]
     assert p["path"].endswith(".wav")
     assert m.preview is not None
     assert (m.preview.n_fit, m.preview.n_not) == (0, 4)
