@@ -22,7 +22,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'leakmel.audio.conform.fit_length': ('audio/conform.html#fit_length', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.full_scale': ('audio/conform.html#full_scale', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.has_stalled': ('audio/conform.html#has_stalled', 'leakmel/audio/conform.py'),
-                                       'leakmel.audio.conform.import_soxr': ('audio/conform.html#import_soxr', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.int16_moments': ( 'audio/conform.html#int16_moments',
                                                                                 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.integer_scale': ( 'audio/conform.html#integer_scale',

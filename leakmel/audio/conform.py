@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from leakmel.audio.wav import Recording, digest_of, shortest_stall
-from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError
+from leakmel.core.errors import RecordingError, SpecError, VerifyError
 from leakmel.core.files import read_at
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
@@ -197,26 +197,14 @@ def to_mono(
     return row, "downmixed" + "+opposite_phase" * opposite_phase(samples, mean)
 
 # %% ../../nbs/audio/conform.ipynb #061eca92
-def import_soxr() -> ModuleType:  # raises MachineError where it is not installed
-    "Import soxr, the package for resampling."
-    try:
-        import soxr
-    except ImportError as e:
-        raise MachineError(
-            "resampling needs the package soxr",
-            code="missing-package",
-            remedy="pip install soxr, or reject other rates (rate='reject')",
-        ) from e
-    return soxr
-
-
 def to_rate(
     samples: np.ndarray,  # [n] int16 or float32
     source_hz: int,
     target_hz: int,
-) -> np.ndarray:  # [round(n * target / source)] float32; raises MachineError
+) -> np.ndarray:  # [round(n * target / source)] float32
     "Resample by soxr VHQ in float64."
-    soxr = import_soxr()
+    import soxr
+
     x = samples.astype(np.float64) / 32768 if samples.dtype == np.int16 else samples.astype(np.float64)
     y = soxr.resample(x, source_hz, target_hz, quality="VHQ").astype(np.float32)
     return fit_length(y, resampled_length(len(x), source_hz, target_hz))

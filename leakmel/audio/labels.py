@@ -480,8 +480,9 @@ def _open_labels(listing: Listing, found: Relabelled) -> Iterator[Problem]:
     "Report the recordings on whose label people disagree, or are unsure."
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
-        message = f"people disagree ({opinions}); the label is unchanged"
-        yield Problem("label_disagreement", listing.show(k), message)
+        yield Problem(
+            "label_disagreement", listing.show(k), f"people disagree ({opinions}); the label is unchanged"
+        )
     for k in found.unsure:
         yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 

@@ -46,8 +46,9 @@ def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelErro
     cause, remedy = explain(error, folder)
     how = "({}): {}".format(*cause.split(": ", 1))
     if error.errno in MACHINE_FAULTS:
-        message = f"the machine failed while listing a folder {how}"
-        return MachineError(message, code="io-fault", path=folder, remedy=remedy)
+        return MachineError(
+            f"the machine failed while listing a folder {how}", code="io-fault", path=folder, remedy=remedy
+        )
     return DataError(
         f"the folder cannot be listed {how}", code="folder-unreadable", path=folder, remedy=remedy
     )
@@ -273,11 +274,14 @@ class FoundFiles:
         left = list(self.left_out)
         for ending, (n, first) in self.other_formats.items():
             name = ending.decode()
-            message = (
-                f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
-                f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
+            left.append(
+                Problem(
+                    "other_format",
+                    show_path(os.path.relpath(first, root)),
+                    f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
+                    f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav",
+                )
             )
-            left.append(Problem("other_format", show_path(os.path.relpath(first, root)), message))
         return sorted(left, key=lambda problem: problem.path)
 
     def pass_over(self, folder: bytes, root: bytes, named: Collection[bytes] = ()) -> None:
@@ -357,8 +361,11 @@ def _found_objects(
         elif any(map(is_system_folder, map(os.fsdecode, folders))) and path not in named:
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
         elif max(map(len, (*folders, name))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            message = "the key is too long for the path of a file, and the object was left out"
-            found.left_out.append(Problem("special", show_path(path), message))
+            found.left_out.append(
+                Problem(
+                    "special", show_path(path), "the key is too long for the path of a file; it is left out"
+                )
+            )
         else:
             found.add(path, size, stamp)
             on_found(1)
@@ -425,8 +432,9 @@ def found_below(
             else:
                 waiting.append(entry.path)
         elif wanted:
-            message = "the entry is not a regular file and was left out"
-            found.left_out.append(Problem("special", below(entry.path), message))
+            found.left_out.append(
+                Problem("special", below(entry.path), "the entry is not a regular file and was left out")
+            )
 
     while waiting or links:
         by_link = by_link or not waiting  # a real folder below `folder` is always listed

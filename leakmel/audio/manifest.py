@@ -298,8 +298,7 @@ class Manifest:
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
             found += content_problems(content_columns(self.listings, self.label_names, self.table))
-        rows = [(p.kind, p.path, p.message) for p in found]
-        return pd.DataFrame(rows, columns=["kind", "path", "message"])
+        return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
     def report(
         self,
@@ -538,8 +537,13 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     notes += passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
         if not len(x):
-            message = f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted"
-            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
+            notes.append(
+                Problem(
+                    "no_recordings",
+                    show_path(x.place or "."),
+                    f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted",
+                )
+            )
         notes += _pattern_notes(x, parsed[x.split])
     return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
@@ -607,8 +611,13 @@ def _by_table(
         )
     if extra := sorted(present.keys() - set(table.paths)):
         are = "is" if len(extra) == 1 else "are"
-        message = f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first"
-        notes.append(Problem("not_in_table", show_path(extra[0]), message))
+        notes.append(
+            Problem(
+                "not_in_table",
+                show_path(extra[0]),
+                f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first",
+            )
+        )
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(

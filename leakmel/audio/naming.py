@@ -425,8 +425,13 @@ class Naming:
         split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
         unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
-        label = folder if self.labels_by_folder else values.get("label")
-        return ParsedPath(split, label, parts, found is not None, unread)
+        return ParsedPath(
+            split,
+            folder if self.labels_by_folder else values.get("label"),
+            parts,
+            found is not None,
+            unread,
+        )
 
     def to_json(self) -> str:
         "Return JSON for the data set."

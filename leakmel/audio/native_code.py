@@ -382,8 +382,8 @@ def _samples_at(fd, n_file, header, block, n_row):
             if has_format or size < 16 or n_here < _PIECE:
                 return np.int64(-1)
             for k in range(16):
-                is_byte_rate = 8 <= k < 12  # nothing depends on it
-                if block[here + 8 + k] != header[20 + k] and not is_byte_rate:
+                # nothing depends on the byte rate
+                if block[here + 8 + k] != header[20 + k] and not 8 <= k < 12:
                     return np.int64(-1)
             has_format = True
         elif _is_at(block, here, header, 36):  # "data"

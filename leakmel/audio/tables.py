@@ -364,8 +364,14 @@ def _row(
     ):
         if is_wrong:
             raise ValueError(message)
-    gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
-    parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
+    parts = NameParts(
+        text["sensor"],
+        text["recording"],
+        when,
+        table_number(text["gain"], delimiter) if text["gain"] else math.nan,
+        text["session"],
+        text["folder"],
+    )
     return path, text["label"] if text_key(text["label"]) else "", split, parts
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e

@@ -25,7 +25,6 @@ _FAULTS = (
     "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
 )
 MACHINE_FAULTS = frozenset(getattr(errno, name) for name in _FAULTS.split() if hasattr(errno, name))
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 def read_error(
@@ -42,7 +41,7 @@ def read_error(
             path=path,
             remedy=f"{remedy}; no recording was rejected because of this fault",
         )
-    if error.errno in _GONE:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         return RecordingError(
             "changed", f"the file was there when listed and is not there now ({name})", path=path
         )
@@ -213,9 +212,6 @@ def _chunks(
         raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
 
 # %% ../../nbs/audio/wav.ipynb #ec85d988
-_UNIQUE_CHUNKS = (b"fmt ", b"data", b"ds64")
-
-
 def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Return the bytes of samples from the header's claim and the file's size."
     n_left = n_file - start
@@ -275,7 +271,7 @@ def parse_header(
         end = at + 8 + claimed + (claimed & 1)
         if end <= n_file + 1 or _CHUNK.match(name):
             fitting = end
-        if name in _UNIQUE_CHUNKS:
+        if name in (b"fmt ", b"data", b"ds64"):
             body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
@@ -520,9 +516,6 @@ def cached_share(
     return float((resident & 1).mean()) if code == 0 else None
 
 # %% ../../nbs/audio/wav.ipynb #2232f499
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-
-
 def is_in_cache(
     fd: int,
     at: int,  # offset of the byte
@@ -536,7 +529,7 @@ def is_in_cache(
     except BlockingIOError:
         return False
     except OSError as e:
-        if e.errno in _UNSUPPORTED:
+        if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             return None
         raise
 
