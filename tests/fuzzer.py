@@ -16,7 +16,14 @@ import numpy as np
 import soundfile
 
 from leakmel.audio import wav
-from leakmel.audio.wav import MAX_CHANNELS, MAX_CHUNKS, canonical_header, parse_header, read_open_wav
+from leakmel.audio.wav import (
+    MAX_CHANNELS,
+    MAX_CHUNKS,
+    canonical_header,
+    decode_payload,
+    parse_header,
+    read_payload,
+)
 from leakmel.core.errors import REJECT_CODES, RecordingError
 
 MOST_BYTES = 16 << 20  # that reading a small file may allocate
@@ -152,7 +159,8 @@ def try_coded(rng: random.Random, n: int) -> str:
         os.ftruncate(fd, 0)
         os.pwrite(fd, content, 0)
         try:
-            got = read_open_wav(fd, len(content))
+            header = parse_header(fd, len(content))
+            got = decode_payload(header, read_payload(fd, header))
         except RecordingError as e:
             if e.reject_code not in REJECT_CODES:
                 raise

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from leakmel.audio.wav import Recording, digest_of, shortest_stall
-from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError
+from leakmel.core.errors import RecordingError, SpecError, VerifyError
 from leakmel.core.files import read_at
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
@@ -124,9 +124,11 @@ def add_faults(
     recording: Recording,
 ) -> str:
     "Add the faults of a recording to the status of its row: unread_samples, stalled."
-    faults = ["unread_samples"] * (recording.unclaimed > 0)
-    faults += ["stalled"] * has_stalled(recording.samples, recording.sample_rate)
-    return "+".join([*([] if status == "ok" and faults else [status]), *faults])
+    found = {
+        "unread_samples": recording.unclaimed > 0,
+        "stalled": has_stalled(recording.samples, recording.sample_rate),
+    }
+    return "+".join([status, *(fault for fault in found if found[fault])]).removeprefix("ok+")
 
 # %% ../../nbs/audio/conform.ipynb #7849eaad
 @dataclass(frozen=True)
@@ -184,43 +186,28 @@ def to_mono(
         row, of_mean, of_channels, is_same = module.mix_channels(samples)
         if is_same:
             return first, "identical_channels"
-        is_opposite = of_mean < OPPOSITE_SHARE * of_channels / n_channels
-        status = "downmixed+opposite_phase" if is_opposite else "downmixed"
-        return (first if rule == "first" else row), status
+        is_opposite = bool(of_mean < OPPOSITE_SHARE * of_channels / n_channels)
+        return (first if rule == "first" else row), "downmixed" + "+opposite_phase" * is_opposite
     # one by one: along a short axis, NumPy takes several times as long
     if all(np.array_equal(first, samples[:, k]) for k in range(1, n_channels)):
         return first, "identical_channels"
     mean = channel_mean(samples)
-    status = "downmixed+opposite_phase" if opposite_phase(samples, mean) else "downmixed"
-    if rule == "first":
-        return first, status
     scale = 1 / 32768 if samples.dtype == np.int16 else 1.0
-    return (mean * scale).astype(np.float32), status
+    row = first if rule == "first" else (mean * scale).astype(np.float32)
+    return row, "downmixed" + "+opposite_phase" * opposite_phase(samples, mean)
 
 # %% ../../nbs/audio/conform.ipynb #061eca92
-def import_soxr() -> ModuleType:  # raises MachineError where it is not installed
-    "Import soxr, the package for resampling."
-    try:
-        import soxr
-    except ImportError as e:
-        raise MachineError(
-            "resampling needs the package soxr",
-            code="missing-package",
-            remedy="pip install soxr, or reject other rates (rate='reject')",
-        ) from e
-    return soxr
-
-
 def to_rate(
     samples: np.ndarray,  # [n] int16 or float32
     source_hz: int,
     target_hz: int,
-) -> np.ndarray:  # [round(n * target / source)] float32; raises MachineError
+) -> np.ndarray:  # [round(n * target / source)] float32
     "Resample by soxr VHQ in float64."
-    soxr = import_soxr()
+    import soxr
+
     x = samples.astype(np.float64) / 32768 if samples.dtype == np.int16 else samples.astype(np.float64)
-    y = soxr.resample(x, source_hz, target_hz, quality="VHQ")
-    return fit_length(y.astype(np.float32), resampled_length(len(x), source_hz, target_hz))
+    y = soxr.resample(x, source_hz, target_hz, quality="VHQ").astype(np.float32)
+    return fit_length(y, resampled_length(len(x), source_hz, target_hz))
 
 
 def resampled_length(
@@ -241,17 +228,13 @@ def fit_length(
 
 # %% ../../nbs/audio/conform.ipynb #757b1dee
 MAX_PEAK = 2.0**20  # times full scale
-_MAX_GAIN = 256  # float samples above it are rather in the scale of integers
 
 
 def integer_scale(
     peak: float,  # largest absolute value of float samples
 ) -> str:
     "Return a sentence on float samples far above 1: what to divide them by."
-    bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
-    kind = f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
-    advice = kind if peak > _MAX_GAIN else "divide them by their full scale"
-    return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
+    return f"float samples must lie from -1 to 1, these reach {peak:.5g}; divide them by their full scale, for example 32768 for values of 16 bits"
 
 
 def check_range(

@@ -44,11 +44,14 @@ def is_recording_name(
 def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelError:
     "Return the error for a folder that cannot be listed."
     cause, remedy = explain(error, folder)
-    is_fault = error.errno in MACHINE_FAULTS
-    name, _, words = cause.partition(": ")
-    what = "the machine failed while listing a folder" if is_fault else "the folder cannot be listed"
-    kind, code = (MachineError, "io-fault") if is_fault else (DataError, "folder-unreadable")
-    return kind(f"{what} ({name}): {words}", code=code, path=folder, remedy=remedy)
+    how = "({}): {}".format(*cause.split(": ", 1))
+    if error.errno in MACHINE_FAULTS:
+        return MachineError(
+            f"the machine failed while listing a folder {how}", code="io-fault", path=folder, remedy=remedy
+        )
+    return DataError(
+        f"the folder cannot be listed {how}", code="folder-unreadable", path=folder, remedy=remedy
+    )
 
 
 def is_inside(path: str | bytes, root: str | bytes) -> bool:
@@ -111,14 +114,13 @@ def folders_in(
         with os.scandir(path) as entries:
             for entry in entries:
                 try:
-                    is_folder = entry.is_dir()
+                    if entry.is_dir() and not is_system_folder(entry.name):
+                        inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
+                        found.append((entry.name, inside))
                 except OSError as e:
                     if e.errno in MACHINE_FAULTS:
                         raise
-                    continue  # a link in a circle
-                if is_folder and not is_system_folder(entry.name):
-                    inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
-                    found.append((entry.name, inside))
+                    # a link in a circle
     except OSError as e:
         raise list_error(e, path) from e
     return sorted(found)
@@ -166,11 +168,10 @@ def label_map(
             continue
         parent = os.path.realpath(folder)
         for name, inside in folders_in(folder, root):
-            path = folder / name
-            to = os.path.realpath(path)
+            to = os.path.realpath(folder / name)
             # a link to a folder that it lies in, or to one that is listed in its own place below the same folder
             leads_back = to == parent or is_inside(parent, to) or is_inside(to, parent)
-            if inside and not (path.is_symlink() and leads_back):
+            if inside and not ((folder / name).is_symlink() and leads_back):
                 names.add(name)
     return tuple(sorted(names, key=os.fsencode))
 
@@ -215,10 +216,27 @@ FileEntry = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime 
 MAX_PASSED_OVER = 20_000  # entries of folders that are not listed, in which recordings are counted
 
 
+_OTHER_AUDIO = (
+    b".flac",
+    b".mp3",
+    b".m4a",
+    b".aac",
+    b".ogg",
+    b".opus",
+    b".wma",
+    b".aif",
+    b".aiff",
+    b".w64",
+    b".au",
+)
+
+
 class FoundFiles:
     "Recordings below a folder, as one list and two arrays: a tuple and two numbers for each would take as much memory as its path."
 
     def __init__(self, found: Iterable[FileEntry] = ()):
+        self.left_out: list[Problem] = []  # entries that are not read
+        self.other_formats: dict[bytes, tuple[int, bytes]] = {}  # ending -> files, first path
         self.paths: list[bytes] = []
         self.folders: list[bytes] = []  # all that were listed, relative as the paths
         # recordings in folders that are not listed, by folder below the root
@@ -243,6 +261,28 @@ class FoundFiles:
         self.paths.append(path)
         self.sizes.append(size)
         self.mtimes_ns.append(mtime_ns)
+
+    def add_other(self, path: bytes) -> None:
+        "Count a file that is no recording, if it is audio of another format."
+        ending = os.path.splitext(path)[1].lower()
+        if ending in _OTHER_AUDIO and not os.path.basename(path).startswith(b"."):
+            n, first = self.other_formats.get(ending, (0, path))
+            self.other_formats[ending] = n + 1, min(first, path)
+
+    def problems(self, root: bytes | None = None) -> list[Problem]:
+        "Return the entries that are not read, in the order of their paths below a root."
+        left = list(self.left_out)
+        for ending, (n, first) in self.other_formats.items():
+            name = ending.decode()
+            left.append(
+                Problem(
+                    "other_format",
+                    show_path(os.path.relpath(first, root)),
+                    f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
+                    f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav",
+                )
+            )
+        return sorted(left, key=lambda problem: problem.path)
 
     def pass_over(self, folder: bytes, root: bytes, named: Collection[bytes] = ()) -> None:
         "Count the recordings in and below a folder that is not listed; what cannot be read counts as empty."
@@ -279,53 +319,6 @@ def _require_same(here: os.stat_result, there: os.stat_result) -> None:
         raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing
 
 
-_OTHER_AUDIO = (
-    b".flac",
-    b".mp3",
-    b".m4a",
-    b".aac",
-    b".ogg",
-    b".opus",
-    b".wma",
-    b".aif",
-    b".aiff",
-    b".w64",
-    b".au",
-)
-
-
-class _LeftOut:
-    "Entries that are not read."
-
-    def __init__(self, root: bytes):
-        self.root = root
-        self.notes: list[tuple[bytes, str, str]] = []  # path below the root, kind, message
-        self.other_formats: dict[bytes, tuple[int, bytes]] = {}  # ending -> files, first path
-
-    def add_other(self, path: bytes) -> None:
-        "Count a file that is no recording, if it is audio of another format."
-        ending = os.path.splitext(path)[1].lower()
-        if ending in _OTHER_AUDIO and not os.path.basename(path).startswith(b"."):
-            n, first = self.other_formats.get(ending, (0, path))
-            self.other_formats[ending] = n + 1, min(first, path)
-
-    def add(self, kind: str, path: bytes, message: str) -> None:
-        "Note an entry."
-        self.notes.append((os.path.relpath(path, self.root), kind, message))
-
-    def problems(self) -> list[Problem]:
-        "Return the entries in the order of their paths."
-        left = list(self.notes)
-        for ending, (n, first) in self.other_formats.items():
-            name = ending.decode()
-            how = f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
-            message = (
-                f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; {how}"
-            )
-            left.append((os.path.relpath(first, self.root or None), "other_format", message))
-        return [Problem(kind, show_place("", path), message) for path, kind, message in sorted(left)]
-
-
 def _take_plain(
     folder: bytes,
     here: os.stat_result,  # of the folder
@@ -359,29 +352,26 @@ def _found_objects(
     folder: StorePath, place: bytes, on_found: Callable[[int], None], named: Collection[bytes]
 ) -> tuple[FoundFiles, list[Problem]]:
     "Find the recordings below a URL; their stamps stand in place of modification times."
-    found, notes, left_out = FoundFiles(), list[Problem](), _LeftOut(b"")
+    found = FoundFiles()
     for key, size, stamp in list_objects(folder):
         path = os.fsencode(key)
-        if not is_recording_name(path.rpartition(b"/")[2]):
-            left_out.add_other(path)
-            continue
-        if any(map(is_system_folder, key.split("/")[:-1])) and path not in named:
+        *folders, name = path.split(b"/")
+        if not is_recording_name(name):
+            found.add_other(path)
+        elif any(map(is_system_folder, map(os.fsdecode, folders))) and path not in named:
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
-            continue
-        if max(map(len, path.split(b"/"))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            notes.append(
+        elif max(map(len, (*folders, name))) > LONGEST_NAME or len(path) > LONGEST_PATH:
+            found.left_out.append(
                 Problem(
-                    "special",
-                    show_place("", path),
-                    "the key is too long for the path of a file, and the object was left out",
+                    "special", show_path(path), "the key is too long for the path of a file; it is left out"
                 )
             )
-            continue
-        found.add(path, size, stamp)
-        on_found(1)
+        else:
+            found.add(path, size, stamp)
+            on_found(1)
     found.folders = list({path.rpartition(b"/")[0] for path in found.paths})
     found.sort()
-    return found, sorted([*notes, *left_out.problems()], key=lambda note: note.path)
+    return found, found.problems()
 
 
 def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one listing; at most one
@@ -393,8 +383,8 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one li
     folders = sorted(counts)
     more = "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
-    were = "was" if counts.total() == 1 else "were"
-    message = f"{more}{how_many(counts.total(), 'recording')} in {how_many(len(folders), 'system or hidden folder')} {were} passed over: {shown}"
+    where = f"in {how_many(len(folders), 'system or hidden folder')}"
+    message = f"{more}{how_many(counts.total(), 'recording')} {where} {'was' if counts.total() == 1 else 'were'} passed over: {shown}"
     return [Problem("passed_over", show_path(folders[0]), message)]
 
 
@@ -414,33 +404,37 @@ def found_below(
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
     found = FoundFiles()
-    left_out = _LeftOut(os.fsencode(root))
     listed, by_link = set[tuple[int, int]](), False
+
+    def below(path: bytes) -> str:
+        return show_path(os.path.relpath(path, os.fsencode(root)))
 
     def take(entry: os.DirEntry) -> None:
         wanted = is_recording_name(entry.name)
         if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)):
-            left_out.add_other(entry.path)
+            found.add_other(entry.path)
             return
         try:
             st = _entry_stat(entry, real_root)
         except (FileNotFoundError, NotADirectoryError):
             return  # removed while the folder was listed
         if st is None:
-            left_out.add("link", entry.path, _NOT_FOLLOWED)
+            found.left_out.append(Problem("link", below(entry.path), _NOT_FOLLOWED))
         elif wanted and stat.S_ISREG(st.st_mode):
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
         elif stat.S_ISDIR(st.st_mode):
             if is_system_folder(os.fsdecode(entry.name)):
                 if not entry.is_symlink():
-                    found.pass_over(entry.path, left_out.root, named)
+                    found.pass_over(entry.path, os.fsencode(root), named)
             elif entry.is_symlink():
                 heappush(links, entry.path)
             else:
                 waiting.append(entry.path)
         elif wanted:
-            left_out.add("special", entry.path, "the entry is not a regular file and was left out")
+            found.left_out.append(
+                Problem("special", below(entry.path), "the entry is not a regular file and was left out")
+            )
 
     while waiting or links:
         by_link = by_link or not waiting  # a real folder below `folder` is always listed
@@ -448,7 +442,7 @@ def found_below(
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
-                left_out.add("link", path, _LISTED)
+                found.left_out.append(Problem("link", below(path), _LISTED))
                 continue
             listed.add((here.st_dev, here.st_ino))
             found.folders.append(path[cut:])
@@ -464,7 +458,7 @@ def found_below(
         except OSError as e:
             raise list_error(e, path) from e
     found.sort()
-    return found, left_out.problems()
+    return found, found.problems(os.fsencode(root))
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
 DRY = -2  # in place of a label
@@ -535,8 +529,10 @@ class Listing:
         "Return parts of the names as columns."
         if self.parts is not None or self.naming.source != "folders":
             rows = self.names
-            kinds = {name: float if name == "gain" else object for name in wanted}
-            return {name: np.array([getattr(x, name) for x in rows], kind) for name, kind in kinds.items()}
+            return {
+                name: np.array([getattr(x, name) for x in rows], float if name == "gain" else object)
+                for name in wanted
+            }
         found = columns_of_names(self.paths, [name for name in wanted if name != "session"])
         for name, column in found.items():
             if name != "gain":
@@ -563,15 +559,15 @@ class Listing:
 
     def without_dry(self) -> "Listing":
         "Mark dry recordings as recordings that a build rejects."
-        dry = self.is_dry & (self.label_ids >= 0)
-        return replace(self, label_ids=np.where(dry, DRY, self.label_ids).astype(np.int16))
+        return replace(
+            self,
+            label_ids=np.where(self.is_dry & (self.label_ids >= 0), DRY, self.label_ids).astype(np.int16),
+        )
 
     @property
     def names(self) -> list[NameParts]:
         "Parts of the names, one for each recording."
-        if self.parts is not None:
-            return list(self.parts)
-        return [self.naming.read(path).parts for path in self.paths]
+        return list(self.parts or (self.naming.read(path).parts for path in self.paths))
 
 # %% ../../nbs/audio/listing.ipynb #90297a75
 MAX_LABELS = 32_767  # a label is an int16
@@ -596,12 +592,17 @@ def make_listing(
             remedy="check where the labels come from: is the label column, or the pattern, the right one?",
         )
     ids: dict[str | None, int] = {name: i for i, name in enumerate(label_names)}
-    label_ids = np.array([ids.get(label, -1) for label in labels], np.int16)
     files = found if isinstance(found, FoundFiles) else FoundFiles(found)
-    sizes = np.array(files.sizes, np.int64)
-    mtimes_ns = np.array(files.mtimes_ns, np.int64)
-    known = None if parts is None else tuple(parts)
-    return Listing(split, folder, files.paths, sizes, mtimes_ns, label_ids, naming, known)
+    return Listing(
+        split,
+        folder,
+        files.paths,
+        np.array(files.sizes, np.int64),
+        np.array(files.mtimes_ns, np.int64),
+        np.array([ids.get(label, -1) for label in labels], np.int16),
+        naming,
+        None if parts is None else tuple(parts),
+    )
 
 # %% ../../nbs/audio/listing.ipynb #f0240e01
 def existing_folder(
@@ -615,8 +616,12 @@ def existing_folder(
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError) as e:  # ValueError: a zero byte
-        hint = missing_remedy(root, remedy or explain(e, root)[1])
-        raise DataError("no such folder", code="no-such-folder", path=root, remedy=hint) from e
+        raise DataError(
+            "no such folder",
+            code="no-such-folder",
+            path=root,
+            remedy=missing_remedy(root, remedy or explain(e, root)[1]),
+        ) from e
     except OSError as e:
         raise list_error(e, root) from e
     if not is_folder:

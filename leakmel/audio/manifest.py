@@ -7,7 +7,6 @@ __all__ = ['GROUP_FIELDS', 'NO_LABEL_IN_TABLE', 'Manifest', 'scan']
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
 import io, json, os, stat, time, zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -19,7 +18,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from leakmel.audio.content import content_columns, content_problems, read_content
 from leakmel.audio.listing import (
     DRY,
     FileEntry,
@@ -50,9 +48,12 @@ from leakmel.audio.naming import (
 from leakmel.audio.problems import (
     Problem,
     ProblemReport,
+    content_columns,
+    content_problems,
     how_many,
     label_problems,
     name_problems,
+    read_content,
     twin_problems,
 )
 from leakmel.audio.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
@@ -62,7 +63,7 @@ from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import DelayedProgress
-from leakmel.core.store import StorePath, absolute_folder, is_url, names_in, store_path
+from leakmel.core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,20 +73,9 @@ _FORMAT = "leakmel manifest 3"
 _COLUMNS = {"sizes": np.int64, "mtimes_ns": np.int64, "label_ids": np.int16}
 
 
-def _joined(paths: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"\0".join(paths), np.uint8)
-
-
 def _plain(value: Any) -> Any:
     "Return a folder, a naming or a problem for JSON."
     return os.fspath(value) if isinstance(value, os.PathLike) else asdict(value)
-
-
-def stored_folder(
-    text: str,
-) -> Path:  # raises UsageError
-    "Return a stored folder or URL."
-    return store_path(text) if is_url(text) else Path(text)
 
 # %% ../../nbs/audio/manifest.ipynb #mf000005
 def _paths_of(array: np.ndarray) -> list[bytes]:
@@ -101,14 +91,13 @@ def _listing_of(
 ) -> Listing:
     "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
     paths = _paths_of(arrays["paths"])
-    folder = stored_folder(head["folder"])
+    folder = absolute_folder(head["folder"])
     columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
     texts = list(head["extra"].values())
     ids = columns["label_ids"]
-    lengths = {len(each) for each in (paths, *columns.values(), *texts, paths if parts is None else parts)}
     if (
-        lengths != {len(paths)}
+        {*map(len, (*columns.values(), *texts, paths if parts is None else parts))} != {len(paths)}
         or not all(isinstance(text, str) for each in texts for text in each)
         or not DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
         or folder not in (root, root / folder.name)
@@ -183,25 +172,33 @@ class Manifest:
         n_parts: int,
     ) -> "Manifest":  # raises UsageError
         "Return one of n parts: consecutive recordings of each split, as equal in number as possible."
-        own = tuple(x.part(number, n_parts) for x in self.listings)
-        return replace(self, listings=own, notes=(), content=None, names=None, part_of=(number, n_parts))
+        return replace(
+            self,
+            listings=tuple(x.part(number, n_parts) for x in self.listings),
+            notes=(),
+            content=None,
+            names=None,
+            part_of=(number, n_parts),
+        )
 
     def save(
         self,
         file: str | os.PathLike,
     ) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STORED_APART}
-        own = [
-            {name: getattr(x, name) for name in ("split", "folder", "naming", "parts", "extra")}
-            for x in self.listings
-        ]
-        head = json.dumps({"format": _FORMAT, "facts": facts, "listings": own}, default=_plain)
-        arrays = {"head": np.frombuffer(head.encode(), np.uint8), "unmatched": _joined(self.unmatched)}
+        head = {
+            "format": _FORMAT,
+            "facts": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STORED_APART},
+            "listings": [
+                {name: getattr(x, name) for name in ("split", "folder", "naming", "parts", "extra")}
+                for x in self.listings
+            ],
+        }
+        arrays = {"head": np.frombuffer(json.dumps(head, default=_plain).encode(), np.uint8)}
         for k, x in enumerate(self.listings):
-            arrays |= {f"{k}/paths": _joined(x.paths)} | {
-                f"{k}/{name}": getattr(x, name) for name in _COLUMNS
-            }
+            arrays |= {f"{k}/{name}": getattr(x, name) for name in _COLUMNS}
+        lists = {"unmatched": self.unmatched, **{f"{k}/paths": x.paths for k, x in enumerate(self.listings)}}
+        arrays |= {name: np.frombuffer(b"\0".join(paths), np.uint8) for name, paths in lists.items()}
         with io.BytesIO() as content:
             np.savez(content, allow_pickle=False, **arrays)
             return write_whole(Path(os.path.abspath(file)), sealed(content.getvalue()), sync=False)
@@ -218,16 +215,15 @@ class Manifest:
             if head["format"] != _FORMAT:
                 raise ValueError(f"the format is {head['format']!r}")
             facts = head["facts"]
-            root = stored_folder(facts["root"])
+            root = absolute_folder(facts["root"])
             labels = tuple(map(str, facts["label_names"]))
-            listings = []
-            for k, x in enumerate(head["listings"]):
-                own = {name: arrays[f"{k}/{name}"] for name in ("paths", *_COLUMNS)}
-                listings.append(_listing_of(x, root, len(labels), own))
             made = {
                 "root": root,
                 "label_names": labels,
-                "listings": tuple(listings),
+                "listings": tuple(
+                    _listing_of(x, root, len(labels), {n: arrays[f"{k}/{n}"] for n in ("paths", *_COLUMNS)})
+                    for k, x in enumerate(head["listings"])
+                ),
                 "notes": tuple(Problem(**note) for note in facts["notes"]),
                 "naming": Naming(**facts["naming"]),
                 "table_path": facts["table_path"] and Path(facts["table_path"]),
@@ -236,9 +232,8 @@ class Manifest:
             }
             return Manifest(**facts | made)
         except _UNREADABLE as e:
-            is_missing = isinstance(e, FileNotFoundError)
             raise DataError(
-                "there is no such manifest" if is_missing else "the file is not a manifest, or it is damaged",
+                "the file does not exist, is not a manifest, or is damaged",
                 code="no-manifest",
                 path=file,
                 found=f"{type(e).__name__}: {e}"[:200],
@@ -248,11 +243,14 @@ class Manifest:
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."
         names = ("(no label)", *self.label_names)
-        counts = {}
-        for x in self.listings:
-            each = np.bincount(x.label_ids + 1, minlength=len(names)).tolist()
-            counts[x.split or x.folder.name] = {n: k for n, k in zip(names, each) if k or n != names[0]}
-        return counts
+        found = {
+            x.split or x.folder.name: np.bincount(x.label_ids + 1, minlength=len(names)).tolist()
+            for x in self.listings
+        }
+        return {
+            split: {name: n for name, n in zip(names, each) if n or name != names[0]}
+            for split, each in found.items()
+        }
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -269,9 +267,11 @@ class Manifest:
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
-            known: dict[str, Any] = x.name_columns(*NameParts._fields)
+            known = {
+                name: values if name == "gain" else text_column(values)
+                for name, values in x.name_columns(*NameParts._fields).items()
+            }
             more = {f"extra/{name}": text_column(texts) for name, texts in x.extra.items()}
-            known |= {name: text_column(values) for name, values in known.items() if name != "gain"}
             frames.append(pd.DataFrame(files | known | more))
         table = pd.concat(frames, ignore_index=True)
         if self.content is None:
@@ -285,26 +285,20 @@ class Manifest:
 
         # the note says why they have no label
         misfits = {p.path for p in self.notes if p.kind == "no_match" and not self.naming.labels_by_folder}
+        reason = {"reason": NO_LABEL_IN_TABLE} if self.naming.source == "table" else {}
         found = list(self.notes)
-        named = defaultdict[str, dict[str, None]](dict)
         for x in self.listings:
-            columns = x.name_columns("gain", *GROUP_FIELDS)
-            for by in GROUP_FIELDS:
-                named[f"{by}s"] |= dict.fromkeys(columns[by].tolist())
-            for column, texts in x.extra.items():
-                named[f"values of {show_path(column)}"] |= dict.fromkeys(texts)
-            reason = {"reason": NO_LABEL_IN_TABLE} if self.naming.source == "table" else {}
-            seen = name_problems(x.show, x.label_ids, columns["gain"], **reason)
+            seen = name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
         found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
-        for what, names in named.items():
-            found += [
-                p for p in twin_problems(names, what) if what[:-1] in GROUP_FIELDS or p.kind == "look_alikes"
-            ]
+        for column in (*GROUP_FIELDS, *(name for name in map(str, self.table) if name.startswith("extra/"))):
+            is_group = column in GROUP_FIELDS
+            what = f"{column}s" if is_group else f"values of {show_path(column.removeprefix('extra/'))}"
+            twins = twin_problems(self.table[column].dropna().unique(), what)
+            found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
             found += content_problems(content_columns(self.listings, self.label_names, self.table))
-        rows = [(p.kind, p.path, p.message) for p in found]
-        return pd.DataFrame(rows, columns=["kind", "path", "message"])
+        return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
     def report(
         self,
@@ -318,9 +312,8 @@ class Manifest:
         "What the pattern reads from the names; None without a pattern."
         if self.naming.source != "pattern":
             return None
-        names = [(x.place, path) for x in self.listings for path in x.paths]
-        names += [("", path) for path in self.unmatched]
-        return preview_names(self.naming, names)
+        listed = ((x.place, path) for x in self.listings for path in x.paths)
+        return preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
 
     def groups(
         self,
@@ -339,11 +332,12 @@ class Manifest:
         labels = pd.crosstab(known[by], known["label"]).reindex(
             columns=pd.Index(text_column(self.label_names)), fill_value=0
         )
-        splits = [x.split for x in self.listings if x.split]
         return pd.concat(
             [
                 known.groupby(by).size().rename("recordings"),
-                pd.crosstab(known[by], known["split"]).reindex(columns=splits, fill_value=0),
+                pd.crosstab(known[by], known["split"]).reindex(
+                    columns=[x.split for x in self.listings if x.split], fill_value=0
+                ),
                 labels.set_axis([f"label {show_path(n)}" for n in self.label_names], axis=1),
                 known.groupby(by)["split"].nunique().rename("n_splits"),
             ],
@@ -353,21 +347,18 @@ class Manifest:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        shown = {
-            show_path(split): {show_path(name): n for name, n in found.items()}
-            for split, found in self.counts().items()
-        }
-        counts = pd.DataFrame.from_dict(shown, orient="index").fillna(0).astype(int)
+        counts = (
+            pd.DataFrame(self.counts()).T.fillna(0).astype(int).rename(index=show_path, columns=show_path)
+        )
         facts = list(hints(self))
         if self.content is None:
             facts.append("Only file names were checked; scan(..., content=True) also reads the recordings.")
         if p := self.preview:
             facts.insert(0, f"{p.n_fit:,} of {p.n_fit + p.n_not:,} names fit {show_path(p.pattern)}")
         head = f"<b>{how_many(len(self), 'recording')}</b> in {escape(show_path(self.root))}"
-        lines = "".join(f"{escape(fact)}<br>" for fact in facts)
-        report = self.report(self.problems["kind"].nunique())._repr_html_()
         table = counts.assign(all=counts.sum(axis=1)).to_html(border=0).replace("\n", "")
-        return f"<div>{head}{table}{lines}{report}</div>"
+        report = self.report(self.problems["kind"].nunique())._repr_html_()
+        return f"<div>{head}{table}{''.join(f'{escape(fact)}<br>' for fact in facts)}{report}</div>"
 
 # %% ../../nbs/audio/manifest.ipynb #7ffa0920
 def _with_keys(table: "pd.DataFrame", by: str) -> "pd.DataFrame":
@@ -382,22 +373,30 @@ def shared_groups(
     str, dict[str, int]
 ]:  # by "sensor", "session" and "folder": "n", "in_more_than_one_split"; {} for one split
     "Count the groups, and those that lie in more than one split."
-    counts = {}
-    for by in GROUP_FIELDS if len(manifest.listings) > 1 else ():
-        n_splits = _with_keys(manifest.table, by).groupby(by)["split"].nunique()
-        if len(n_splits):
-            counts[by] = {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
-    return counts
+    found = {
+        by: _with_keys(manifest.table, by).groupby(by)["split"].nunique()
+        for by in (GROUP_FIELDS if len(manifest.listings) > 1 else ())
+    }
+    return {
+        by: {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
+        for by, n_splits in found.items()
+        if len(n_splits)
+    }
 
 
 def predict_command(manifest: Manifest) -> str:
     "Return the command that scores the recordings of a manifest; MODEL stands for the detector."
-    words = ["leakmel", "predict", show_path(manifest.root), "--model", "MODEL"]
-    if manifest.table_path is not None:
-        words += ["--table", show_path(manifest.table_path)]
-    if manifest.table_columns:
-        words += ["--columns", ",".join(f"{name}={given}" for name, given in manifest.table_columns.items())]
-    return join([*words, "--out", "scores.csv"])
+    table = ["--table", show_path(manifest.table_path)] if manifest.table_path is not None else []
+    columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items())
+    options = [
+        "--model",
+        "MODEL",
+        *table,
+        *(["--columns", columns] if columns else []),
+        "--out",
+        "scores.csv",
+    ]
+    return join(["leakmel", "predict", show_path(manifest.root), *options])
 
 
 def unlabelled_hint(manifest: Manifest) -> str:  # "" without a table, or if it has all labels
@@ -446,13 +445,11 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def _no_match(naming: Naming, shown: str) -> Problem:
-    effect = "so it has no label and will be rejected"
-    if naming.base == "root":
-        effect = "so it belongs to no split"
-    elif naming.labels_by_folder:
-        effect = "its fields stay empty"
-    message = f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
-    return Problem("no_match", shown, message)
+    is_lost = naming.base != "root" and not naming.labels_by_folder
+    effect = "so it has no label and will be rejected" if is_lost else "so nothing is read from it"
+    return Problem(
+        "no_match", shown, f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
+    )
 
 
 def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem]:
@@ -471,18 +468,18 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     outer = {name for name, _ in places}
     steps = [os.fsdecode(path).split("/") for path in paths]
     first = next((p[0] for p in steps if len(p) > 3), None)
-    is_label = first is None and steps and all(p[0] in outer for p in steps)
+    if first is None and steps and all(p[0] in outer for p in steps):  # labels
+        first = steps[0][0]
     if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
         return
-    if first is not None or is_label:
-        first = first or steps[0][0]
-        remedy = f"use {show_path(root / first)} as the data folder"
+    if first is not None:
         raise DataError(
-            f"the split folders lie {'inside the label folders' if is_label else 'one level deeper'}",
+            "the split folders lie one level deeper",
             code="splits-one-level-down",
             path=root,
             found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-            remedy="give the pattern {label}/{split}/{*}" if is_label else remedy,
+            remedy=f"use {show_path(root / first)} as the data folder; or, if that is a label, give the pattern "
+            "{label}/{split}/{*}",
         )
 
 
@@ -509,8 +506,9 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     splits = split_folders(root)
-    wanted = _wanted_splits(split, splits, root, "data folder has no folder for")
-    targets = {name: splits[name] for name in wanted} or {"": root}
+    targets = {
+        name: splits[name] for name in _wanted_splits(split, splits, root, "data folder has no folder for")
+    } or {"": root}
     beside = FoundFiles()
     notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
@@ -521,28 +519,32 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         found[name], left_out = found_below(root, folder, on_found)
         paths = found[name].paths
         notes += left_out if name in targets else []
-        if naming.source == "folders":
-            if not splits:
-                _refuse_deeper_splits(root, found[name].folders, paths)
-            labels[name] = [os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths]
-        else:
-            parsed[name] = list(map(naming.read, paths))
-            labels[name] = [x.label for x in parsed[name]]
-    if naming.labels_by_folder:
-        label_names = label_map(list(splits.values()) or [root], root)
-    else:
-        label_names = _sorted_labels(label for each in labels.values() for label in each)
+        if naming.source == "folders" and not splits:
+            _refuse_deeper_splits(root, found[name].folders, paths)
+        parsed[name] = list(map(naming.read, paths)) if naming.source == "pattern" else []
+        labels[name] = [x.label for x in parsed[name]] or [
+            os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
+        ]
+    label_names = (
+        label_map(list(splits.values()) or [root], root)
+        if naming.labels_by_folder
+        else _sorted_labels(label for each in labels.values() for label in each)
+    )
     listings = tuple(
         make_listing(name, folder, found[name], labels[name], label_names, naming)
         for name, folder in targets.items()
     )
-    for x in listings:
-        if not len(x):
-            message = f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted"
-            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
     notes += passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
-        notes += _pattern_notes(x, parsed.get(x.split, ()))
+        if not len(x):
+            notes.append(
+                Problem(
+                    "no_recordings",
+                    show_path(x.place or "."),
+                    f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted",
+                )
+            )
+        notes += _pattern_notes(x, parsed[x.split])
     return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
@@ -552,12 +554,11 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
     parsed = list(map(naming.read, found.paths))
     present = {x.split for x in parsed if x.split}
     if not present:
-        example = f", for example {show_path(found.paths[0])}" if found.paths else ""
         raise DataError(
             "the pattern finds no recording",
             code="pattern-no-match",
             path=root,
-            found=f"{len(found):,} recordings{example}",
+            found=", for example ".join([f"{len(found):,} recordings", *map(show_path, found.paths[:1])]),
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )
@@ -566,9 +567,10 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
     for name in _wanted_splits(split, present, root, "pattern finds no recording of"):
         rows = [i for i, x in enumerate(parsed) if x.split == name]
         own = [parsed[i] for i in rows]
-        x = make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
-        listings.append(x)
-        notes += _pattern_notes(x, own)
+        listings.append(
+            make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
+        )
+        notes += _pattern_notes(listings[-1], own)
     unmatched = tuple(path for path, x in zip(found.paths, parsed) if not x.fits)
     notes += [_no_match(naming, show_path(path)) for path in unmatched]
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, unmatched=unmatched)
@@ -595,10 +597,9 @@ def _by_table(
     for name in wanted or [""]:
         rows = table.rows_of(name)
         found = [present.get(path) or _stat_inside(root, path) for path in (table.paths[i] for i in rows)]
-        names = [table.labels[i] for i in rows]
-        x = make_listing(name, root, found, names, labels, naming, [table.parts[i] for i in rows])
-        others = {column: [texts[i] for i in rows] for column, texts in table.extra.items()}
-        listings.append(replace(x, extra=others))
+        own = [table.labels[i] for i in rows]
+        x = make_listing(name, root, found, own, labels, naming, [table.parts[i] for i in rows])
+        listings.append(replace(x, extra={n: [texts[i] for i in rows] for n, texts in table.extra.items()}))
     notes = passed_over_note([files])
     if table.ignored:
         notes.append(
@@ -610,8 +611,13 @@ def _by_table(
         )
     if extra := sorted(present.keys() - set(table.paths)):
         are = "is" if len(extra) == 1 else "are"
-        message = f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first"
-        notes.append(Problem("not_in_table", show_path(extra[0]), message))
+        notes.append(
+            Problem(
+                "not_in_table",
+                show_path(extra[0]),
+                f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first",
+            )
+        )
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
@@ -659,19 +665,12 @@ def scan(
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
     root = absolute_folder(root)
-    if table is not None and pattern is not None:
-        raise UsageError(
-            "a table and a pattern cannot be used together",
-            code="conflicting-parameters",
-            remedy="give only one of them",
-        )
-    if columns and table is None:
-        raise UsageError(
-            "columns describes the columns of a table, but no table was given",
-            code="conflicting-parameters",
-            found=repr(columns)[:100],
-            remedy="give the table too (table=, --table)",
-        )
+    for is_wrong, message in (
+        (table is not None and pattern is not None, "a table and a pattern cannot be used together"),
+        (columns and table is None, "columns describes the columns of a table, but no table was given"),
+    ):
+        if is_wrong:
+            raise UsageError(message, code="conflicting-parameters", remedy="give a table or a pattern")
     naming = pattern_naming(pattern)
     existing_folder(root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:

@@ -225,7 +225,7 @@ def pattern_tokens(
     pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
 ) -> tuple[Token, ...]:  # raises UsageError
     "Split a pattern into literal text and fields, and check it."
-    words = [(m.lastgroup or "", m) for m in _TOKEN.finditer(pattern)]
+    words = ((m.lastgroup or "", m) for m in _TOKEN.finditer(pattern))
     tokens = tuple((kind, m[kind].replace("{{", "{").replace("}}", "}")) for kind, m in words)
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
     brace = next((value for kind, value in tokens if kind == "brace"), "")
@@ -257,11 +257,10 @@ def pattern_tokens(
         ),
     ):
         if is_wrong:
-            known = ", ".join(f"{{{name}}}" for name in FIELDS)
             raise UsageError(
                 f"the pattern {pattern[:_MAX_LENGTH]!r} {message}",
                 code="invalid-pattern",
-                expected=f"text with {known}, {{*}} or {{**}}",
+                expected=f"text with {{{'}, {'.join(FIELDS)}}}, {{*}} or {{**}}",
                 remedy=remedy,
             )
     return tokens
@@ -297,12 +296,13 @@ def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
         if not {("field", name) for name in given_up} <= {*tokens}:
             continue
         typed = [_TYPED_FIELDS.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
-        steps = []
-        for k, ((kind, value), text) in enumerate(zip(tokens, texts)):
-            is_last = k + 2 >= len(tokens)
-            is_free = is_last or "/" not in text and not any(typed[k : k + 3])
-            steps.append(_Step(kind, value, text, typed[k], is_last, is_free))
-        plans.append(steps)
+        is_free = ["/" not in text and not any(typed[k : k + 3]) for k, text in enumerate(texts)]
+        plans.append(
+            [
+                _Step(kind, value, texts[k], typed[k], k + 2 >= len(tokens), is_free[k])
+                for k, (kind, value) in enumerate(tokens)
+            ]
+        )
     return plans
 
 
@@ -319,7 +319,7 @@ def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
         end = len(path) - len(text) if is_last else path.find(text, least)
         while least <= end <= stop:
             yield end
-            if is_free:
+            if is_last or is_free:
                 break
             end = path.find(text, end + 1)
 
@@ -373,12 +373,6 @@ class ParsedPath:
     unread: tuple[tuple[str, str], ...] = ()  # field and text, where the text is not a time or a gain
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
-@lru_cache(256)
-def _forms(pattern: str) -> tuple[str, ...]:
-    "Return a pattern with its accents as they are, as one character and as two: names may have them in either way."
-    return tuple(dict.fromkeys((pattern, normalize("NFC", pattern), normalize("NFD", pattern))))
-
-
 @dataclass(frozen=True)
 class Naming:
     "Source of labels and metadata: folders, a pattern or a table."
@@ -389,10 +383,9 @@ class Naming:
 
     def __post_init__(self) -> None:
         by_name = self.source == "pattern" and ("field", "split") in pattern_tokens(self.pattern)
-        base = "root" if self.source == "table" or by_name else "split"
         if (
             self.source not in ("folders", "pattern", "table")
-            or self.base != base
+            or self.base != ("root" if self.source == "table" or by_name else "split")
             or bool(self.pattern) != (self.source == "pattern")
         ):
             raise DataError("the naming contradicts itself", code="invalid-naming", found=repr(self))
@@ -416,7 +409,9 @@ class Naming:
         if self.source == "folders":
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
-        found = next(filter(None, (match_pattern(p, text) for p in _forms(self.pattern))), None)
+        # names may have accents as one character or as two, in either way
+        forms = dict.fromkeys([self.pattern, *(normalize(form, self.pattern) for form in ("NFC", "NFD"))])
+        found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
         has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
         values = found or {}  # the folder is the label even if the name does not match
         parts = NameParts(
@@ -430,8 +425,13 @@ class Naming:
         split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
         unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
-        label = folder if self.labels_by_folder else values.get("label")
-        return ParsedPath(split, label, parts, found is not None, unread)
+        return ParsedPath(
+            split,
+            folder if self.labels_by_folder else values.get("label"),
+            parts,
+            found is not None,
+            unread,
+        )
 
     def to_json(self) -> str:
         "Return JSON for the data set."
@@ -469,8 +469,7 @@ def unread_fields(
         numbers = [i for i, x in enumerate(parsed) if x.unread and field in dict(x.unread)]
         if numbers:
             text = show_path(dict(parsed[numbers[0]].unread)[field])
-            n_read = f"{n_fit - len(numbers):,}" if len(numbers) < n_fit else "none"
-            message = f"{{{field}}} is read from {n_read} of the {n_fit:,} names that fit the pattern, and not from {text!r}"
+            message = f"{{{field}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, and not from {text!r}"
             found.append((numbers[0], f"{message}; {forms}"))
     return found
 
@@ -522,23 +521,21 @@ def preview_names(
     names: Sequence[tuple[str, bytes]],  # folder of the split below the root, and path relative to it
 ) -> PatternPreview:
     "Count what a pattern reads from names."
-    tokens = pattern_tokens(naming.pattern)
-    fields = [f for f in FIELDS if ("field", f) in tokens or f == "label"]
+    fields = [f for f in FIELDS if ("field", f) in pattern_tokens(naming.pattern) or f == "label"]
+    shown = [show_place(place, path) for place, path in names]
     fit: list[dict[str, str]] = []
     misses: list[str] = []
-    for place, path in names:
-        x = naming.read(path)
-        shown = show_place(place, path)
+    for place, x in zip(shown, (naming.read(path) for _, path in names)):
         gain = "" if math.isnan(x.parts.gain) else f"{x.parts.gain:g}"
         found = x.parts._asdict() | {"split": x.split, "label": x.label, "gain": gain}
         if x.fits:
-            fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
+            fit.append({"path": place} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
         else:
-            misses.append(shown)
+            misses.append(place)
     counts = {f: Counter(row[f] for row in fit) for f in fields}
     n_fit = len(fit)
     if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field
-        n_fit, misses = 0, [show_place(place, path) for place, path in names]
+        n_fit, misses = 0, shown
     return PatternPreview(
         naming.pattern,
         n_fit,

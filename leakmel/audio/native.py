@@ -18,9 +18,7 @@ from leakmel.core.monitor import usable_cores
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
 
-CODE = load_compiled(
-    "leakmel.audio.native_code", "leakmel.audio.digests", "leakmel.audio.wav", "leakmel.core.machine_code"
-)
+CODE = load_compiled("leakmel.audio.native_code", "leakmel.audio.wav", "leakmel.core.machine_code")
 _FUNCTIONS = CODE.functions
 # outcomes of reading; from 1 up: errno of opening or reading
 HERE = CODE.constants["HERE"]
@@ -207,8 +205,8 @@ def stat_files(
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
     def look(start: int) -> None:
-        some = as_bytes(paths[start : start + step])
-        _FUNCTIONS["stat_files"](np.array([folder]), *some, np.zeros(32, np.int64), out[start : start + step])
+        own = slice(start, start + step)
+        _FUNCTIONS["stat_files"](np.array([folder]), *as_bytes(paths[own]), np.zeros(32, np.int64), out[own])
 
     if 0 < len(paths) <= step:
         look(0)

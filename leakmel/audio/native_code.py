@@ -12,15 +12,194 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from leakmel.audio.digests import MIN_BYTES, hash_rows, moments, write_digest
 from leakmel.audio.wav import MAX_CHUNKS, MIN_UNCLAIMED, OPEN_FLAGS
-from leakmel.core.jit import address, compiled
+from leakmel.core.jit import WORD, Vector, address, compiled, constant, emitted, load, moved
 from leakmel.core.machine_code import DONE
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
+
+# %% ../../nbs/audio/native_code.ipynb #b34e72b6
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+
+_PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+_AVALANCHE = 0x165667919E3779F9
+# bytes of the secret that the steps take
+_MIX_AT = 128
+_LAST_AT = 121
+_LOW_AT = 11
+_HIGH_AT = 117
+
+# %% ../../nbs/audio/native_code.ipynb #b38f9bb9
+_SUMS = ir.VectorType(WORD, 8)
+_WIDE = ir.IntType(128)
+
+
+def _secret(builder: ir.IRBuilder, at: int | ir.Value) -> Vector:
+    "Load eight words of the secret, starting at a byte."
+    name = "leakmel.xxh3.secret"
+    data = builder.module.globals.get(name) or cgutils.global_constant(
+        builder.module, name, ir.Constant(ir.ArrayType(ir.IntType(8), len(_SECRET)), bytearray(_SECRET))
+    )
+    return load(builder, moved(builder, builder.ptrtoint(data, WORD), at), _SUMS, 1)
+
+
+def _add_stripe(builder: ir.IRBuilder, sums: Vector, place: ir.Value, key: Vector) -> Vector:
+    taken = load(builder, place, _SUMS, 2)
+    keyed = taken ^ key
+    return sums + ((keyed & 0xFFFFFFFF) * keyed.high(32) + taken.picked([i ^ 1 for i in range(8)]))
+
+
+def _merge_sums(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -> ir.Value:
+    "Merge the sums into one word: fold 128-bit products by exclusive or."
+    mixed = (sums ^ _secret(builder, at)).value
+    total = start
+    for i in range(4):
+        a, b = (
+            builder.zext(builder.extract_element(mixed, ir.IntType(32)(2 * i + k)), _WIDE) for k in (0, 1)
+        )
+        product = builder.mul(a, b)
+        total = builder.add(
+            total,
+            builder.xor(builder.trunc(product, WORD), builder.trunc(builder.lshr(product, _WIDE(64)), WORD)),
+        )
+    total = builder.mul(builder.xor(total, builder.lshr(total, WORD(37))), WORD(_AVALANCHE))
+    return builder.xor(total, builder.lshr(total, WORD(32)))
+
+# %% ../../nbs/audio/native_code.ipynb #b91ee5a7
+@emitted
+def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: ir.Value) -> None:
+    "Write high and low word of the digest of more than 240 bytes, a multiple of 8, to an address."
+    kept = cgutils.alloca_once_value(builder, constant(_SUMS, _START))
+
+    def stripes(place: ir.Value, n: ir.Value) -> None:
+        with cgutils.for_range(builder, n) as loop:
+            sums = Vector(builder, builder.load(kept))
+            key = _secret(builder, builder.mul(loop.index, WORD(8)))
+            stripe = builder.add(place, builder.mul(loop.index, WORD(64)))
+            builder.store(_add_stripe(builder, sums, stripe, key).value, kept)
+
+    last = builder.sub(n_bytes, WORD(1))
+    n_blocks = builder.lshr(last, WORD(10))
+    with cgutils.for_range(builder, n_blocks) as block:
+        stripes(builder.add(data, builder.shl(block.index, WORD(10))), WORD(16))
+        sums = Vector(builder, builder.load(kept))
+        builder.store(((sums ^ sums.high(47) ^ _secret(builder, _MIX_AT)) * _PRIME32[0]).value, kept)
+    stripes(
+        builder.add(data, builder.shl(n_blocks, WORD(10))),
+        builder.lshr(builder.and_(last, WORD(1023)), WORD(6)),
+    )
+    sums = _add_stripe(
+        builder,
+        Vector(builder, builder.load(kept)),
+        builder.sub(builder.add(data, n_bytes), WORD(64)),
+        _secret(builder, _LAST_AT),
+    )
+    high, low = (builder.mul(n_bytes, WORD(prime)) for prime in (_PRIME64[1], _PRIME64[0]))
+    for i, word in enumerate(
+        (_merge_sums(builder, sums, _HIGH_AT, builder.not_(high)), _merge_sums(builder, sums, _LOW_AT, low))
+    ):
+        builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
+
+
+MIN_BYTES = 241  # shorter inputs use another algorithm of XXH3
+
+
+@compiled("void(u1[:, ::1], u8[:, ::1])")
+def hash_rows(
+    rows: np.ndarray,  # [n, bytes] uint8
+    out: np.ndarray,  # [n, 2] uint64, filled
+) -> None:
+    "Write the digest of each row, as high and low words."
+    for i in range(len(rows)):
+        write_digest((address(rows[i]), rows.shape[1], address(out[i])))
+
+# %% ../../nbs/audio/native_code.ipynb #3239eed8
+_SHORTS, _PAIRS = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(32), 16)
+_PART = 1 << 19  # samples whose sum fits into the 16 lanes of `_PAIRS`
+
+
+def _pair_sums(x: Vector, y: Vector) -> Vector:
+    "Products of int16 lanes, summed in pairs: one instruction of x86 processors."
+    builder, wide = x.builder, ir.VectorType(ir.IntType(32), 32)
+    product = Vector(builder, builder.mul(builder.sext(x.value, wide), builder.sext(y.value, wide)))
+    return product.picked(range(0, 32, 2)) + product.picked(range(1, 32, 2))
+
+
+def _reduced(x: Vector, how: str) -> ir.Value:
+    "Reduce all lanes to one 64-bit integer: `add`, `smin` or `smax`."
+    kind = x.value.type
+    name = f"llvm.vector.reduce.{how}.v{kind.count}i{kind.element.width}"
+    function = cgutils.get_or_insert_function(x.builder.module, ir.FunctionType(kind.element, [kind]), name)
+    number = x.builder.call(function, [x.value])
+    return number if kind.element == WORD else x.builder.sext(number, WORD)
+
+
+@emitted
+def _write_moments(builder: ir.IRBuilder, data: ir.Value, n: ir.Value, out: ir.Value) -> None:
+    "Write lowest and highest of n times 64 samples, at most _PART, their sum and the sum of their squares to an address."
+    kinds = ((_SHORTS, 32_767), (_SHORTS, -32_768), (_SUMS, 0), (_SUMS, 0), (_PAIRS, 0), (_PAIRS, 0))
+    kept = [cgutils.alloca_once_value(builder, constant(*kind)) for kind in kinds]
+    ones = Vector(builder, constant(_SHORTS, 1))
+    with cgutils.for_range(builder, n) as loop:
+        low, high, squares, upper, *totals = (Vector(builder, builder.load(k)) for k in kept)
+        place = builder.add(data, builder.mul(loop.index, WORD(128)))
+        for i in range(2):  # two totals, because an addition to one waits for the one before
+            x = load(builder, moved(builder, place, 64 * i), _SHORTS, 2)
+            low, high = x.where(x < low, low), high.where(x < high, x)
+            pairs = _pair_sums(x, x).bits(_SUMS)  # each word holds two sums, from 0 to 2^31
+            squares, upper = squares + pairs, upper + pairs.high(32)
+            totals[i] = totals[i] + _pair_sums(x, ones)
+        for k, value in zip(kept, (low, high, squares, upper, *totals)):
+            builder.store(value.value, k)
+    low, high, squares, upper, *totals = (Vector(builder, builder.load(k)) for k in kept)
+    lower = squares - (upper << 32)  # what the upper sums carry is subtracted, whatever overflows
+    wide = Vector(builder, builder.sext((totals[0] + totals[1]).value, ir.VectorType(WORD, 16)))
+    for i, word in enumerate(
+        (_reduced(low, "smin"), _reduced(high, "smax"), _reduced(wide, "add"), _reduced(lower + upper, "add"))
+    ):
+        builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
+
+
+@compiled("void(i2[:, ::1], i8[:, ::1])")
+def moments(
+    rows: np.ndarray,  # [n, N] int16
+    out: np.ndarray,  # [n, 5] int64 zeros, filled
+) -> None:
+    "Write the moments of each recording of 16-bit samples."
+    for i in range(len(rows)):
+        x = rows[i]
+        low, high, total, squares = np.int64(32_767), np.int64(-32_768), np.int64(0), np.int64(0)
+        for start in range(0, len(x), _PART):
+            n = min(_PART, len(x) - start) // 64
+            _write_moments((address(x) + 2 * start, n, address(out[i])))
+            low, high = min(low, out[i, 0]), max(high, out[i, 1])
+            total += out[i, 2]
+            squares += out[i, 3]
+        for k in range(len(x) // 64 * 64, len(x)):
+            value = np.int64(x[k])
+            low, high = min(low, value), max(high, value)
+            total += value
+            squares += value * value
+        out[i, 0], out[i, 1], out[i, 2], out[i, 3] = low, high, total, squares
+        if high == 32_767 or low <= -32_767:
+            for k in range(len(x)):
+                out[i, 4] += x[k] == 32_767 or x[k] <= -32_767
 
 # %% ../../nbs/audio/native_code.ipynb #6e630005
 _LIBRARY = ctypes.CDLL(None)
@@ -203,8 +382,8 @@ def _samples_at(fd, n_file, header, block, n_row):
             if has_format or size < 16 or n_here < _PIECE:
                 return np.int64(-1)
             for k in range(16):
-                is_byte_rate = 8 <= k < 12  # nothing depends on it
-                if block[here + 8 + k] != header[20 + k] and not is_byte_rate:
+                # nothing depends on the byte rate
+                if block[here + 8 + k] != header[20 + k] and not 8 <= k < 12:
                     return np.int64(-1)
             has_format = True
         elif _is_at(block, here, header, 36):  # "data"

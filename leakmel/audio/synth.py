@@ -9,11 +9,13 @@ __all__ = ['write_demo']
 import os, struct, time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,12 +72,9 @@ def random_bins(
     rng: np.random.Generator,
 ) -> np.ndarray:  # complex64 [K]
     "Draw independent random bins of mean zero."
-    parts = rng.random(2 * len(amplitude), dtype=np.float32)
-    parts -= np.float32(0.5)
+    parts = rng.random(2 * len(amplitude), dtype=np.float32) - np.float32(0.5)
     parts *= np.float32(np.sqrt(12))  # mean square 1
-    bins = parts.view(np.complex64)
-    bins *= amplitude
-    return bins
+    return parts.view(np.complex64) * amplitude
 
 
 def noise_bins(
@@ -107,9 +106,6 @@ class Sensor:
     tap_share: float  # share of recordings in which a tap is opened
     gain: int  # setting of the amplifier, a number in the name of the file
     dc_offset: float  # in units of one 16-bit step
-
-    def __repr__(self) -> str:
-        return f"Sensor({self.name}, {self.level_db:.0f} dBFS, gain {self.gain})"
 
     @cached_property
     def colour(self) -> np.ndarray:
@@ -147,8 +143,9 @@ def _tones(rng: np.random.Generator) -> tuple[tuple[float, float], ...]:
     shaft_hz = rng.uniform(23.8, 24.9)
     blades = rng.integers(5, 8)
     f_hz = [50.0 * k for k in (1, 2, 3, 4, 6)] + [shaft_hz, shaft_hz * blades, 2 * shaft_hz * blades]
-    share = rng.dirichlet(np.full(N_TONES, 0.8))
-    return tuple((round(float(f), 1), float(s)) for f, s in zip(f_hz, share))
+    return tuple(
+        (round(f, 1), s) for f, s in zip(map(float, f_hz), rng.dirichlet(np.full(N_TONES, 0.8)).tolist())
+    )
 
 
 def make_sensor(
@@ -182,23 +179,6 @@ def make_sensor(
 # %% ../../nbs/audio/synth.ipynb #97fa39d4
 LABELS = ("LEAK", "NOLEAK")
 
-
-@dataclass(frozen=True)
-class Scene:
-    "Events of one recording; levels in dB re the sensor's typical level, None for absent events."
-
-    gain: int  # setting of the amplifier
-    flow_db: float
-    leak_db: float | None
-    leak_hz: float  # centre of the hiss
-    leak_octaves: float  # its half width
-    leak_place: float  # where on the pipe, 0 to 0.5 of its length; decides which modes ring
-    hum_db: float | None
-    vehicles: tuple[tuple[float, float, float], ...]  # time s, level dB, duration s
-    tap_db: float | None
-    tap_hz: float
-    tap_span_s: tuple[float, float]  # opened, closed
-
 # %% ../../nbs/audio/synth.ipynb #eb8818b0
 _LOUD_DB = -12.0  # re full scale; noise of this level reaches full scale in about one of 15,000 samples
 
@@ -207,34 +187,37 @@ def draw_scene(
     sensor: Sensor,
     label: str,  # one of LABELS
     rng: np.random.Generator,
-) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
-    "Draw the events of one recording."
+) -> SimpleNamespace:  # with half the gain where flow, leak and tap together would overdrive the recorder
+    "Draw the events of one recording; levels in dB re the sensor's typical level, None for absent events."
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
-    scene = Scene(
+    scene = SimpleNamespace(
+        # setting of the amplifier
         gain=int(sensor.gain * step),
         flow_db=rng.normal(0, 2.5),
         leak_db=rng.normal(4, 5) if label == "LEAK" else None,
+        # centre of the hiss, and half of its width
         leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
         leak_octaves=rng.uniform(0.5, 1.1),
+        # where on the pipe, 0 to 0.5 of its length; decides which modes ring
         leak_place=rng.uniform(0.05, 0.5),
         hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
+        # time s, level dB, duration s
         vehicles=tuple(
             (rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2))
             for _ in range(rng.poisson(sensor.traffic))
         ),
         tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
         tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
+        # opened, closed
         tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)),
     )
     power = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
-    level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power)
-    return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
+    if sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power) > _LOUD_DB:
+        scene.gain //= 2
+    return scene
 
 # %% ../../nbs/audio/synth.ipynb #81072225
-_MODE_NUMBERS = np.arange(1, 13)
-
-
 def hiss_power(
     sensor: Sensor,
     f_hz: float,  # centre of the band
@@ -242,10 +225,9 @@ def hiss_power(
     place: float,  # of the source on the pipe, 0 to 0.5 of its length
 ) -> np.ndarray:  # float32 [G], power 1
     "Return the power spectrum of water that escapes through an opening, as the sensor records it."
-    weights = np.sin(np.pi * place * _MODE_NUMBERS).astype(np.float32) ** 2
-    rings = np.einsum(
-        "k,kg->g", weights, sensor.modes
-    )  # not BLAS: its threads may change the order of the sum
+    weights = np.sin(np.pi * place * np.arange(1, 13)).astype(np.float32) ** 2  # of the modes
+    # not BLAS: its threads may change the order of the sum
+    rings = np.einsum("k,kg->g", weights, sensor.modes)
     return unit_power(bump(f_hz, octaves) * (np.float32(0.12) + rings) * sensor.colour)
 
 # %% ../../nbs/audio/synth.ipynb #6462a32d
@@ -261,7 +243,7 @@ _RAMP = np.arange(_KNOT, dtype=np.float32) / np.float32(_KNOT)
 
 def render(
     sensor: Sensor,
-    scene: Scene,
+    scene: SimpleNamespace,  # of `draw_scene`
     rng: np.random.Generator,
 ) -> np.ndarray:  # int16 [N]
     "Compute the samples of a scene as the sensor records it."
@@ -321,8 +303,7 @@ def wav_bytes(
             expected="int16 [N] or [N, C]",
             remedy="scale and round to int16 first",
         )
-    channels = 1 if samples.ndim == 1 else samples.shape[1]
-    return canonical_header(sample_rate, len(samples), channels) + samples.astype("<i2", copy=False).tobytes()
+    return canonical_header(sample_rate, *samples.shape) + samples.astype("<i2", copy=False).tobytes()
 
 
 def write_wav(
@@ -367,7 +348,6 @@ def split_sensors(
     return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
 
 # %% ../../nbs/audio/synth.ipynb #c970e3a4
-_FIRST_NIGHT = datetime(2021, 3, 1)
 _PER_NIGHT = 12
 
 
@@ -383,9 +363,8 @@ class PlannedRecording:
 
     def path(self, gain: int, recording: str | None = None) -> str:
         "Path below the root of the set."
-        at = _FIRST_NIGHT + timedelta(
-            days=self.turn // _PER_NIGHT, minutes=20 * (self.turn % _PER_NIGHT), seconds=self.index * 7 % 60
-        )
+        night, turn = divmod(self.turn, _PER_NIGHT)
+        at = datetime(2021, 3, 1) + timedelta(days=night, minutes=20 * turn, seconds=self.index * 7 % 60)
         name = f"{self.sensor.name}~{recording or f'{self.index:06d}'}~{at:%Y%m%d_%H%M%S}~{gain}.wav"
         return f"{self.split}/{self.label}/{name}"
 
@@ -530,9 +509,8 @@ def write_demo(
         _check_target(root)
         with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
             partial = Path(folder, root.name)
-            for split in SPLIT_SIZES:
-                for label in LABELS:
-                    Path(partial, split, label).mkdir(parents=True)
+            for split, label in product(SPLIT_SIZES, LABELS):
+                Path(partial, split, label).mkdir(parents=True)
             for n_done, planned in enumerate(plan, 1):
                 path, samples = render_planned(planned, seed)
                 write_wav(partial / path, samples)
@@ -546,6 +524,11 @@ def write_demo(
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
         split, *label_folder, _ = path.split("/")
         splits[split]["".join(label_folder)] += 1
-    faults_made = tuple((path, what) for path, what, _ in planted)
-    seconds = time.perf_counter() - start_s
-    return DemoSummary(root, n_files + len(planted), n_bytes, seconds, splits, faults_made)
+    return DemoSummary(
+        root,
+        n_files + len(planted),
+        n_bytes,
+        time.perf_counter() - start_s,
+        splits,
+        tuple((path, what) for path, what, _ in planted),
+    )

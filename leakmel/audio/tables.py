@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, codecs, csv, io, math, os, re, stat
+import base64, codecs, csv, io, math, os, re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from leakmel.audio.problems import Problem, how_many
 from leakmel.audio.wav import digest_of
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, UsageError, explain, show_path
+from leakmel.core.files import open_regular_file
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
 TABLE_COLUMNS = (
@@ -69,13 +70,10 @@ class NameTable:
     digest: str = ""  # xxh3-128 of the file, hex
     has_times: bool = False  # it has a column of start times, which may be empty
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
     def rows_of(self, split: str) -> list[int]:
         "Row numbers of a split, in the order of the bytes of their paths."
         return sorted(
-            (i for i in range(len(self)) if self.splits is None or self.splits[i] == split),
+            (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split),
             key=self.paths.__getitem__,
         )
 
@@ -85,8 +83,8 @@ def table_columns(
 ) -> dict[str, str]:  # name of TABLE_COLUMNS -> name in the table
     "Check which columns of a table are used; raises UsageError."
     if isinstance(columns, str):
-        words = [word.partition("=") for word in columns.split(",") if word.strip()]
-        columns = {name.strip(): given.strip() for name, _, given in words}
+        words = (word.partition("=") for word in columns.split(",") if word.strip())
+        columns = {name.strip(): given for name, _, given in words}
     if not isinstance(columns, Mapping | None):
         raise UsageError(
             "columns must be a dictionary or text",
@@ -111,16 +109,14 @@ def _column(cell: str) -> str:
     return "path" if name in ("file", "filename") else name
 
 
-def _places(names: list[str], file: Path, columns: dict[str, str], needed: tuple[str, ...]) -> dict[str, int]:
-    "Return the places of known columns in a header; the user can name the same column for several."
+def _places(names: list[str], file: Path, columns: dict[str, str], needed: Collection[str]) -> dict[str, int]:
+    "Return the places of known columns in a header, and as extra/NAME those of others that can be kept; the user can name the same column for several."
     places = dict[str, int]()
     for name in TABLE_COLUMNS:
         given = columns.get(name)
-        found = [
-            i
-            for i, x in enumerate(names)
-            if (x == given if given in names else _column(x) == _column(given or name))
-        ]
+        # a name as it is written goes before one in other case
+        fits = given.__eq__ if given in names else lambda x, name=given or name: _column(x) == _column(name)
+        found = [i for i, x in enumerate(names) if fits(x)]
         if len(found) > 1 or not found and (given or name in needed):
             raise DataError(
                 f"the table has {'more than one' if found else 'no'} column {show_path(given or name)}",
@@ -131,7 +127,12 @@ def _places(names: list[str], file: Path, columns: dict[str, str], needed: tuple
                 remedy=f"name the column that holds it: columns={{'{name}': NAME}}, --columns {name}=NAME",
             )
         places.update((name, i) for i in found)
-    return places
+    others: dict[str, int] = {}
+    for i in sorted({*range(len(names))} - {*places.values()}):
+        name = names[i].removeprefix("extra/").replace("/", "_")
+        if name not in ("", ".", "..", *MEASURED_COLUMNS) and len(name.encode()) <= MAX_EXTRA_BYTES:
+            others.setdefault(f"extra/{name}", i)
+    return places | dict([*others.items()][:MAX_EXTRA_COLUMNS])
 
 # %% ../../nbs/audio/tables.ipynb #84578403
 MAX_TABLE_BYTES = 1 << 30
@@ -142,22 +143,21 @@ def read_table_bytes(
 ) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as f:
-            st = os.fstat(fd)
-            if not stat.S_ISREG(st.st_mode) or st.st_size > MAX_TABLE_BYTES:
-                raise DataError(
-                    "the table is not a regular file, or is too large",
-                    code="table-unreadable",
-                    path=file,
-                    expected=f"a file of at most {MAX_TABLE_BYTES >> 20} MiB",
-                )
-            return f.read(MAX_TABLE_BYTES)
+        with open(open_regular_file(file), "rb") as f:
+            data = f.read(MAX_TABLE_BYTES + 1)
     except OSError as e:
         cause, remedy = explain(e, file)
         raise DataError(
             f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
         ) from e
+    if len(data) > MAX_TABLE_BYTES:
+        raise DataError(
+            "the table is too large",
+            code="table-unreadable",
+            path=file,
+            expected=f"a file of at most {MAX_TABLE_BYTES >> 20} MiB",
+        )
+    return data
 
 
 def require_same_table(
@@ -232,21 +232,23 @@ class CsvTable:
 
     def rows(
         self,
+        places: Mapping[str, int],  # of the columns that are read
         least: int = 0,  # cells; others at the end of a row may be missing
-    ) -> Iterator[tuple[int, list[str]]]:  # line, a cell for each column; raises DataError
-        "Yield the rows."
+    ) -> Iterator[tuple[int, dict[str, str]]]:  # line, name of column -> cell; raises DataError
+        "Yield the rows; cells without blanks at their ends, except paths."
         n = len(self.names)
         for line, cells in self.lines:
             if len(cells) < least or any(cell.strip() for cell in cells[n:]):
                 raise row_error(self.file, line, f"the row has {len(cells)} cells, the header has {n}")
-            yield line, cells[:n] + [""] * (n - len(cells))
+            cells += [""] * (n - len(cells))
+            yield line, {x: cells[i] if x == "path" else cells[i].strip() for x, i in places.items()}
 
     def records(
         self,
         *needed: str,  # names of columns
         whole: bool = False,  # no row lacks its last cells
-    ) -> Iterator[tuple[int, dict[str, str]]]:  # line, name of column -> cell; raises DataError
-        "Yield the rows with the names of their columns; cells without blanks at their ends, except paths."
+    ) -> Iterator[tuple[int, dict[str, str]]]:  # as `rows`; raises DataError
+        "Yield the rows with all columns."
         columns = self.columns
         for name in needed:
             if columns.count(name) != 1:
@@ -257,8 +259,7 @@ class CsvTable:
                     found=", ".join(map(show_path, self.names))[:500],
                     expected=", ".join(needed),
                 )
-        for line, cells in self.rows(len(columns) if whole else 0):
-            yield line, {n: cell if n == "path" else cell.strip() for n, cell in zip(columns, cells)}
+        return self.rows({name: i for i, name in enumerate(columns)}, len(columns) if whole else 0)
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b02
 _SEP = re.compile(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', re.IGNORECASE)
@@ -309,8 +310,8 @@ def has_columns(
 ) -> bool:  # raises DataError for what is no table
     "Return whether a table begins with columns, as leakmel wrote it or as a spreadsheet saved it."
     data = file.read(4096)
-    table = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns)
-    return table.columns[: len(columns)] == list(columns)
+    found = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns).columns
+    return found[: len(columns)] == list(columns)
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
@@ -342,22 +343,35 @@ def _row(
     delimiter: str,
 ) -> tuple[bytes, str, str, NameParts]:  # path, label, split; raises ValueError
     "Read the known cells of a row."
-    text = {name: cells.get(name, "").strip() for name in TABLE_COLUMNS}
+    text = dict.fromkeys(TABLE_COLUMNS, "") | cells
     coded = text["path_base64"]
-    path = base64.b64decode(coded, validate=True) if coded else os.fsencode(cells.get("path", ""))
-    if b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")):
-        shown = show_path(path)
-        raise ValueError(f"the path {shown!r} is empty, not below the data folder or not in its plain form")
+    path = base64.b64decode(coded, validate=True) if coded else os.fsencode(text["path"])
     split = split_name(text["split"]) or ""
-    if text["split"] and not split:
-        raise ValueError(f"the split {text['split'][:80]!r} is not training, validation or testing")
     when = iso_time(dashed_date(text["start_time"]))
-    if text["start_time"] and not when:
-        raise ValueError(
-            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}"
-        )
-    gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
-    parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
+    for is_wrong, message in (
+        (
+            b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")),
+            f"the path {show_path(path)!r} is empty, not below the data folder or not in its plain form",
+        ),
+        (
+            text["split"] and not split,
+            f"the split {text['split'][:80]!r} is not training, validation or testing",
+        ),
+        (
+            text["start_time"] and not when,
+            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
+    parts = NameParts(
+        text["sensor"],
+        text["recording"],
+        when,
+        table_number(text["gain"], delimiter) if text["gain"] else math.nan,
+        text["session"],
+        text["folder"],
+    )
     return path, text["label"] if text_key(text["label"]) else "", split, parts
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
@@ -382,19 +396,19 @@ def read_table(
     names = [cell.strip() for cell in table.names]
     needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}
-    others = _other_columns(names, set(places.values()))
-    extra: dict[str, list[str]] = {name: [] for name in others}
+    least = 1 + max(places.get(name, -1) for name in ("path", *needed))
+    extra: dict[str, list[str]] = {name: [] for name in places.keys() - TABLE_COLUMNS}
     rows: list[tuple[bytes, str, str, NameParts]] = []
     lines: dict[bytes, int] = {}
-    for line, cells in table.rows(1 + max(places.get(name, -1) for name in ("path", *needed))):
+    for line, cells in table.rows(places, least):
         try:
-            rows.append(_row({name: cells[i] for name, i in places.items()}, table.delimiter))
+            rows.append(_row(cells, table.delimiter))
         except ValueError as e:
             raise row_error(file, line, str(e)) from e
         if (first := lines.setdefault(rows[-1][0], line)) != line:
             raise row_error(file, line, f"the path is the same as in line {first}")
-        for name, i in others.items():
-            extra[name].append(cells[i].strip())
+        for name, texts in extra.items():
+            texts.append(cells[name])
     if not rows:
         raise DataError(
             "the table names no recording",
@@ -402,7 +416,7 @@ def read_table(
             path=file,
             expected="a line of column names, for example path,label, and a line for each recording",
         )
-    splits = [split for _, _, split, _ in rows]
+    paths, labels, splits, parts = map(list, zip(*rows))
     if any(splits) and "" in splits:
         raise row_error(
             file,
@@ -410,33 +424,19 @@ def read_table(
             "the split is empty",
             remedy="fill it in every line, or remove the column",
         )
-    for name, texts in [*extra.items()]:
-        if max(len(text.encode()) for text in texts) > MAX_EXTRA_BYTES:
-            del extra[name], others[name]
-    used = {*places.values(), *others.values()}
-    ignored = tuple(cell for i, cell in enumerate(names) if cell and i not in used)
+    long = {name for name, texts in extra.items() if max(len(x.encode()) for x in texts) > MAX_EXTRA_BYTES}
+    used = {i for name, i in places.items() if name not in long}
     return NameTable(
         file,
-        list(lines),
-        [label for _, label, _, _ in rows],
+        paths,
+        labels,
         splits if any(splits) else None,
-        [parts for _, _, _, parts in rows],
-        ignored,
-        extra,
+        parts,
+        tuple(cell for i, cell in enumerate(names) if cell and i not in used),
+        {name.removeprefix("extra/"): extra[name] for name in places if name in extra.keys() - long},
         digest_of(data),
         "start_time" in places,
     )
-
-
-def _other_columns(names: list[str], known: set[int]) -> dict[str, int]:
-    "Return the places of the columns that can be kept besides known ones."
-    found: dict[str, int] = {}
-    for i, cell in enumerate(names):
-        name = cell.removeprefix("extra/").replace("/", "_")
-        is_free = name not in ("", ".", "..", *found, *MEASURED_COLUMNS) and len(found) < MAX_EXTRA_COLUMNS
-        if i not in known and is_free and len(name.encode()) <= MAX_EXTRA_BYTES:
-            found[name] = i
-    return found
 
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(
@@ -446,13 +446,13 @@ def paths_below_root(
     "Complete paths that are relative to the folder of their split, and find those that differ from a path only in what cannot be seen."
     if all(path in known for path in table.paths):
         return table
-    folders: dict[str | None, list[bytes]] = {}
+    folders: dict[str, list[bytes]] = {}
     for first in sorted({path.split(b"/", 1)[0] for path in known if b"/" in path}):
-        folders.setdefault(split_name(os.fsdecode(first)), []).append(first + b"/")
-    forms = []
-    for path, split in zip(table.paths, table.splits or [""] * len(table)):
-        below = [folder + path for folder in folders.get(split, ())] if split and path not in known else []
-        forms.append([os.fsdecode(p) for p in (path, *below)])
+        folders.setdefault(split_name(os.fsdecode(first)) or "no split", []).append(first + b"/")
+    forms = [
+        [os.fsdecode(below + path) for below in (b"", *(() if path in known else folders.get(split, ())))]
+        for path, split in zip(table.paths, table.splits or [""] * len(table.paths))
+    ]
     means = match_texts({p for each in forms for p in each}, map(os.fsdecode, known))
     paths = [os.fsencode(next((means[p] for p in each if p in means), each[0])) for each in forms]
     if len(set(paths)) < len(paths):
@@ -480,6 +480,9 @@ def missing_files(
             f"{how_many(n_rows - 1, 'other')} of the table do not exist",
         )
     for path in missing:
-        hint = '; write "/" between folders' if b"\\" in path else "; upper and lower case count"
-        message = f"the table names this file, but the data folder does not contain it{hint}"
-        yield Problem("missing_file", show_path(path), message)
+        hint = 'write "/" between folders' if b"\\" in path else "upper and lower case count"
+        yield Problem(
+            "missing_file",
+            show_path(path),
+            f"the table names this file, but the data folder does not contain it; {hint}",
+        )

@@ -6,11 +6,12 @@
 __all__ = ['Recording', 'read_wav']
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
-import errno, os, re, stat, struct, threading
+import ctypes, errno, mmap, os, re, stat, struct, sys, threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,6 @@ _FAULTS = (
     "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
 )
 MACHINE_FAULTS = frozenset(getattr(errno, name) for name in _FAULTS.split() if hasattr(errno, name))
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 def read_error(
@@ -41,7 +41,7 @@ def read_error(
             path=path,
             remedy=f"{remedy}; no recording was rejected because of this fault",
         )
-    if error.errno in _GONE:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         return RecordingError(
             "changed", f"the file was there when listed and is not there now ({name})", path=path
         )
@@ -153,12 +153,11 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
     wanted = channels * (
         -(-bits // 8) if kind in _BITS else 1
     )  # 24 bits in 4 bytes would be decoded to noise
-    name = _CODED.get(tag, "unknown coding")
     checks = (
         (1 <= channels <= MAX_CHANNELS, f"{channels} channels, from 1 to {MAX_CHANNELS} are read"),
         (1 <= rate <= 10_000_000, f"sample rate of {rate} Hz"),
         (tag != _EXTENSIBLE, f"an extensible format without a plain sub-format; {_CONVERT}"),
-        (kind, f"coded samples: {name} (format tag {tag:#06x}); {_CONVERT}"),
+        (kind, f"coded samples: {_CODED.get(tag, 'unknown coding')} (format tag {tag:#06x}); {_CONVERT}"),
         (kind not in _BITS or bits in _BITS[kind], f"{kind} samples of {bits} bits"),
         (align == wanted, f"frames of {align} bytes for {channels} x {bits} bits, {wanted} fit"),
     )
@@ -166,14 +165,6 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
         if not is_right:
             raise RecordingError("channels" if message is checks[0][1] else "unsupported", message, offset=at)
     return f"{kind}{bits if kind in _BITS else ''}", channels, rate, align, bits
-
-
-def _check_bytes(n_bytes: int, start: int) -> None:
-    "Refuse more bytes of samples than a recording may have."
-    if n_bytes > MAX_SAMPLE_BYTES:
-        raise RecordingError(
-            "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
-        )
 
 # %% ../../nbs/audio/wav.ipynb #64b7f269
 _HEAD_BYTES = 512  # read at once: each system call lets other threads take the GIL
@@ -187,14 +178,8 @@ def pread_all(fd: int, n: int, offset: int) -> bytes:
     return data
 
 
-def _header_reader(fd: int) -> Callable[[int, int], bytes]:
-    "Return a function (n, offset) -> at most n bytes of the file at the offset."
-    head = pread_all(fd, _HEAD_BYTES, 0)
-    return lambda n, at: head[at : at + n] if at + n <= len(head) else pread_all(fd, n, at)
-
-
 def _chunks(
-    read: Callable[[int, int], bytes],  # of `_header_reader`
+    read: Callable[[int, int], bytes],  # at most n bytes at an offset
     container: str,
 ) -> Iterator[tuple[bytes, int, int]]:  # name, size as claimed, byte offset of the name
     "Yield the chunks of a RIFF file."
@@ -227,9 +212,6 @@ def _chunks(
         raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
 
 # %% ../../nbs/audio/wav.ipynb #ec85d988
-_UNIQUE_CHUNKS = (b"fmt ", b"data", b"ds64")
-
-
 def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Return the bytes of samples from the header's claim and the file's size."
     n_left = n_file - start
@@ -271,7 +253,11 @@ def parse_header(
     "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError if they are invalid."
     if n_file == 0:
         raise RecordingError("empty", "the file has no bytes", offset=0)
-    read = _header_reader(fd)
+    block = pread_all(fd, _HEAD_BYTES, 0)
+
+    def read(n: int, at: int) -> bytes:  # at most n bytes
+        return block[at : at + n] if at + n <= len(block) else pread_all(fd, n, at)
+
     head = read(12, 0)
     if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
@@ -285,7 +271,7 @@ def parse_header(
         end = at + 8 + claimed + (claimed & 1)
         if end <= n_file + 1 or _CHUNK.match(name):
             fitting = end
-        if name in _UNIQUE_CHUNKS:
+        if name in (b"fmt ", b"data", b"ds64"):
             body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
@@ -308,10 +294,23 @@ def parse_header(
             "not_wav", "the chunks end, and there is no data chunk", offset=min(max(end, 12), n_file)
         )
     # 16-bit samples stay as they are, others become float32
-    widened = 4 * channels * (size // align) if encoding != "pcm16" and align else 0
-    _check_bytes(max(size, widened), start)
-    unclaimed = _unclaimed_bytes(read, fitting, n_file, size)
-    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unclaimed)
+    n_bytes = max(size, 4 * channels * (size // align) if encoding != "pcm16" and align else 0)
+    if n_bytes > MAX_SAMPLE_BYTES:
+        raise RecordingError(
+            "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
+        )
+    return WavHeader(
+        container,
+        encoding,
+        rate,
+        channels,
+        bits,
+        align,
+        start,
+        size,
+        fmt_start,
+        _unclaimed_bytes(read, fitting, n_file, size),
+    )
 
 # %% ../../nbs/audio/wav.ipynb #11e4070b
 DIGEST_ALGORITHM = "xxh3-128"
@@ -358,15 +357,14 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
     raw = bytearray(header.data_bytes)
     view = memoryview(raw)
     done = 0
-    while done < len(raw):
-        n = os.preadv(fd, [view[done:]], header.data_start + done)
-        if n == 0:
-            raise RecordingError(
-                "truncated",
-                f"the file ended after {done} of {len(raw)} bytes of samples",
-                offset=header.data_start + done,
-            )
+    while done < len(raw) and (n := os.preadv(fd, [view[done:]], header.data_start + done)):
         done += n
+    if done < len(raw):
+        raise RecordingError(
+            "truncated",
+            f"the file ended after {done} of {len(raw)} bytes of samples",
+            offset=header.data_start + done,
+        )
     return raw
 
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
@@ -416,21 +414,11 @@ def decode_payload(
     samples = _decode(raw, header)
     if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
         frame, channel = divmod(int(finite.argmin()), header.channels)
-        offset = header.data_start
-        offset += frame * header.block_align + channel * header.bits // 8
+        offset = header.data_start + frame * header.block_align + channel * header.bits // 8
         raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset)
     if len(samples) == 0:
         raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw), header.unclaimed)
-
-
-def read_open_wav(
-    fd: int,  # open file descriptor; its position is not used
-    n_file: int,  # bytes in the file
-) -> Recording:
-    "Read a WAV file that is already open."
-    header = parse_header(fd, n_file)
-    return decode_payload(header, read_payload(fd, header))
 
 # %% ../../nbs/audio/wav.ipynb #5fb93904
 def read_wav(
@@ -444,7 +432,8 @@ def read_wav(
             raise RecordingError("unreadable", "no such file", path=path) from e.__cause__
         raise
     try:
-        return read_open_wav(fd, n_file)
+        header = parse_header(fd, n_file)
+        return decode_payload(header, read_payload(fd, header))
     except RecordingError as e:
         located = RecordingError(e.reject_code, e.message, path=path)
         located.offset = e.offset
@@ -478,11 +467,8 @@ class ReadFailureGuard:
         path: str | bytes | os.PathLike,
     ) -> None:  # raises MachineError at the limit
         "Count a rejected recording if the operating system refused it; any other rejection resets the count."
-        if not isinstance(error.__cause__, OSError):
-            self.given()
-            return
         with self._lock:
-            self.n += 1
+            self.n = self.n + 1 if isinstance(error.__cause__, OSError) else 0
             if self.n < self.most:
                 return
         raise MachineError(
@@ -493,3 +479,105 @@ class ReadFailureGuard:
             remedy="check that the disk or network folder is mounted and readable, then run again; "
             "move files without read permission out of the data folder",
         ) from error
+
+# %% ../../nbs/audio/wav.ipynb #86437b00
+_COUNTS_READS = sys.platform.startswith("linux") and os.path.exists("/proc/self/io")
+
+
+def thread_read_bytes() -> int | None:
+    "Return the bytes that this thread has read from storage; None if the system does not count them."
+    if not _COUNTS_READS:
+        return None
+    import resource
+
+    return 512 * resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+
+# %% ../../nbs/audio/wav.ipynb #7f52d75e
+def cached_share(
+    fd: int,
+    start: int = 0,  # where to begin, bytes
+    end: int | None = None,  # None: the end of the file
+) -> float | None:  # 0 to 1; None if not supported, or the range is empty
+    "Return the share of a file's pages in the page cache (mincore(2)), without reading any."
+    end = os.fstat(fd).st_size if end is None else end
+    start -= start % mmap.ALLOCATIONGRANULARITY
+    if not sys.platform.startswith("linux") or end <= start:
+        return None
+    try:
+        pages = mmap.mmap(fd, end - start, access=mmap.ACCESS_READ, offset=start)
+    except (OSError, ValueError):
+        return None  # a file system that cannot map, or a file that became shorter
+    resident = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+    code = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(np.frombuffer(pages, np.uint8).ctypes.data),
+        ctypes.c_size_t(len(pages)),
+        ctypes.c_void_p(resident.ctypes.data),
+    )
+    return float((resident & 1).mean()) if code == 0 else None
+
+# %% ../../nbs/audio/wav.ipynb #2232f499
+def is_in_cache(
+    fd: int,
+    at: int,  # offset of the byte
+) -> bool | None:  # None: the file system does not support it
+    "Whether one byte of a file is in the page cache; raises OSError."
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
+    share = cached_share(fd, at, at + 1)
+    try:
+        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 and share != 0
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return None
+        raise
+
+# %% ../../nbs/audio/wav.ipynb #eb5a8b9d
+class CacheUse:
+    "Bytes requested from files and bytes read from storage; threads may share one object."
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.delivered = 0
+        self.counted = True  # the system counts bytes read from storage
+        # whether the file system reports the state of its page cache; None: not tried
+        self.tells: bool | None = None
+        self.saw_cold = False  # a check before reading found files that were not in the page cache
+        self.n_ahead = 0  # files that were prefetched
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        "Count the bytes that this thread reads from storage in the body."
+        before = thread_read_bytes()
+        try:
+            yield
+        finally:
+            after = thread_read_bytes()
+            with self._lock:
+                self.counted &= after is not None
+                self.delivered += (after or 0) - (before or 0)
+
+    def ask(self, n_bytes: int, n_ahead: int = 0) -> None:
+        "Count bytes that are requested from files, and files that are prefetched."
+        with self._lock:
+            self.asked += n_bytes
+            self.n_ahead += n_ahead
+
+    @property
+    def cache(self) -> str:
+        "State of the page cache by the share of requested bytes that came from storage: cold from 90 %, warm below 1 %, else mixed; or unknown."
+        if not self.counted or (self.asked and not self.delivered and (self.saw_cold or not self.tells)):
+            return "unknown"
+        share = self.delivered / max(1, self.asked)
+        return "warm" if share < 0.01 else "cold" if share >= 0.9 else "mixed"
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return the counts for the summary of a build."
+        return {
+            "bytes_asked": self.asked,
+            "bytes_from_device": self.delivered if self.cache != "unknown" or self.delivered else None,
+            "cache": self.cache,
+            "read_ahead_files": self.n_ahead,
+        }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from leakmel.audio.content import label_auc
+from leakmel.audio.problems import label_auc
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import STAGES, Timeline, lane_pieces, merge_lanes

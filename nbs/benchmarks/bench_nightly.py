@@ -5,7 +5,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -92,11 +92,12 @@ def night_samples(
     plan: SensorPlan, night: int, rng: np.random.Generator
 ) -> np.ndarray | None:  # [N] int16; None: no recording
     "Record a night."
-    scene = replace(draw_scene(plan.sensor, "NOLEAK", rng), gain=plan.sensor.gain)
+    scene = draw_scene(plan.sensor, "NOLEAK", rng)
+    scene.gain = plan.sensor.gain
     if night >= plan.leak_from:
-        scene = replace(scene, leak_db=plan.leak_db + rng.normal(0, 1.5), **plan.leak)
+        vars(scene).update(leak_db=plan.leak_db + rng.normal(0, 1.5), **plan.leak)
     if plan.pump_from <= night < plan.pump_from + PUMP_NIGHTS:
-        scene = replace(scene, hum_db=plan.sensor.hum_db + 8 + rng.normal(0, 2))
+        scene.hum_db = plan.sensor.hum_db + 8 + rng.normal(0, 2)
     samples = render(plan.sensor, scene, rng)
     if night >= plan.fails_from:
         if plan.failure == "no data":

@@ -5,7 +5,7 @@ import os
 import pytest
 from each import each
 
-from leakmel.audio.label_files import (
+from leakmel.audio.labels import (
     TimeRange,
     label_of,
     read_track,

@@ -12,8 +12,15 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.labels import Decision, current_labels, read_labels, relabel
-from leakmel.audio.label_files import TimeRange, label_of, relabel_manifest
+from leakmel.audio.labels import (
+    Decision,
+    TimeRange,
+    current_labels,
+    label_of,
+    read_labels,
+    relabel,
+    relabel_manifest,
+)
 from leakmel.audio.manifest import Manifest, scan, shared_groups
 from leakmel.audio.synth import wav_bytes
 

@@ -1272,7 +1272,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
         "they lie in no label folder, whatever their names are"
     )
     assert set(m.problems["message"][m.problems["kind"] == "no_match"]) == {
-        "the name does not fit the pattern {*}/{sensor}_{gain}, its fields stay empty"
+        "the name does not fit the pattern {*}/{sensor}_{gain}, so nothing is read from it"
     }
     assert m.preview is not None
     assert (m.preview.n_fit, m.preview.n_not) == (1, 4)
@@ -1352,7 +1352,7 @@ def test_read_error_of_a_table_names_the_table(tmp_path, monkeypatch):
     def fail(path: Path, flags: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    with raises("table-unreadable", DataError, path="/dev/null", says="the table is not a regular file"):
+    with raises("table-unreadable", DataError, path="/dev/null", says="is not a regular file"):
         read_table(Path("/dev/null"))
     file = table(tmp_path, "path,label\na.wav,LEAK\n")
     monkeypatch.setattr(os, "open", fail)
@@ -1380,7 +1380,7 @@ def test_a_field_that_is_read_from_no_name_is_a_problem(tmp_path, make_wav, patt
             make_wav(folder / label / f"H{k}_{text}.wav", seed=k + len(label))
     m = scan(tmp_path / "data", pattern=pattern)
     (p,) = [p for p in m.problems.to_dict("records") if p["kind"] == "unread_field"]
-    assert f"{{{field}}} is read from none of the 4 names" in p["message"]
+    assert f"{{{field}}} is read from 0 of the 4 names" in p["message"]
     assert p["path"].endswith(".wav")
     assert m.preview is not None
     assert (m.preview.n_fit, m.preview.n_not) == (0, 4)

@@ -15,7 +15,7 @@ from independent import SYSTEM_FOLDERS, check, walk
 
 import leakmel as lm
 from leakmel.audio import listing
-from leakmel.audio.label_files import import_tracks
+from leakmel.audio.labels import import_tracks
 from leakmel.audio.listing import holds_recording, is_system_folder
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.synth import wav_bytes

@@ -20,28 +20,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.audio import content as content_module
-from leakmel.audio.content import FILES_PER_TASK, CONTENT_COLUMNS, read_content
+from leakmel.audio import problems as problems_module
 from leakmel.audio.manifest import scan
-from leakmel.audio.content import (
-    CLIPPED_SHARE,
-    DC_OFFSET,
-    DEAD_FILES,
-    Columns,
-    content_problems,
-    label_auc,
-    tied_values,
-)
 from leakmel.audio.problems import (
     ALWAYS_SHOWN,
+    CLIPPED_SHARE,
+    CONTENT_COLUMNS,
+    DC_OFFSET,
+    DEAD_FILES,
+    FILES_PER_TASK,
     KIND_GROUPS,
     WORTH_A_LOOK,
+    Columns,
     Problem,
     ProblemReport,
+    content_problems,
     count_kinds,
     group_of,
     how_many,
-    meaning_of,
+    label_auc,
+    read_content,
+    tied_values,
 )
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
@@ -50,6 +49,8 @@ from leakmel.core.errors import MachineError
 from leakmel.core.progress import Progress
 from leakmel.insight.dashboard import build_card
 from leakmel.insight.plots import MAX_POINTS, level_by_label
+
+MEANINGS = {kind: text for kinds in KIND_GROUPS.values() for kind, text in kinds.items()}
 
 SPEC = {"sample_rate": 4096, "duration_s": 1}
 HEALTHY_RMS = 2000
@@ -277,7 +278,7 @@ def test_copies_equal_those_found_by_a_dictionary(
         )
 
     def copies(c: Columns, before: Iterable[Columns] = ()) -> set[tuple[str, int, int]]:
-        from leakmel.audio.content import _duplicates
+        from leakmel.audio.problems import _duplicates
 
         return {
             (p.kind, int(p.path), int(p.message.split(",")[0].rsplit(" ", 1)[1]))
@@ -633,7 +634,7 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     healthy(tmp_path, 5 * FILES_PER_TASK)
-    real, lock, running, most, counts = content_module.read_facts, threading.Lock(), [0], [0], []
+    real, lock, running, most, counts = problems_module.read_facts, threading.Lock(), [0], [0], []
 
     def watched(path: bytes) -> tuple:
         with lock:
@@ -650,9 +651,9 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
             counts.append(n_done)
             super().update(n_done, note)
 
-    monkeypatch.setattr(content_module, "read_facts", watched)
-    monkeypatch.setattr(content_module, "Progress", Watched)
-    monkeypatch.setattr(content_module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(problems_module, "read_facts", watched)
+    monkeypatch.setattr(problems_module, "Progress", Watched)
+    monkeypatch.setattr(problems_module, "usable_cores", lambda: 3)
     table, problems = read_content(scan(tmp_path).listings, progress="none")
     assert len(table) == counts[-1] == 5 * FILES_PER_TASK
     assert counts == sorted(counts)
@@ -671,8 +672,8 @@ def test_a_failing_machine_stops_the_reading(
         calls.append(path)
         raise error
 
-    monkeypatch.setattr(content_module, "read_facts", fail)
-    monkeypatch.setattr(content_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(problems_module, "read_facts", fail)
+    monkeypatch.setattr(problems_module, "usable_cores", lambda: 2)
     with pytest.raises(type(error)):
         read_content(scan(tmp_path).listings, progress="none")
     assert len(calls) < 30, "what has not begun does not begin"
@@ -683,7 +684,7 @@ def test_no_memory_is_a_fault_of_the_machine(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     healthy(tmp_path, 2)
-    monkeypatch.setattr(content_module, "read_wav", fail)
+    monkeypatch.setattr(problems_module, "read_wav", fail)
     with raises("out-of-memory", MachineError):
         scan(tmp_path, content=True, progress="none")
 
@@ -704,9 +705,8 @@ def test_invalid_samples_are_refused(tmp_path: Path) -> None:
 def test_every_kind_has_a_meaning_and_one_group() -> None:
     kinds = [kind for names in KIND_GROUPS.values() for kind in names]
     assert len(kinds) == len(set(kinds))
-    assert all(meaning_of(kind) for kind in kinds)
-    assert meaning_of("never heard of") == ""
-    sources = Path(content_module.__file__).parent
+    assert all(MEANINGS[kind] for kind in kinds)
+    sources = Path(problems_module.__file__).parent
     output = {
         kind
         for p in sources.glob("*.py")
@@ -816,7 +816,7 @@ def test_problem_card_counts_and_groups(messy) -> None:
     for group in KIND_GROUPS:
         assert group in text
     for kind in planted:
-        assert meaning_of(kind) in text
+        assert MEANINGS[kind] in text
     assert "Only file names were checked" not in text
     assert "Only file names were checked" in Tags(scan(root)._repr_html_()).text
     assert not any(word in m._repr_html_() for word in ("background", "color:#")), (
@@ -907,7 +907,7 @@ def test_the_text_of_scan_is_grouped(messy, say) -> None:
     root, planted = messy
     _, text = say("scan", root, "--content", "--most", "3")
     for kind, paths in planted.items():
-        assert f"  {len(paths)} x {kind}: {meaning_of(kind)}" in text
+        assert f"  {len(paths)} x {kind}: {MEANINGS[kind]}" in text
     assert [line for line in text.splitlines() if line in {f"{g}:" for g in KIND_GROUPS}] == [
         f"{g}:" for g in KIND_GROUPS
     ]

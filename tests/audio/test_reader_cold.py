@@ -22,9 +22,9 @@ from leakmel.audio import listing as listing_module
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
-from leakmel.audio import page_cache
+from leakmel.audio import wav
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
+from leakmel.audio.wav import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.run import modes as held
 from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import BatchReader
@@ -141,7 +141,7 @@ def test_signal_during_the_probe_is_raised(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
 
     (tmp_path / "file").write_bytes(b"x" * 10_000)
-    monkeypatch.setattr(page_cache.ctypes, "CDLL", lambda name: Interrupted())
+    monkeypatch.setattr(wav.ctypes, "CDLL", lambda name: Interrupted())
     with open(tmp_path / "file", "rb") as f, pytest.raises(KeyboardInterrupt):
         cached_share(f.fileno())
 
@@ -411,7 +411,7 @@ def test_cache_is_unknown_when_no_byte_was_counted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Files were seen to be missing from memory, and no byte was counted for them."
-    monkeypatch.setattr(page_cache, "thread_read_bytes", lambda: 4096)
+    monkeypatch.setattr(wav, "thread_read_bytes", lambda: 4096)
     drop(waves(data))
     summary = built(data, tmp_path / "x.h5").summary
     assert (summary["cache"], summary["bytes_from_device"]) == ("unknown", None)

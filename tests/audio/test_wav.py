@@ -277,7 +277,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     try:
         path.write_bytes(READ["canonical"].content[:150])
         with pytest.raises(RecordingError) as caught:
-            wav.read_open_wav(fd, n)
+            wav.read_payload(fd, wav.parse_header(fd, n))
     finally:
         os.close(fd)
     assert (caught.value.reject_code, caught.value.offset) == ("truncated", 150)

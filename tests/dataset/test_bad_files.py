@@ -21,9 +21,8 @@ from independent import check, leftovers, walk
 import leakmel as lm
 from errors import raises
 from leakmel.audio import listing
-from leakmel.audio.content import read_content
-from leakmel.audio.wav import MAX_READ_FAILURES
-from leakmel.audio.wav import MACHINE_FAULTS
+from leakmel.audio.problems import read_content
+from leakmel.audio.wav import MACHINE_FAULTS, MAX_READ_FAILURES
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.dataset.run import job
@@ -415,7 +414,7 @@ def test_consecutive_read_failures_stop_build_and_scan(
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
     monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     monkeypatch.setattr(
-        "leakmel.audio.content.usable_cores", lambda: 1
+        "leakmel.audio.problems.usable_cores", lambda: 1
     )  # a thread held up may give one from before after many refused
     real, hit = os.open, [lambda k: k > 100]
 

@@ -234,4 +234,4 @@ def test_the_command(folder, tmp_path, capsys):
     body = json.loads(capsys.readouterr().out)
     assert body["suggested"] == 5
     assert body["by_kind"] == {"uncertain": 2, "diverse": 2, "random": 1}
-    assert len(read_table(tmp_path / "next.csv")) == 5
+    assert len(read_table(tmp_path / "next.csv").paths) == 5

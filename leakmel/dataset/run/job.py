@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from leakmel.audio.conform import digests_of, quality
-from leakmel.audio.content import Columns
+from leakmel.audio.problems import Columns
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of

@@ -19,8 +19,7 @@ import numpy as np
 from leakmel.audio.conform import digests_of
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest
-from leakmel.audio.page_cache import CacheUse, is_in_cache
-from leakmel.audio.wav import OutOfMemory, digest_of, pread_all
+from leakmel.audio.wav import CacheUse, OutOfMemory, digest_of, is_in_cache, pread_all
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock

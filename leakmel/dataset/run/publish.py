@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.audio.content import content_problems
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest, unlabelled_hint
 from leakmel.audio.problems import (
     CANNOT_BE_USED,
     Problem,
+    content_problems,
     count_kinds,
     label_problems,
     name_problems,

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.audio.conform import int16_moments, native
-from leakmel.audio.label_files import relabel_manifest
-from leakmel.audio.labels import LabelTable
+from leakmel.audio.labels import LabelTable, relabel_manifest
 from leakmel.audio.manifest import Manifest, check_manifest
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
 from leakmel.core.files import write_errors

@@ -21,15 +21,16 @@ import numpy as np
 
 from leakmel.audio.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from leakmel.audio.listing import DRY, Listing
-from leakmel.audio.page_cache import CacheUse, is_in_cache
 from leakmel.audio.wav import (
     HEADER_BYTES,
     OPEN_FLAGS,
+    CacheUse,
     OutOfMemory,
     ReadFailureGuard,
     canonical_header,
     close_read,
     decode_payload,
+    is_in_cache,
     open_regular,
     parse_header,
     read_error,
@@ -530,7 +531,7 @@ class ReadAhead:
                 paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
                 with reader.cache_use.delivering():
                     n = prefetch_files(paths, self._sizes[wanted])
-                reader.cache_use.note_ahead(n)
+                reader.cache_use.ask(0, n_ahead=n)
         except Exception as e:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 

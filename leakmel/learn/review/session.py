@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.audio.content import CLIPPED_SHARE, read_content
+from leakmel.audio.problems import CLIPPED_SHARE, read_content
 from leakmel.audio.labels import (
     SKIPPED,
     UNSURE,
