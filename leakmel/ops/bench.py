@@ -22,7 +22,7 @@ import numpy as np
 
 import leakmel as lm
 from leakmel.audio.manifest import Manifest, check_manifest
-from leakmel.audio.page_cache import cached_share
+from leakmel.audio.wav import cached_share
 from leakmel.audio.synth import WAV_BYTES, split_counts, write_demo
 from leakmel.core.errors import (
     DataError,

@@ -220,8 +220,7 @@ class Labels(Operation):
     by: str | None = option(None, metavar="NAME")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.audio.label_files import export_tracks, import_tracks
-        from leakmel.audio.labels import login_name
+        from leakmel.audio.labels import export_tracks, import_tracks, login_name
 
         is_import = self.what == "import"
         needed, lost = (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.audio.conform import resampled_length
-from leakmel.audio.content import tied_values
+from leakmel.audio.problems import tied_values
 from leakmel.audio.listing import Listing, holds_recording, split_folders
 from leakmel.audio.manifest import Manifest, check_manifest, predict_command, scan
 from leakmel.audio.naming import split_name

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.audio.content import Columns, content_problems
 from leakmel.audio.labels import CurrentLabels, LabelTable, read_labels
-from leakmel.audio.problems import Problem
+from leakmel.audio.problems import Columns, Problem, content_problems
 from leakmel.audio.wav import digest_of
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
