@@ -15,9 +15,9 @@ from leakmel.dataset.run.config import PipelineConfig as PipelineConfig
 from leakmel.dataset.run.publish import BuildResult as BuildResult
 from leakmel.dataset.run.pipeline import build as build
 from leakmel.dataset.run.pipeline import build_all as build_all
-from leakmel.dataset.run.parts import build_part as build_part
-from leakmel.dataset.run.parts import join as join
-from leakmel.dataset.run.parts import PartResult as PartResult
+from leakmel.dataset.run.pipeline import build_part as build_part
+from leakmel.dataset.run.pipeline import join as join
+from leakmel.dataset.run.pipeline import PartResult as PartResult
 from leakmel.dataset.run.modes import preload as preload
 from leakmel.dataset.run.modes import Preloaded as Preloaded
 from leakmel.dataset.check.verify import verify as verify

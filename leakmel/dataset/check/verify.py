@@ -144,9 +144,13 @@ def _structure(
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(attributes["naming_json"])
-        people = consistency.labelled_by_people(f)
         yield from consistency.label_mismatches(
-            columns["files/path"][:], ids, labels, naming, attributes["split"], people
+            columns["files/path"][:],
+            ids,
+            labels,
+            naming,
+            attributes["split"],
+            consistency.labelled_by_people(f),
         )
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -251,8 +255,8 @@ def pick_rows(
     "Choose the numbers of the rows to recompute."
     extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     first_of_label = np.unique(labels, return_index=True)[1]
-    special = [*extremes, *first_of_label, *(i for i in (*edges, *preferred) if 0 <= i < n_rows)]
-    return consistency.pick_numbers(n_rows, sample, special)
+    others = (i for i in (*edges, *preferred) if 0 <= i < n_rows)
+    return consistency.pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
 class _Checked(NamedTuple):
@@ -261,9 +265,6 @@ class _Checked(NamedTuple):
     row: int
     name: str  # for messages
     source: Source
-
-
-_FAULTS = {b"unread_samples", b"stalled"}
 
 
 def _find_source(
@@ -285,8 +286,6 @@ def _find_source(
         return None
     for column, right in (source.facts | from_name).items():
         found = facts[column]
-        if column == "status" and not _FAULTS & {*found.split(b"+")}:  # an earlier version did not note them
-            right = b"+".join(word for word in right.split(b"+") if word not in _FAULTS) or b"ok"
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
             report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
@@ -300,16 +299,16 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     for c in some:
         x = cast(np.ndarray, c.source.samples)
         is_whole = x.dtype == np.int16
-        full_scale = x.astype(np.float32) / np.float32(32_768 if is_whole else 1)
-        right = full_scale[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
+        right = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
+        right = right.astype(np.float32) / np.float32(32_768 if is_whole else 1)
         if n := int((~(np.abs(f[WAVEFORMS][c.row] - right) <= (0 if is_whole else 1e-6))).sum()):
             yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows; return the largest difference in dB and the problems."
-    bounds = expected_bounds([c.source for c in some], spec)
-    verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), bounds)
+    found = read_rows(rows, np.array([c.row for c in some]))
+    verdicts = compare_each(found, expected_bounds([c.source for c in some], spec))
     return max(v.max_abs_db for v in verdicts), [
         f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
         for c, v in zip(some, verdicts)
@@ -423,12 +422,15 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
-    if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
+    if (
+        sources is None
+        or (sources.folder, sources.spec) != (folder, spec)
+        or (WAVEFORMS in f and not sources.keep_samples)
+    ):
         sources = own.enter_context(closing(Sources(folder, spec)))
-    longest = paths.dtype.itemsize  # a longer path, of a rejected recording, would widen a copy of all paths
-    known = np.array([path for path in sources.known if len(path) <= longest], paths.dtype)
-    preferred = np.searchsorted(paths, known).tolist()
+    # a longer path, of a rejected recording, would widen a copy of all paths
+    known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
+    preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
     picked = pick_rows(
         report.n_rows, sample, columns[LABELS][:], columns["files/rms_db"][:], edges, preferred
     )
@@ -517,5 +519,6 @@ def verify(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
     except (MachineError, MemoryError) as e:
-        problems = [f"the check could not be completed: {e}"]
-        return VerifyReport(os.fspath(path), labels_compared=False, problems=problems)
+        return VerifyReport(
+            os.fspath(path), labels_compared=False, problems=[f"the check could not be completed: {e}"]
+        )

@@ -6,9 +6,10 @@
 __all__ = ['MelDataset', 'open_dataset']
 
 # %% ../../../nbs/dataset/file/reader.ipynb #e0078bc0
-import json, os
-from collections.abc import Iterator, Sequence
+import json, os, stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,8 +19,19 @@ import numpy as np
 
 from leakmel.audio.labels import CurrentLabels, Relabelled, relabel
 from leakmel.core.comparison import text_column, text_key
-from leakmel.core.errors import DataError, LeakmelError, VerifyError, show_path
-from leakmel.core.files import read_at
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    OutputError,
+    SpecError,
+    UsageError,
+    VerifyError,
+    explain,
+    missing_remedy,
+    show_path,
+)
+from leakmel.core.files import read_at, replacing
+from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from leakmel.dataset.file.schema import (
     EXTRA,
     LABELS,
@@ -27,12 +39,14 @@ from leakmel.dataset.file.schema import (
     SCHEMA_VERSION,
     WAVEFORMS,
     consecutive_runs,
+    data_set_name,
     file_columns,
     machine_fault,
     open_file,
+    opening_error,
     stored_spec,
 )
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -252,10 +266,7 @@ class MelDataset:
         import pandas as pd
 
         table: dict[str, Any] = {"label": np.array(self.class_names, dtype=object)[self.labels]}
-        names = sorted(
-            file_columns(self.file), key=lambda name: (name != "path", name.startswith(f"{EXTRA}/"))
-        )
-        for name in names:
+        for name in sorted(file_columns(self.file), key=lambda n: (n != "path", n.startswith(f"{EXTRA}/"))):
             values = self.file[f"files/{name}"][:]
             is_text = values.dtype.kind == "S"
             table[name] = text_column(map(os.fsdecode, values.tolist())) if is_text else values
@@ -317,3 +328,224 @@ def open_dataset(
 ) -> MelDataset:  # close it, or use it in a `with`
     "Open a data set for reading; raises VerifyError if it is not a complete data set."
     return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes, people=people)
+
+# %% ../../../nbs/dataset/file/reader.ipynb #e3f5f1c2
+KIND = "leakmel spec"
+SCHEMA = 1
+MOST_BYTES = 65_536  # largest spec file that is read
+_KEYS = ("kind", "schema", "leakmel_version", "preset", "settings")
+_LARGEST = 1e12  # largest absolute value of a setting
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    "Content of a spec file, or the spec of a data set in the same form."
+
+    path: Path
+    preset: str  # name and version
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MelSpec that differ from the preset
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        "The settings in the form that `build` and `preload` accept as spec."
+        return {"preset": self.preset, **self.settings}
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {'none' if v is None else v}" for name, v in self.changes.items())
+
+
+def _require_known(names: Iterable[str], known: Iterable[str], path: Path) -> None:
+    "Check that all names are known; raises SpecError."
+    if unknown := [name for name in names if name not in known]:
+        raise SpecError(
+            "; ".join(answer_unknown(name[:60], known) for name in unknown[:5]),
+            code="unknown-setting",
+            path=path,
+            expected=f"names from {', '.join(known)}",
+        )
+
+
+def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
+    "Check names, types and ranges of settings; raises SpecError."
+    _require_known(settings, [f.name for f in fields(MelSpec) if f.name != "preset_name"], path)
+    try:
+        check_types(dict(settings), field_kinds(MelSpec))
+    except UsageError as e:
+        raise SpecError(str(e), code="invalid-setting", path=path) from e
+    choices = field_choices(MelSpec)
+    for name, value in settings.items():
+        is_large = isinstance(value, int | float) and not abs(value) <= _LARGEST  # nor NaN
+        if is_large or value not in (*choices.get(name, [value]), None):
+            raise SpecError(
+                f"{name} has a value that is not possible",
+                code="invalid-setting",
+                path=path,
+                found=repr(value)[:60],
+                expected=" or ".join(map(repr, choices.get(name, ()))) or f"a number of at most {_LARGEST:g}",
+            )
+
+
+def _preset_name(name: str, path: Path) -> str:
+    "Return the name of a preset with its version; raises SpecError."
+    try:
+        return MelSpec.preset(name[:60]).preset_name
+    except SpecError as e:
+        raise SpecError(str(e), code="unknown-preset", path=path) from e
+
+# %% ../../../nbs/dataset/file/reader.ipynb #4b77a724
+def _load(path: Path) -> dict[str, Any]:
+    "Read the JSON object of a spec file of any schema version; raises DataError if the file cannot be read, SpecError for other content."
+    remedy = "give a spec file, which explore.ipynb writes, or a leakmel data set"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DataError("the path is not a regular file", code="not-a-file", path=path)
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError as e:
+        hint = missing_remedy(path, remedy)
+        raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=hint) from e
+    except OSError as e:
+        reason, hint = explain(e, path)
+        raise DataError(
+            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
+        ) from e
+    body: Any = None
+    why = ""
+    try:
+        body = json.loads(data) if len(data) <= MOST_BYTES else None
+    except (ValueError, RecursionError) as e:
+        why = str(e)[:100]
+    kind = body.get("kind") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or kind != KIND:
+        raise SpecError(
+            "the file is not a spec file",
+            code="not-a-spec-file",
+            path=path,
+            found=why or f"kind {str(kind)[:60]!r}",
+            expected=f"a JSON object of at most {MOST_BYTES:,} bytes with kind {KIND!r}",
+            remedy=f"{remedy}; for a model, give a data set that it was trained on",
+        )
+    return body
+
+# %% ../../../nbs/dataset/file/reader.ipynb #0decd2fe
+def read_spec(
+    path: str | os.PathLike,
+) -> SpecFile:  # raises DataError, SpecError
+    "Read and check a spec file."
+    path = Path(path)
+    body = _load(path)
+    if body.get("schema") != SCHEMA:
+        raise SpecError(
+            "the spec file has another schema version",
+            code="other-schema",
+            path=path,
+            found=str(body.get("schema"))[:60],
+            expected=SCHEMA,
+            remedy="update leakmel",
+        )
+    _require_known(body, _KEYS, path)
+    preset = body.get("preset")
+    settings = body.get("settings", {})
+    if not isinstance(preset, str) or not isinstance(settings, dict):
+        raise SpecError(
+            "preset must be a string and settings must be a JSON object",
+            code="invalid-setting",
+            path=path,
+            expected=f"one of {', '.join(MelSpec.preset_names())}",
+        )
+    _check_settings(settings, path)
+    return SpecFile(path, _preset_name(preset, path), settings)
+
+# %% ../../../nbs/dataset/file/reader.ipynb #a0c5f6b9
+def write_spec(
+    path: str | os.PathLike,  # ends in .json; an older spec file is replaced
+    spec: MelSpec | dict[str, Any],  # a spec, or changes to a preset ("preset": name, default disjoint)
+) -> SpecFile:  # raises SpecError, OutputError
+    "Write a spec to a file that builds can read."
+    from leakmel import __version__
+
+    path = Path(path)
+    changes = asdict(spec) if isinstance(spec, MelSpec) else dict(spec)
+    name = changes.pop("preset_name" if isinstance(spec, MelSpec) else "preset", "")
+    preset = _preset_name(str(name or "disjoint"), path)
+    _check_settings(changes, path)
+    if changes.get("sample_rate") and changes.get("duration_s"):
+        MelSpec.preset(preset, **changes)  # raises where the settings do not fit together
+    if path.suffix != ".json":
+        raise OutputError("the name of a spec file must end in .json", code="not-json-name", path=path)
+    try:
+        if os.path.lexists(path):
+            _load(path)  # of any schema, also with a mistake in it
+    except (DataError, SpecError) as e:
+        raise OutputError(
+            "the path exists and is not a spec file, so it is not replaced",
+            code="output-exists",
+            path=path,
+            remedy="choose another name",
+        ) from e
+    body = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "leakmel_version": __version__,
+        "preset": preset,
+        "settings": changes,
+    }
+    with replacing(path) as new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return SpecFile(path, preset, changes)
+
+# %% ../../../nbs/dataset/file/reader.ipynb #f2c66733
+def spec_of_data_set(
+    path: str | os.PathLike,
+) -> SpecFile:  # raises DataError for files of the earlier system, and others that hold no spec
+    "Return the spec of a data set in the form of a spec file."
+    try:
+        with open_dataset(path) as ds:
+            spec = ds.spec
+    except VerifyError as e:
+        raise DataError(
+            "the spec cannot be read from this file: it is not a leakmel data set, or it is damaged",
+            code="no-spec",
+            path=path,
+            remedy="give another data set, or give the settings as options",
+        ) from e
+    preset = _preset_name(spec.preset_name or "disjoint", Path(path))
+    usual = preset_values(preset, spec.sample_rate) | {"sample_rate": None, "duration_s": None}
+    settings = {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]}
+    return SpecFile(Path(path), preset, settings)
+
+# %% ../../../nbs/dataset/file/reader.ipynb #6f989693
+def requested_spec(
+    file: str
+    | os.PathLike
+    | None,  # a spec file, a data set, or a folder with a data set; None or empty: none
+    preset: str | None,  # requested preset; None: none
+    given: Mapping[str, Any],  # requested fields of MelSpec
+) -> tuple[dict[str, Any], str]:  # for `build`, and a line on where the spec comes from; "" without a file
+    "Combine the spec of a file with settings given in addition, which take precedence; another preset than that of the file is an error."
+    if not file:
+        return {"preset": preset or "disjoint", **given}, ""
+    path = Path(os.path.expanduser(file))
+    if (path / data_set_name("TRAINING")).is_file():
+        path /= data_set_name("TRAINING")
+    try:
+        there = spec_of_data_set(path) if path.is_file() and h5py.is_hdf5(path) else read_spec(path)
+    except OSError as e:
+        raise opening_error(e, path) from e
+    same = (there.preset, there.preset.split("@")[0])  # with and without its version
+    if preset is not None and _preset_name(preset, there.path) not in same and preset not in same:
+        raise UsageError(
+            "the requested preset differs from the preset of the spec file",
+            code="presets-differ",
+            path=there.path,
+            found=preset,
+            expected=there.preset,
+            remedy="omit the preset, or omit the spec file",
+        )
+    replaced = [name for name, value in given.items() if there.settings.get(name, value) != value]
+    note = "".join(
+        f"; {name} {given[name]} was asked for instead of {there.settings[name]}" for name in replaced
+    )
+    return there.changes | dict(given), f"spec of {show_path(there.path)}: {there!r}{note}"

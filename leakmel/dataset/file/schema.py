@@ -174,10 +174,8 @@ def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:
     shape, kind = column.shape, column.dtype
     if len(shape) != 1 or kind.hasobject or kind.subdtype is not None:
         return column[:]
-    is_large = shape[0] * kind.itemsize >= _LARGE
-    values = (
-        mapped_zeros(shape[0], kind) if is_large else np.zeros(shape, kind)
-    )  # HDF5 may leave parts as they are
+    # HDF5 may leave parts as they are
+    values = mapped_zeros(shape[0], kind) if shape[0] * kind.itemsize >= _LARGE else np.zeros(shape, kind)
     if len(values):  # fewer calls of the HDF5 library than `column[:]`, each of which releases the GIL
         column.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
@@ -237,12 +235,11 @@ def create_compressed(
 ) -> h5py.Dataset:
     "Create an empty data set of gzip chunks of whole rows."
     row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
-    chunks = (max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:])
     return file.create_dataset(
         name,
         shape,
         dtype,
-        chunks=chunks,
+        chunks=(max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:]),
         compression="gzip",
         compression_opts=level,
         shuffle=True,

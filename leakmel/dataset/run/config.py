@@ -6,9 +6,11 @@
 __all__ = ['PipelineConfig']
 
 # %% ../../../nbs/dataset/run/config.ipynb #7e79328f
-import json, logging, os
-from collections.abc import Mapping
+import json, logging, math, os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,9 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.monitor import machine_facts, usable_cores, wsl_version
 from leakmel.core.parameters import check_types, field_choices, field_kinds
-from leakmel.mel.engines import Engine
+from leakmel.dataset.file.schema import open_file
+from leakmel.dataset.run.existing import engine_of_journal, journal_path
+from leakmel.mel.engines import ENGINES, DeviceOptions, Engine, engine_candidates, open_engine
 from leakmel.mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
@@ -84,22 +88,20 @@ class PipelineConfig:
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                bounds = f"from {least:g}" + (f" to {most:g}" if most < float("inf") else "")
                 raise UsageError(
                     f"the value of {name} is out of range",
                     code="out-of-range",
                     found=repr(value),
-                    expected=bounds,
+                    expected=f"from {least:g}" + (f" to {most:g}" if most < float("inf") else ""),
                 )
         for name, choices in field_choices(type(self)).items():
             value = getattr(self, name)
             if value not in choices:
-                expected = " or ".join(choices)
                 raise UsageError(
                     f"{name} has an unknown value",
                     code="unknown-choice",
                     found=repr(value),
-                    expected=expected,
+                    expected=" or ".join(choices),
                 )
 
 # %% ../../../nbs/dataset/run/config.ipynb #2376d7a1
@@ -207,8 +209,7 @@ class TunedConfig(PipelineConfig):
 
 def this_machine() -> dict[str, Any]:
     "Return the properties of the machine that measured settings depend on."
-    facts = machine_facts()
-    return {key: facts[key] for key in ("cpu", "n_cores", "gpu")}
+    return {key: value for key, value in machine_facts().items() if key in ("cpu", "n_cores", "gpu")}
 
 
 def tuned_path(
@@ -221,13 +222,7 @@ def tuned_path(
     return folder / f"tuned-{digest_of(key)}.json"
 
 # %% ../../../nbs/dataset/run/config.ipynb #94d8f779
-def _checked_rate(
-    rate: Mapping[str, Any],
-) -> dict[str, Any]:  # raises KeyError, TypeError, ValueError
-    files_per_s = float(rate["files_per_s"])
-    if not 0 < files_per_s < 1e9:
-        raise ValueError(f"files_per_s must be above 0, not {files_per_s:g}")
-    return {"files_per_s": files_per_s, "made_utc": str(rate["made_utc"]), "spec": str(rate["spec"])}
+_RATE = {"files_per_s": float, "made_utc": str, "spec": str}  # of an engine
 
 
 def read_tuned(
@@ -246,7 +241,12 @@ def read_tuned(
             least, most = LIMITS[name]
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}")
-        rates = {key: _checked_rate(rate) for key, rate in body.get("rates", {}).items()}
+        rates = {
+            key: {name: kind(rate[name]) for name, kind in _RATE.items()}
+            for key, rate in body.get("rates", {}).items()
+        }
+        if not all(0 < rate["files_per_s"] < 1e9 for rate in rates.values()):
+            raise ValueError("files_per_s must be above 0")
         return {key: body[key] for key in ("settings", "engine", "device", "made_utc")} | {"rates": rates}
     except FileNotFoundError:
         raise
@@ -308,5 +308,190 @@ def with_tuned(
     if other:
         return own, f"the tuned settings of {where} are not used: {other[0]}"
     texts = ", ".join(f"{name} {value}" for name, value in settings.items())
-    line = f"tuned settings of {where}: {texts} (measured {tuned['made_utc']!s:.10}; {switch} ignores them)"
-    return TunedConfig(**{**settings, **given}, tuned_from=where), line
+    return (
+        TunedConfig(**{**settings, **given}, tuned_from=where),
+        f"tuned settings of {where}: {texts} (measured {tuned['made_utc']!s:.10}; {switch} ignores them)",
+    )
+
+# %% ../../../nbs/dataset/run/config.ipynb #65630005
+# seconds from the start of the process to the first batch, us a recording, us a frame, and whether the times
+# are those of one core, and all cores compute
+_EXPECTED = {
+    ("triton", "cuda"): (5.5, 1.0, 0.04, False),
+    ("torch", "cuda"): (5.5, 1.0, 0.2, False),
+    ("cpu", "cpu"): (0.3, 0.0, 0.6, True),
+    ("torch", "cpu"): (2.0, 0.0, 7.0, True),
+}
+_SERIAL_US = 15.0  # a recording, on any number of cores: one thread at a time writes to a file, and the last rows wait for their check
+_HOST_US = 20.0  # of one core, to read a recording and write its row for a GPU
+EXPECTED = "expected"
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    "Expected time of builds by an engine on a device."
+
+    engine: str  # one of ENGINES
+    device: str  # "cpu" or "cuda"
+    start_s: float  # from the start of the process to the first batch
+    files_per_s: float
+    source: str  # of the rate: EXPECTED, or that `tune` measured it
+
+    def seconds(self, n_files: int) -> float:
+        "Expected time of a build, seconds."
+        return self.start_s + n_files / self.files_per_s
+
+
+SIZES = (1_000, 50_000, 1_000_000)  # recordings, in the table
+
+
+def engine_costs(
+    spec: MelSpec,
+    *,
+    has_gpu: bool,
+    cores: int | None = None,  # None: those that this process may use
+    rates: Mapping[str, Mapping[str, Any]]
+    | None = None,  # of `tune`: "cpu/cpu" -> files_per_s, made_utc, spec; those of other settings of the features are not used
+) -> list[
+    EngineCost
+]:  # those with a figure; engines that support the spec are found out when they are opened
+    "Return the expected costs of the engines on this machine."
+    frames = len(spec.grid.distinct[0]) * spec.n_fft / 512
+    n_cores, found = cores or usable_cores(), list[EngineCost]()
+    for (engine, device), (start_s, us_per_file, us_per_frame, is_per_core) in _EXPECTED.items():
+        if device == "cuda" and not has_gpu:
+            continue
+        us = us_per_file + us_per_frame * frames
+        us = us / n_cores if is_per_core else max(us, _HOST_US / n_cores)
+        rate, source = 1e6 / (_SERIAL_US + us), EXPECTED
+        measured = (rates or {}).get(f"{engine}/{device}")
+        if measured and measured["spec"] == spec.fingerprint():
+            rate, source = measured["files_per_s"], f"measured by tune, {measured['made_utc']!s:.10}"
+        found.append(EngineCost(engine, device, start_s, rate, source))
+    return found
+
+
+def break_even(
+    one: EngineCost,
+    other: EngineCost,  # with the longer start-up
+) -> float:  # recordings; infinity: never
+    "Return the listing size from which the other engine is faster."
+    gain_s = 1 / one.files_per_s - 1 / other.files_per_s
+    return max(0.0, other.start_s - one.start_s) / gain_s if gain_s > 0 else math.inf
+
+# %% ../../../nbs/dataset/run/config.ipynb #65630008
+def _kind_of(
+    candidate: tuple[str, str],  # engine and device
+) -> tuple[str, str]:  # engine and kind of device: cuda of cuda:0
+    return candidate[0], candidate[1].split(":")[0]
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    "Engines to try, and why."
+
+    order: tuple[tuple[str, str], ...]  # engine and device, best first
+    reason: str  # a sentence on the first of them
+
+    def reason_of(
+        self,
+        engine: str,  # that was opened
+        device: str,
+    ) -> str:
+        "Return the reason as a sentence for the engine that could be opened."
+        if _kind_of((engine, device)) == _kind_of(self.order[0]):
+            return self.reason
+        return f"{self.reason} It could not be used, so the engine is {engine} on {device}."
+
+
+def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engine of this release
+    name, _, kind = identity.partition("/")
+    name = name.partition("@")[0]
+    return (name, "cuda" if kind.startswith("cuda") else "cpu") if name in ENGINES else None
+
+
+def engine_of_data_set(
+    path: Path,
+    spec: MelSpec,
+) -> tuple[str, str] | None:  # None if there is no complete data set with this spec
+    "Return name and kind of device of the engine that built an existing data set."
+    with suppress(Exception), open_file(path) as f:  # the build reports a damaged file
+        identity = str(f.attrs["engine"])
+        if f.attrs["complete"] and f.attrs["fingerprint"] == spec.fingerprint(identity):
+            return _engine_named(identity)
+    return None
+
+
+def _engine_to_resume(
+    path: Path,
+    spec: MelSpec,
+) -> tuple[str, str] | None:  # None if there is no interrupted build with this spec
+    identity, fingerprint = engine_of_journal(journal_path(path)) or ("", "")
+    return _engine_named(identity) if fingerprint == spec.fingerprint(identity) else None
+
+
+def choose_engine(
+    spec: MelSpec,
+    n_files: int,
+    *,
+    root: str | os.PathLike,  # data folder, for which `tune` may have measured rates
+    device: str = "auto",  # as in PipelineConfig
+    targets: Sequence[Path] = (),  # final names of the data sets
+    fresh: bool = False,  # existing data sets are not updated
+) -> EngineChoice:
+    "Choose the engine of a build with `engine='auto'`."
+    order = engine_candidates(device)
+    has_gpu = any(kind == "cuda" for _, kind in map(_kind_of, order))
+    finders = {
+        "the engine of the interrupted build of {}, so that it can be resumed": _engine_to_resume,
+        "the engine of the existing data set {}, so that unchanged rows need not be computed again": engine_of_data_set,
+    }
+    for text, path in () if fresh else product(finders, targets):
+        old = finders[text](path, spec)
+        kept = next((x for x in order if _kind_of(x) == old), old if device == "auto" else None)
+        if kept is not None:
+            why, others = text.format(show_path(path)), tuple(x for x in order if x != kept)
+            return EngineChoice((kept, *others), f"engine auto keeps {' on '.join(kept)}, {why}.")
+    if device not in ("auto", "cpu") or not has_gpu:
+        why = f"device {device} was asked for"
+        if device == "auto":
+            why = "no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)"
+        return EngineChoice(tuple(order), f"engine auto takes {order[0][0]}, because {why}.")
+    found = engine_costs(spec, has_gpu=has_gpu, rates=(find_tuned(root) or {}).get("rates"))
+    costs = {(c.engine, c.device): c for c in found}
+
+    def time_of(c: EngineCost) -> str:
+        return f"{c.seconds(n_files):.1f} s by {c.engine} on {c.device} ({c.start_s:g} s of start-up, then {c.files_per_s:,.0f} files/s, {c.source})"
+
+    seconds = {x: costs[_kind_of(x)].seconds(n_files) if _kind_of(x) in costs else math.inf for x in order}
+    cpu, torch = ("cpu", "cpu"), ("torch", "cpu")
+    if cpu in seconds and torch in seconds:  # equal times leave the order of the candidates, cpu first
+        seconds[torch] = max(seconds[torch], seconds[cpu])
+    order.sort(key=seconds.__getitem__)
+    best = costs[_kind_of(order[0])]
+    # the other kind of device, if one of its engines has a figure
+    other = next(costs[x] for x in order if x in costs and x[1] != best.device)
+
+    return EngineChoice(
+        tuple(order),
+        f"engine auto takes {best.engine} on {best.device}: {n_files:,} recordings are expected to take {time_of(best)} and {time_of(other)}.",
+    )
+
+
+def open_chosen(
+    name: str,  # "auto" or one of ENGINES
+    spec: MelSpec,
+    n_files: int,
+    *,
+    root: str | os.PathLike,  # as for `choose_engine`
+    device: str,  # as in PipelineConfig
+    options: DeviceOptions | None = None,
+    targets: Sequence[Path] = (),
+    fresh: bool = False,
+) -> tuple[Engine, str]:  # checked, the caller closes it; and why `auto` took it, empty if the user named it
+    "Open the engine of a build."
+    if name != "auto":
+        return open_engine(name, spec, device=device, options=options), ""
+    choice = choose_engine(spec, n_files, root=root, device=device, targets=targets, fresh=fresh)
+    engine = open_engine(name, spec, device=device, options=options, order=choice.order)
+    return engine, choice.reason_of(engine.name, engine.device)

@@ -103,9 +103,11 @@ def segment_view(
 ) -> np.ndarray:  # [B, L, S, short_window], read-only, of the same memory
     "Return the short segments of some recordings as a view."
     row, step = samples.strides
-    shape = (len(samples), *waveform_shape(spec))
     return as_strided(
-        samples, shape, (row, spec.long_hop * step, spec.short_hop * step, step), writeable=False
+        samples,
+        (len(samples), *waveform_shape(spec)),
+        (row, spec.long_hop * step, spec.short_hop * step, step),
+        writeable=False,
     )
 
 # %% ../../../nbs/dataset/run/job.ipynb #1ba1f14e
@@ -154,8 +156,9 @@ class BuildRequest:
                     expected=getattr(kind, "__name__", str(kind)),
                 )
         if mode not in MODES:
-            expected = " or ".join(MODES)
-            raise UsageError("the mode is unknown", code="unknown-mode", found=repr(mode), expected=expected)
+            raise UsageError(
+                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
+            )
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
             raise UsageError(
                 "the requested mode differs from the mode of the preloaded recordings",
@@ -375,8 +378,7 @@ def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
         return named if is_whole else rows_of_names(named, keep)
     names = None
     if listing.parts is not None or listing.naming.source != "folders":
-        every_name = listing.names
-        names = [every_name[k] for k in keep]
+        names = list(map(listing.names.__getitem__, keep))
     return name_columns(listing.paths if is_whole else [listing.paths[k] for k in keep.tolist()], names)
 
 
@@ -405,11 +407,16 @@ def job_metadata(
     columns["status"] = words_of(rows(job.facts["status"]), STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
-    names = run.manifest.label_names
     meta = Metadata(
         job.spec,
         root_attributes(
-            job.spec, run.engine.identity, run.fingerprint, names, listing.split, len(keep), listing.naming
+            job.spec,
+            run.engine.identity,
+            run.fingerprint,
+            run.manifest.label_names,
+            listing.split,
+            len(keep),
+            listing.naming,
         ),
         rows(listing.label_ids),
         columns,
@@ -456,8 +463,9 @@ def may_resume(
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
     if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
         return True  # the journal knows which recordings are still the same
-    outside = MachineError | OutputError | MemoryError | BadFilesError
-    return not isinstance(error, Exception) or isinstance(error, outside)
+    return not isinstance(error, Exception) or isinstance(
+        error, MachineError | OutputError | MemoryError | BadFilesError
+    )
 
 # %% ../../../nbs/dataset/run/job.ipynb #9711799e
 _READ_TOGETHER = 1 << 20  # bytes of rows; they stay in the processor's cache
@@ -475,8 +483,9 @@ def _restore_places(
     if not (shifted.size and file.match_digests(int(shifted[0]), known["digest"][shifted]).all()):
         return  # they were not moved
     begins = part_offsets(len(numbers), file.row_shape, file.waveform_shape)
-    moved = [*zip(file.parts, begins)]
-    for (name, goal, n_bytes), begin in reversed(moved):  # waveforms first, because rows take their place
+    for (name, goal, n_bytes), begin in reversed(
+        [*zip(file.parts, begins)]
+    ):  # waveforms first: rows take their place
         runs = consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
         for run in reversed([*runs]):  # no item is written over another one
             items = np.empty((run.stop - run.start, n_bytes), np.uint8)
@@ -581,8 +590,9 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         )
         moved.n_files = job.report.checked
     if not job.report.ok:
-        problems = "; ".join(job.report.problems[:3])
-        log.warning("%s failed verification and is rebuilt: %s", show_path(path), problems)
+        log.warning(
+            "%s failed verification and is rebuilt: %s", show_path(path), "; ".join(job.report.problems[:3])
+        )
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
@@ -608,8 +618,11 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         )
         journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
-            text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
-            log.warning(text, show_path(path), why)
+            log.warning(
+                "%s: cannot resume the interrupted build, so all rows are computed again: %s",
+                show_path(path),
+                why,
+            )
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
@@ -643,8 +656,13 @@ def _keep_rows(
             job.changes = existing.changes
             job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
-            text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
-            log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
+            log.info(
+                "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set",
+                job.split,
+                len(job.listing),
+                job.n_resumed,
+                job.n_copied,
+            )
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
