@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -259,12 +259,7 @@ def pick_rows(
     return consistency.pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
-class _Checked(NamedTuple):
-    "A row and its recording, which can be compared."
-
-    row: int
-    name: str  # for messages
-    source: Source
+_Checked = tuple[int, str, Source]  # a row, its name in messages, and its recording, which can be compared
 
 
 def _find_source(
@@ -296,22 +291,22 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     "Yield rows whose waveforms differ from the segments of their recording (exact for 16-bit recordings, else within 1e-6)."
     n_long, n_short, _ = spec.grid.shape
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
-    for c in some:
-        x = cast(np.ndarray, c.source.samples)
+    for row, name, source in some:
+        x = cast(np.ndarray, source.samples)
         is_whole = x.dtype == np.int16
         right = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
         right = right.astype(np.float32) / np.float32(32_768 if is_whole else 1)
-        if n := int((~(np.abs(f[WAVEFORMS][c.row] - right) <= (0 if is_whole else 1e-6))).sum()):
-            yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
+        if n := int((~(np.abs(f[WAVEFORMS][row] - right) <= (0 if is_whole else 1e-6))).sum()):
+            yield f"{name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows; return the largest difference in dB and the problems."
-    found = read_rows(rows, np.array([c.row for c in some]))
-    verdicts = compare_each(found, expected_bounds([c.source for c in some], spec))
+    numbers, names, sources = zip(*some)
+    verdicts = compare_each(read_rows(rows, np.array(numbers)), expected_bounds(sources, spec))
     return max(v.max_abs_db for v in verdicts), [
-        f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
-        for c, v in zip(some, verdicts)
+        f"{name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
+        for name, v in zip(names, verdicts)
         if not v.ok
     ]
 
@@ -341,10 +336,10 @@ def _compare_rows(
                     name = f"row {row} ({show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
                     if (source := _find_source(name, facts, from_name, sources, report)) is not None:
-                        some.append(_Checked(row, name, source))
+                        some.append((row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            is_few = sum(c.source.bounds is None for c in some) <= _FEW_UNKNOWN
+            is_few = sum(source.bounds is None for _, _, source in some) <= _FEW_UNKNOWN
             n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(some) // usable_cores()))
             tasks = [some[i : i + n] for i in range(0, len(some), n)]
             run = map if is_few else pool.map

@@ -155,7 +155,8 @@ class MelDataset:
         self.relabelled: Relabelled | None = None
         self._file = open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
         self._pid = os.getpid()
-        self._identity = self._stat()
+        s = os.fstat(self._file.id.get_vfd_handle())
+        self._identity = s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
         try:
             with damage_errors(self.path):
                 _require_data_set(self._file, self.path, legacy)
@@ -203,11 +204,6 @@ class MelDataset:
         if not isinstance(value, kind):
             raise ValueError(f"{name} is a {type(value).__name__}")
         return value
-
-    def _stat(self) -> tuple[int, ...]:
-        "Return device, inode, size and modification time of the open file."
-        s = os.fstat(self._file.id.get_vfd_handle())
-        return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
     @property
     def file(self) -> h5py.File:
@@ -268,8 +264,9 @@ class MelDataset:
         table: dict[str, Any] = {"label": np.array(self.class_names, dtype=object)[self.labels]}
         for name in sorted(file_columns(self.file), key=lambda n: (n != "path", n.startswith(f"{EXTRA}/"))):
             values = self.file[f"files/{name}"][:]
-            is_text = values.dtype.kind == "S"
-            table[name] = text_column(map(os.fsdecode, values.tolist())) if is_text else values
+            table[name] = (
+                text_column(map(os.fsdecode, values.tolist())) if values.dtype.kind == "S" else values
+            )
         return pd.DataFrame(table)
 
     def typical_rows(self) -> dict[str, int]:
@@ -513,8 +510,11 @@ def spec_of_data_set(
         ) from e
     preset = _preset_name(spec.preset_name or "disjoint", Path(path))
     usual = preset_values(preset, spec.sample_rate) | {"sample_rate": None, "duration_s": None}
-    settings = {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]}
-    return SpecFile(Path(path), preset, settings)
+    return SpecFile(
+        Path(path),
+        preset,
+        {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]},
+    )
 
 # %% ../../../nbs/dataset/file/reader.ipynb #6f989693
 def requested_spec(
@@ -544,8 +544,9 @@ def requested_spec(
             expected=there.preset,
             remedy="omit the preset, or omit the spec file",
         )
-    replaced = [name for name, value in given.items() if there.settings.get(name, value) != value]
     note = "".join(
-        f"; {name} {given[name]} was asked for instead of {there.settings[name]}" for name in replaced
+        f"; {name} {value} was asked for instead of {there.settings[name]}"
+        for name, value in given.items()
+        if there.settings.get(name, value) != value
     )
     return there.changes | dict(given), f"spec of {show_path(there.path)}: {there!r}{note}"

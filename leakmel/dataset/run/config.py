@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -386,22 +386,11 @@ def _kind_of(
     return candidate[0], candidate[1].split(":")[0]
 
 
-@dataclass(frozen=True)
-class EngineChoice:
+class EngineChoice(NamedTuple):
     "Engines to try, and why."
 
     order: tuple[tuple[str, str], ...]  # engine and device, best first
     reason: str  # a sentence on the first of them
-
-    def reason_of(
-        self,
-        engine: str,  # that was opened
-        device: str,
-    ) -> str:
-        "Return the reason as a sentence for the engine that could be opened."
-        if _kind_of((engine, device)) == _kind_of(self.order[0]):
-            return self.reason
-        return f"{self.reason} It could not be used, so the engine is {engine} on {device}."
 
 
 def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engine of this release
@@ -492,6 +481,8 @@ def open_chosen(
     "Open the engine of a build."
     if name != "auto":
         return open_engine(name, spec, device=device, options=options), ""
-    choice = choose_engine(spec, n_files, root=root, device=device, targets=targets, fresh=fresh)
-    engine = open_engine(name, spec, device=device, options=options, order=choice.order)
-    return engine, choice.reason_of(engine.name, engine.device)
+    order, reason = choose_engine(spec, n_files, root=root, device=device, targets=targets, fresh=fresh)
+    engine = open_engine(name, spec, device=device, options=options, order=order)
+    if _kind_of((engine.name, engine.device)) != _kind_of(order[0]):
+        reason += f" It could not be used, so the engine is {engine.name} on {engine.device}."
+    return engine, reason

@@ -540,8 +540,7 @@ def propose_build(
     if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
         target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
     out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
-    shown = os.path.join(".", root) if root.startswith("-") else root
-    command = shlex.join(["leakmel", "build", shown, *options, *out])
+    command = shlex.join(["leakmel", "build", "./" * root.startswith("-") + root, *options, *out])
     table = manifest.table
     # columns of a table may name groups if their values repeat
     extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -69,14 +69,14 @@ from leakmel.dataset.run.existing import (
     stamps_of,
 )
 from leakmel.dataset.run.inputs import SpecDecision, SpecLike, Target
-from leakmel.dataset.run.modes import MODES, Preloaded
+from leakmel.dataset.run.modes import MODES, CachedReader, Preloaded
 from leakmel.dataset.source.loader import (
     ENCODINGS,
     FACTS,
     STATUSES,
     BadFilesError,
     BatchReader,
-    RecordingSource,
+    ObjectReader,
     Slot,
     check_rejected_share,
     first_bad_file,
@@ -168,19 +168,13 @@ class BuildRequest:
             )
 
 
-class PartFile(NamedTuple):
-    "File of a complete part."
-
-    path: Path  # .empty: a part without a row; .joined: joined before
-    is_new: bool  # built by this run, so after the listing
-
-
 @dataclass(frozen=True)
 class Parts:
     "Files of the parts of a data set."
 
     n_parts: int
-    files: Iterator[PartFile]  # in order, each when it is complete
+    # in order, each when it is complete: a data set, .empty: no row, or .joined: joined before; whether this run built it
+    files: Iterator[tuple[Path, bool]]
     keep: bool = False  # keep the files after their rows are copied
 
 
@@ -230,7 +224,7 @@ class Job:
         self.split = target.split
         self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
-        self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
+        self.reader: BatchReader | CachedReader | ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
         self.mode: dict[str, Any] = {
@@ -756,12 +750,11 @@ def open_jobs(
         with delayed_signals():
             for target in targets:
                 stack.enter_context(OutputLock(target.path))
-        existing = list[ExistingDataset | None]([None] * len(targets))
-        if not run.request.fresh:
-            existing = [
-                open_existing(path, listing, run.fingerprint, waveforms, run.engine.identity)
-                for listing, path in targets
-            ]
+        settings = (run.fingerprint, waveforms, run.engine.identity)
+        existing = [
+            None if run.request.fresh else open_existing(path, listing, *settings)
+            for listing, path in targets
+        ]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [_finished_job(run, target, found) for target, found in zip(targets, existing)]
@@ -769,8 +762,8 @@ def open_jobs(
         if to_do:
             each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if waveforms else None))
             partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
-            n_bytes = each * sum(len(target.listing) for target in to_do)
-            require_space(partials[0].parent, n_bytes - sum(map(allocated_bytes, partials)))
+            n_rows = sum(len(target.listing) for target in to_do)
+            require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
         for target, job in zip(targets, finished):
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, target))

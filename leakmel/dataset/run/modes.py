@@ -37,7 +37,6 @@ from leakmel.dataset.run.inputs import SpecLike, decide_spec, list_recordings, l
 from leakmel.dataset.source.loader import (
     FACTS,
     BatchReader,
-    RecordingSource,
     Slot,
     decoders,
     plan_read_ahead,
@@ -461,12 +460,8 @@ def choose_mode(
     cached: bool = False,  # a cache file of these recordings exists
     kept: bool = False,  # rows of an earlier build are kept
     free_bytes: int | None = None,
-) -> ModeChoice:  # raises UsageError
+) -> ModeChoice:
     "Choose the mode in which recordings are read."
-    if asked not in MODES:
-        raise UsageError(
-            "the mode is unknown", code="unknown-mode", found=repr(asked), expected=" or ".join(MODES)
-        )
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
     allowed = f"limit {size_text(config.ram_fraction * free)}"
@@ -515,7 +510,7 @@ class Preloaded(AbstractContextManager["Preloaded"]):
         "Size of the cached samples in bytes."
         return sum(h.n_bytes for h in self.held.values())
 
-    def reader(self, plain: BatchReader) -> RecordingSource:
+    def reader(self, plain: BatchReader) -> BatchReader | CachedReader:
         "Return the reader for the recordings of a listing; raises UsageError if other recordings are cached."
         cache = self.held.get(plain.listing.split)
         if cache is None and self.choice.used == "stream" and not self.closed:

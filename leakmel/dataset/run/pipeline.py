@@ -45,7 +45,7 @@ from leakmel.dataset.file.schema import data_set_name, open_file
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.existing import read_state, recordings_digest
 from leakmel.dataset.run.inputs import SpecLike, Target, checked_inputs, listing_of_split
-from leakmel.dataset.run.job import JOINED, BuildRequest, PartFile, Parts
+from leakmel.dataset.run.job import JOINED, BuildRequest, Parts
 from leakmel.dataset.run.modes import Preloaded
 from leakmel.dataset.run.publish import BuildResult, earlier_result
 from leakmel.dataset.run.targets import build_targets, list_for_build
@@ -179,9 +179,10 @@ def plan_parts(
 def _flat(plan: dict[str, Any]) -> dict[str, Any]:
     "Return the values of a plan by name and field, without speed settings and the rules that `join` applies."
     values = json.loads(json.dumps({k: v for k, v in plan.items() if k not in ("pipeline", "table")}))
-    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
     return {
-        f"{name}.{field}".rstrip("."): x for name, fields in nested.items() for field, x in fields.items()
+        f"{name}.{field}".rstrip("."): x
+        for name, value in values.items()
+        for field, x in (value if isinstance(value, dict) else {"": value}).items()
     }
 
 
@@ -386,11 +387,9 @@ def _with_current_objects(listing: Listing) -> Listing:
         return listing
     found, _ = found_below(listing.folder, listing.folder, named=set(listing.paths))
     place = {path: k for k, path in enumerate(found.paths)}
-    kept = [(i, place[path]) for i, path in enumerate(listing.paths) if path in place]
-    numbers, places = np.array(kept, np.int64).reshape(-1, 2).T
-    sizes, mtimes_ns = listing.sizes.copy(), np.full(len(listing), -1, np.int64)  # -1: is gone
-    sizes[numbers], mtimes_ns[numbers] = np.array(found.sizes)[places], np.array(found.mtimes_ns)[places]
-    return replace(listing, sizes=sizes, mtimes_ns=mtimes_ns)
+    at = np.array([place.get(path, -1) for path in listing.paths], np.int64)  # -1: is gone
+    sizes = np.where(at >= 0, np.array([*found.sizes, 0], np.int64)[at], listing.sizes)
+    return replace(listing, sizes=sizes, mtimes_ns=np.array([*found.mtimes_ns, -1], np.int64)[at])
 
 
 def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
@@ -439,7 +438,7 @@ def join(
             found=f"{len(parts):,} of {n_parts:,} parts; missing: {shown}",
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
-    files = (PartFile(parts[k], is_new=False) for k in range(1, n_parts + 1))
+    files = ((path, False) for _, path in sorted(parts.items()))
     return _join_files(target, files, pipeline, check, progress, Timeline(), keep_parts=keep_parts)
 
 
@@ -465,7 +464,7 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
 
 def _join_files(
     target: Path,
-    files: Iterable[PartFile],  # in order; taken one by one, so they can be built meanwhile
+    files: Iterable[tuple[Path, bool]],  # as of `Parts`; taken one by one, so they can be built meanwhile
     pipeline: PipelineConfig | dict[str, Any] | None,  # a dict: changes of the plan's; None: as in the plan
     check: int | None,
     progress: str,
@@ -624,18 +623,18 @@ def _build_parts(
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
         if not calls:
             return [results[path] for _, path in targets]
-        done, lanes = dict[tuple[Path, int], PartFile](), dict[tuple[str, str], str]()
+        done, lanes = dict[tuple[Path, int], tuple[Path, bool]](), dict[tuple[str, str], str]()
         splits = {target.path: target.split for target in targets}
         bar = Progress(sum(len(call[1]) for call in calls), label="parts", show=request.progress)
         with bar, closing(run_tasks(client, run_part, calls, names)) as finished:
 
-            def in_order(path: Path) -> Iterator[PartFile]:
+            def in_order(path: Path) -> Iterator[tuple[Path, bool]]:
                 for k in range(1, left[path] + 1):
                     while (path, k) not in done:
                         with timeline.span("wait", "main", split=splits[path]):
                             i, part = next(finished)
                         of = calls[i][2]
-                        done[of, part.number] = PartFile(part.path, is_new=not part.was_complete)
+                        done[of, part.number] = part.path, not part.was_complete
                         if part.lane is not None:
                             _add_lane(timeline, part.lane, splits[of], lanes)
                         bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")

@@ -60,8 +60,7 @@ def reused_rows_sentence(
     texts = {"resumed_rows": "resumed from an interrupted build", "copied_rows": f"copied from {source}"}
     parts = [f"{summary[key]:,} rows {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
-        counts = ", ".join(f"{n:,} {what}" for what, n in changes.items())
-        parts.append(f"recordings changed since then: {counts}")
+        parts.append("recordings changed since then: " + ", ".join(f"{n:,} {x}" for x, n in changes.items()))
     return "; ".join(parts)
 
 

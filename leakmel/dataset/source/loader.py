@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -296,17 +296,6 @@ _NO_LABEL = {
     "pattern": "the name does not match the pattern, so it has no label",
     "table": "has no label",
 }
-
-
-class RecordingSource(Protocol):
-    "Interface of readers that fill slots with the recordings of one listing."
-
-    listing: Listing
-    stage: str  # of the timeline: "read" from files, "stage" from a cache
-    cache_use: CacheUse  # bytes requested from files, and bytes read from storage
-
-    def fill(self, slot: Slot) -> int:
-        "Fill the slot's candidates; return the bytes of their files."
 
 
 _OTHER_CHUNKS = 1 << 16  # bytes; a file with more of them is read by Python
