@@ -85,13 +85,12 @@ class VerifyReport:
         "The result in one line."
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
+        found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
         if self.scope == "integrity only":
             found = f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording)"
-        else:
-            found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
-        if self.labels_compared:
-            return found
-        return f"{found}; labels and names were not compared: give the table (table=, --table)"
+        if not self.labels_compared:
+            found += "; labels and names were not compared: give the table (table=, --table)"
+        return found
 
     def _note_moved(self, problem: str) -> None:
         "Add a problem caused by a recording that was removed or changed."

@@ -554,9 +554,14 @@ def _new_job(run: BuildContext, target: Target, start: str) -> Job:
     config = run.request.config
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start)
-    # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
-    read_back = not run.manifest.part_of and config.compression == "none" and shape is None
-    return Job(target, run.spec, file, on_bad_file=config.on_bad_file, read_back=read_back)
+    return Job(
+        target,
+        run.spec,
+        file,
+        on_bad_file=config.on_bad_file,
+        # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
+        read_back=not run.manifest.part_of and config.compression == "none" and shape is None,
+    )
 
 
 def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
