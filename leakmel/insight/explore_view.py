@@ -15,7 +15,7 @@ from typing import Any
 
 from leakmel.core.errors import LeakmelError, show_path
 from leakmel.core.run_plan import runs_folder
-from leakmel.dataset.file.spec_file import write_spec
+from leakmel.dataset.file.reader import write_spec
 from leakmel.insight.explore import (
     FILTERS,
     Explorer,

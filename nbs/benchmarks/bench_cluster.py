@@ -13,7 +13,7 @@ import psutil
 
 import leakmel as lm
 from leakmel.audio.synth import WAV_BYTES
-from leakmel.dataset.run import parts as parts_module
+from leakmel.dataset.run import pipeline as parts_module
 from leakmel.ops.bench import record_head, touch_memory
 
 

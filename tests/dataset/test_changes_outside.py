@@ -17,7 +17,7 @@ from leakmel.audio.labels import Decision, append_decision, now_utc
 from leakmel.core.errors import DataError, MachineError, OutputError
 from leakmel.dataset.run import publish
 from leakmel.dataset.run.config import PipelineConfig, TunedConfig
-from leakmel.dataset.run.parts import build_part, join
+from leakmel.dataset.run.pipeline import build_part, join
 
 SHORT = {"sample_rate": 4096, "duration_s": 1.0}
 QUIET: dict[str, Any] = dict(

@@ -28,7 +28,7 @@ from leakmel.core.errors import LeakmelError, MachineError, VerifyError
 from leakmel.dataset.export.formats import open_sources as sources_of_export
 from leakmel.dataset.file import schema
 from leakmel.dataset.file.reader import open_dataset
-from leakmel.dataset.file.spec_file import requested_spec
+from leakmel.dataset.file.reader import requested_spec
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.insight.dashboard import spectra_figure
 from leakmel.learn.data.segments import open_sources

@@ -538,7 +538,7 @@ def test_arguments_of_the_wrong_kind(tmp_path, mixed):
 # ---- the choice, the folder, the command
 
 
-def test_auto_reports_needed_and_free_memory_and_the_reason():
+def test_auto_reports_needed_and_free_memory_and_the_reason(mixed, tmp_path):
     config, gb = PipelineConfig(ram_fraction=0.5), 10**9
     fits, not_ = (
         choose_mode("auto", gb, config, free_bytes=4 * gb),
@@ -553,7 +553,7 @@ def test_auto_reports_needed_and_free_memory_and_the_reason():
     assert choose_mode("preload", 2 * gb, config, free_bytes=4 * gb).used == "preload"
     assert choose_mode("preload", 2 * gb + 1, config, free_bytes=4 * gb).used == "memmap"
     with raises("unknown-mode", UsageError, expected="auto or stream or preload or memmap"):
-        choose_mode("ram", gb, config)
+        build(mixed, tmp_path / "x.h5", "ram")
 
 
 def test_mode_lines_are_printed_with_the_run(tmp_path, mixed, capsys, caplog):
@@ -625,7 +625,7 @@ def test_special_files_are_not_opened(tmp_path, mixed, own_cache, kind):
     assert result.verified.ok
     if kind == "link":
         assert (tmp_path / "elsewhere").read_bytes() == b"mine"
-        assert (result.summary["mode"], path.is_symlink()) == ("memmap", False)
+        assert (result.summary["mode"], path.is_symlink()) == ("stream", True)
 
 
 def test_cache_key_ignores_mel_settings_only(mixed):

@@ -49,10 +49,10 @@ from leakmel.dataset.check import verify as verify_module
 from leakmel.dataset.run import (
     existing as existing_module,
     job as job_module,
-    parts as parts_module,
+    pipeline as parts_module,
     targets as targets_module,
 )
-from leakmel.dataset.run.parts import build_part, finished_parts, join, parts_folder
+from leakmel.dataset.run.pipeline import build_part, finished_parts, join, parts_folder
 from leakmel.dataset.source.loader import BadFilesError
 from leakmel.insight.diagnose import analysis_text
 from leakmel.insight.diagnose import attribute, interval_s
@@ -657,7 +657,7 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
 _HEAD = """
 import sys, leakmel as lm
 from concurrent.futures import ThreadPoolExecutor
-from leakmel.dataset.run import parts
+from leakmel.dataset.run import pipeline as parts
 parts.PART_SIZE = 1000
 with ThreadPoolExecutor(1) as pool:
     lm.build(sys.argv[1], split="training", out=sys.argv[2], cluster=pool, engine="cpu", progress="none")

@@ -916,9 +916,9 @@ def test_swapped_folders_are_detected(alike: Path, tmp_path: Path, read: list[by
     build(alike, target)
     state = read_state(target)
     assert state is not None
-    stamps = state.stamps.copy()
+    stamps = state[1].copy()
     stamps["ctime_ns"] = 10**18 + 1
-    write_state(target, target, state.digest, stamps)
+    write_state(target, target, state[0], stamps)
     assert build(alike, target).summary["nothing_to_do"]
     swap_folders(alike)
     read.clear()

@@ -12,7 +12,7 @@ from lab import ERRORS, FIGURES, jupyter_lab, open_notebook, run_all
 from notebook_runs import PLOTLY
 
 from leakmel.audio.synth import write_demo
-from leakmel.dataset.file.spec_file import read_spec
+from leakmel.dataset.file.reader import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.site, pytest.mark.slow]

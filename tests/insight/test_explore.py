@@ -23,7 +23,7 @@ from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
-from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
+from leakmel.dataset.file.reader import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
 from build_runs import plan_run
 from leakmel.core.operation import parameter_kinds
 from leakmel.operations import Build

@@ -160,7 +160,7 @@ def state(tmp: Path) -> Case:
     def use() -> Any:
         if (found := read_state(path)) is None:
             raise DataError("not used", code="damaged-file")
-        return found.digest, found.stamps.tolist()
+        return found[0], found[1].tolist()
 
     return Case(path=state_path(path), use=use)
 

@@ -15,7 +15,7 @@ from errors import raises
 from fake_device import FakeDevice
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import EngineError
-from leakmel.dataset.run.parts import engine_probe
+from leakmel.dataset.run.pipeline import engine_probe
 from leakmel.mel.cpu_engine import CpuEngine
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
 # ---- identities and probes
 
 PROBE = """
-from leakmel.dataset.run.parts import engine_probe
+from leakmel.dataset.run.pipeline import engine_probe
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 import sys

@@ -23,7 +23,7 @@ import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, write_error
-from leakmel.dataset.file.spec_file import write_spec
+from leakmel.dataset.file.reader import write_spec
 from leakmel.dataset.run.config import (
     LIMITS,
     SCHEMA,

@@ -739,7 +739,7 @@ INJECTED = {
 
 
 def existing_spec(path: Path) -> object:
-    from leakmel.dataset.file.spec_file import _load
+    from leakmel.dataset.file.reader import _load
 
     return _load(path)
 

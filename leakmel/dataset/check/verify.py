@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -85,13 +85,12 @@ class VerifyReport:
         "The result in one line."
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
+        found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
         if self.scope == "integrity only":
             found = f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording)"
-        else:
-            found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
-        if self.labels_compared:
-            return found
-        return f"{found}; labels and names were not compared: give the table (table=, --table)"
+        if not self.labels_compared:
+            found += "; labels and names were not compared: give the table (table=, --table)"
+        return found
 
     def _note_moved(self, problem: str) -> None:
         "Add a problem caused by a recording that was removed or changed."
@@ -144,9 +143,13 @@ def _structure(
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(attributes["naming_json"])
-        people = consistency.labelled_by_people(f)
         yield from consistency.label_mismatches(
-            columns["files/path"][:], ids, labels, naming, attributes["split"], people
+            columns["files/path"][:],
+            ids,
+            labels,
+            naming,
+            attributes["split"],
+            consistency.labelled_by_people(f),
         )
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -251,19 +254,11 @@ def pick_rows(
     "Choose the numbers of the rows to recompute."
     extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     first_of_label = np.unique(labels, return_index=True)[1]
-    special = [*extremes, *first_of_label, *(i for i in (*edges, *preferred) if 0 <= i < n_rows)]
-    return consistency.pick_numbers(n_rows, sample, special)
+    others = (i for i in (*edges, *preferred) if 0 <= i < n_rows)
+    return consistency.pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
-class _Checked(NamedTuple):
-    "A row and its recording, which can be compared."
-
-    row: int
-    name: str  # for messages
-    source: Source
-
-
-_FAULTS = {b"unread_samples", b"stalled"}
+_Checked = tuple[int, str, Source]  # a row, its name in messages, and its recording, which can be compared
 
 
 def _find_source(
@@ -285,8 +280,6 @@ def _find_source(
         return None
     for column, right in (source.facts | from_name).items():
         found = facts[column]
-        if column == "status" and not _FAULTS & {*found.split(b"+")}:  # an earlier version did not note them
-            right = b"+".join(word for word in right.split(b"+") if word not in _FAULTS) or b"ok"
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
             report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
@@ -297,22 +290,22 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     "Yield rows whose waveforms differ from the segments of their recording (exact for 16-bit recordings, else within 1e-6)."
     n_long, n_short, _ = spec.grid.shape
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
-    for c in some:
-        x = cast(np.ndarray, c.source.samples)
+    for row, name, source in some:
+        x = cast(np.ndarray, source.samples)
         is_whole = x.dtype == np.int16
-        full_scale = x.astype(np.float32) / np.float32(32_768 if is_whole else 1)
-        right = full_scale[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
-        if n := int((~(np.abs(f[WAVEFORMS][c.row] - right) <= (0 if is_whole else 1e-6))).sum()):
-            yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
+        right = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
+        right = right.astype(np.float32) / np.float32(32_768 if is_whole else 1)
+        if n := int((~(np.abs(f[WAVEFORMS][row] - right) <= (0 if is_whole else 1e-6))).sum()):
+            yield f"{name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows; return the largest difference in dB and the problems."
-    bounds = expected_bounds([c.source for c in some], spec)
-    verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), bounds)
+    numbers, names, sources = zip(*some)
+    verdicts = compare_each(read_rows(rows, np.array(numbers)), expected_bounds(sources, spec))
     return max(v.max_abs_db for v in verdicts), [
-        f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
-        for c, v in zip(some, verdicts)
+        f"{name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
+        for name, v in zip(names, verdicts)
         if not v.ok
     ]
 
@@ -342,10 +335,10 @@ def _compare_rows(
                     name = f"row {row} ({show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
                     if (source := _find_source(name, facts, from_name, sources, report)) is not None:
-                        some.append(_Checked(row, name, source))
+                        some.append((row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            is_few = sum(c.source.bounds is None for c in some) <= _FEW_UNKNOWN
+            is_few = sum(source.bounds is None for _, _, source in some) <= _FEW_UNKNOWN
             n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(some) // usable_cores()))
             tasks = [some[i : i + n] for i in range(0, len(some), n)]
             run = map if is_few else pool.map
@@ -423,12 +416,15 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
-    if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
+    if (
+        sources is None
+        or (sources.folder, sources.spec) != (folder, spec)
+        or (WAVEFORMS in f and not sources.keep_samples)
+    ):
         sources = own.enter_context(closing(Sources(folder, spec)))
-    longest = paths.dtype.itemsize  # a longer path, of a rejected recording, would widen a copy of all paths
-    known = np.array([path for path in sources.known if len(path) <= longest], paths.dtype)
-    preferred = np.searchsorted(paths, known).tolist()
+    # a longer path, of a rejected recording, would widen a copy of all paths
+    known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
+    preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
     picked = pick_rows(
         report.n_rows, sample, columns[LABELS][:], columns["files/rms_db"][:], edges, preferred
     )
@@ -517,5 +513,6 @@ def verify(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
     except (MachineError, MemoryError) as e:
-        problems = [f"the check could not be completed: {e}"]
-        return VerifyReport(os.fspath(path), labels_compared=False, problems=problems)
+        return VerifyReport(
+            os.fspath(path), labels_compared=False, problems=[f"the check could not be completed: {e}"]
+        )

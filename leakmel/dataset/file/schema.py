@@ -30,6 +30,7 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
+from leakmel.core.files import open_regular_file
 from leakmel.core.locks import NO_FLOCK
 from leakmel.core.threads import child_process
 from leakmel.mel.spec import MelSpec, spec_from_dict
@@ -174,10 +175,8 @@ def read_column(column: h5py.Dataset | np.ndarray) -> np.ndarray:
     shape, kind = column.shape, column.dtype
     if len(shape) != 1 or kind.hasobject or kind.subdtype is not None:
         return column[:]
-    is_large = shape[0] * kind.itemsize >= _LARGE
-    values = (
-        mapped_zeros(shape[0], kind) if is_large else np.zeros(shape, kind)
-    )  # HDF5 may leave parts as they are
+    # HDF5 may leave parts as they are
+    values = mapped_zeros(shape[0], kind) if shape[0] * kind.itemsize >= _LARGE else np.zeros(shape, kind)
     if len(values):  # fewer calls of the HDF5 library than `column[:]`, each of which releases the GIL
         column.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
@@ -237,12 +236,11 @@ def create_compressed(
 ) -> h5py.Dataset:
     "Create an empty data set of gzip chunks of whole rows."
     row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
-    chunks = (max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:])
     return file.create_dataset(
         name,
         shape,
         dtype,
-        chunks=chunks,
+        chunks=(max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:]),
         compression="gzip",
         compression_opts=level,
         shuffle=True,
@@ -265,14 +263,8 @@ def create_rows(
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     plist.set_obj_track_times(False)
-    rows = h5py.h5d.create(
-        file.id,
-        name.encode(),
-        h5py.h5t.py_create(np.dtype(dtype), logical=True),
-        h5py.h5s.create_simple(shape),
-        plist,
-    )
-    return int(rows.get_offset())
+    kind, space = h5py.h5t.py_create(np.dtype(dtype), logical=True), h5py.h5s.create_simple(shape)
+    return int(h5py.h5d.create(file.id, name.encode(), kind, space, plist).get_offset())
 
 
 def create_parts(
@@ -732,18 +724,9 @@ def _examined(
     return code, reason
 
 
-def _identity(
-    # or a descriptor
-    path: str | os.PathLike | int,
-) -> tuple[int, ...]:  # raises OSError
-    "Return device, inode, size and times of a regular file, which change when it changes."
-    if not isinstance(path, int):  # network file systems ask the server when a file is opened
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return _identity(fd)
-        finally:
-            os.close(fd)
-    s = os.fstat(path)
+def _identity(fd: int) -> tuple[int, ...]:  # raises OSError
+    "Return device, inode, size and times of an open file, which change when it changes."
+    s = os.fstat(fd)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
@@ -753,7 +736,9 @@ def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise VerifyError("the path is not a regular file", code="not-a-file", path=path)
         for _ in range(3):
-            identity = _identity(path)
+            # opened: then network file systems ask the server
+            with open(open_regular_file(path), "rb", buffering=0) as raw:
+                identity = _identity(raw.fileno())
             code, reason = _examined(os.fspath(path), identity)
             if code:
                 what = "is damaged" if code == "damaged-data-set" else "is not safe"

@@ -263,8 +263,9 @@ class RowFile:
         need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
         require_space(self.target.parent, need - allocated_bytes(self.partial))
         with write_errors(self.partial):
-            shapes = (self.row_shape, self.waveform_shape)
-            self.offset, self.waveform_offset = part_offsets(self.n_candidates, *shapes)
+            self.offset, self.waveform_offset = part_offsets(
+                self.n_candidates, self.row_shape, self.waveform_shape
+            )
             self.packed.unlink(missing_ok=True)  # of a killed build
             if resume:
                 with suppress(OSError):

@@ -104,20 +104,15 @@ def folder_inodes(
     return np.fromiter((inode(listing.paths[k].rpartition(b"/")[0]) for k in numbers), np.int64)
 
 
-def _digest_of_paths(listing: Listing) -> Any:
-    "Return a digest of paths, to be continued."
+def recordings_digest(
+    listing: Listing,
+    *others: np.ndarray,  # [n] int64, of each recording
+) -> str:  # 32 hexadecimal digits
+    "Return a digest of paths and of other facts, such as sizes and modification times."
     total = xxhash.xxh3_128()
     for start in range(0, len(listing), 4096):
         total.update(b"\0".join(listing.paths[start : start + 4096]) + b"\0")
-    return total
-
-
-def recordings_digest(
-    listing: Listing,
-) -> str:  # 32 hexadecimal digits
-    "Return a digest of paths, sizes and modification times."
-    total = _digest_of_paths(listing)
-    for values in (listing.sizes, listing.mtimes_ns):
+    for values in others:
         total.update(np.ascontiguousarray(values, np.int64).data)
     return total.hexdigest()
 
@@ -141,7 +136,7 @@ def journal_identity(
         "row_shape": list(row_shape),
         "with_waveforms": with_waveforms,
         "n_candidates": len(listing),
-        "recordings": _digest_of_paths(listing).hexdigest(),
+        "recordings": recordings_digest(listing),
         "folders": xxhash.xxh3_128_hexdigest(folders.tobytes()),
         "decoders": decoders(),
         "known": str(KNOWN.descr),
@@ -412,14 +407,6 @@ def state_path(
     return target.with_name(f".{target.name}.state")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class State:
-    "Content of a state file."
-
-    digest: str  # of the data set's metadata
-    stamps: np.ndarray  # [rows + rejected] STAMP
-
-
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
     "Return the header fields that tie a state file to its data set."
     return {
@@ -439,15 +426,15 @@ def write_state(
 ) -> None:  # raises OutputError
     "Write the state file of a data set."
     data = stamps.tobytes()
-    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest}
+    head = json.dumps(_state_head(data, os.stat(made)) | {"metadata_digest": digest})
     with replacing(state_path(target)) as new:
-        new.write_bytes(sealed(json.dumps(head).encode() + b"\n" + data))
+        new.write_bytes(sealed(head.encode() + b"\n" + data))
 
 
 def read_state(
     target: Path,
-) -> State | None:  # None if no state file belongs to the data set
-    "Read the state file of the existing data set; raises nothing."
+) -> tuple[str, np.ndarray] | None:  # digest of its metadata, and stamps as they were written
+    "Read the state file of the existing data set; return None if none belongs to it; raises nothing."
     with (
         suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
         open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f,
@@ -458,7 +445,7 @@ def read_state(
         text, _, data = unsealed(f.read(), strict=True).partition(b"\n")
         head = json.loads(text)
         if all(head[key] == value for key, value in _state_head(data, st).items()):
-            return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
+            return str(head["metadata_digest"]), np.frombuffer(data, STAMP)
     return None
 
 # %% ../../../nbs/dataset/run/existing.ipynb #1ea71392
@@ -480,12 +467,12 @@ class ExistingDataset:
 
 
 def _has_settings(
-    f: h5py.File, target: Path, state: State, fingerprint: str, with_waveforms: bool, engine: str
+    f: h5py.File, target: Path, digest: str, fingerprint: str, with_waveforms: bool, engine: str
 ) -> bool:
     "Return whether an open data set is that of the state file, and was built with these settings by this engine."
     from leakmel import __version__
 
-    if metadata_digest(f) != state.digest:
+    if metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
         log.warning(
@@ -499,7 +486,7 @@ def _has_settings(
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
         "leakmel_version": __version__,
-        DIGEST_ATTRIBUTE: state.digest,
+        DIGEST_ATTRIBUTE: digest,
     }
     return all(f.attrs[k] == v for k, v in expected.items()) and (WAVEFORMS in f) == with_waveforms
 
@@ -534,13 +521,14 @@ def open_existing(
     "Read the existing data set and compare it with a listing; raises MachineError."
     if (state := read_state(target)) is None:
         return None
+    digest, stamps = state
     try:
         with open_file(target) as f:
-            if not _has_settings(f, target, state, fingerprint, with_waveforms, engine):
+            if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
                 return None
             lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
             rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]
-            known = _read_known(f, state, with_waveforms)
+            known = _read_known(f, stamps, with_waveforms)
             paths, compressed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
     except MachineError:
         raise
@@ -550,21 +538,20 @@ def open_existing(
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
     n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
-    if len(state.stamps) != n_rows + len(rejected):
+    if len(stamps) != n_rows + len(rejected):
         return None
     places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
     met = np.flatnonzero(places >= 0)
     of = places[met]
     unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
     look = (of >= n_rows) | (not was_listed)  # a machine may have rejected what this one can read
-    same = _is_unchanged(listing, met, state.stamps[of], unread[of], look)
-    is_row = same & (of < n_rows)
-    is_lost = same & (of >= n_rows)
+    same = _is_unchanged(listing, met, stamps[of], unread[of], look)
+    is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
     known = known[of[is_row]]
     known["number"] = met[is_row]
     return ExistingDataset(
         path=target,
-        digest=state.digest,
+        digest=digest,
         compressed=compressed,
         known=known,
         places=of[is_row],
@@ -578,7 +565,7 @@ def open_existing(
     )
 
 
-def _read_known(f: h5py.File, state: State, with_waveforms: bool) -> np.ndarray:
+def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.ndarray:
     "Return the facts of an open data set about its rows, [rows] KNOWN without numbers."
     n = len(f[ROWS])
     known = np.zeros(n, KNOWN)
@@ -592,5 +579,5 @@ def _read_known(f: h5py.File, state: State, with_waveforms: bool) -> np.ndarray:
         facts[name] = codes_of(read_column(f[f"files/{name}"]), words)
     facts["good"] = True
     facts["figured"] = True
-    facts["ctime_ns"] = state.stamps["ctime_ns"][:n]
+    facts["ctime_ns"] = stamps["ctime_ns"][:n]
     return known
