@@ -281,7 +281,7 @@ class WithFeatures(NamedRecordings):
 
     def spec(self, run: Run) -> tuple[dict[str, Any], str]:
         "Return the changes to a preset, for `build`, and a line on the spec file; empty without one."
-        from leakmel.dataset.file.spec_file import requested_spec
+        from leakmel.dataset.file.reader import requested_spec
 
         given = {name: None if value == "none" else value for name, value in self.features.items()}
         is_default = run.keeps and self.preset == "disjoint"  # written in the parameters cell
@@ -359,7 +359,7 @@ class Build(WithFeatures):
         "Find the data, resolve the spec, open the engine once, and choose the results folder; raises LeakmelError for all that is wrong before the work."
         from leakmel.audio.labels import read_labels
         from leakmel.dataset.run.config import plan_workers
-        from leakmel.dataset.run.engine_choice import open_chosen
+        from leakmel.dataset.run.config import open_chosen
         from leakmel.dataset.run.inputs import check_listing, decide_spec
         from leakmel.dataset.run.modes import pick_mode
         from leakmel.dataset.run.pipeline import find_data

@@ -48,7 +48,7 @@ from leakmel.dataset.run.config import (
     this_machine,
     write_tuned,
 )
-from leakmel.dataset.run.engine_choice import open_chosen
+from leakmel.dataset.run.config import open_chosen
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.dataset.run.publish import BuildResult
 from leakmel.insight.diagnose import aligned

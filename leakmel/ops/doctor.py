@@ -258,8 +258,7 @@ def measure_choice(
     folder: Path,  # for which `tune` may have measured rates
 ) -> Figures:
     "Return which engine `auto` takes for listings of a few sizes (preset disjoint)."
-    from leakmel.dataset.run.config import find_tuned
-    from leakmel.dataset.run.engine_choice import SIZES, break_even, engine_costs
+    from leakmel.dataset.run.config import SIZES, break_even, engine_costs, find_tuned
     from leakmel.mel.engines import may_have_cuda
     from leakmel.mel.spec import MelSpec
 

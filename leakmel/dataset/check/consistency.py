@@ -218,8 +218,9 @@ class Sources:
         try:
             return read_source(full, self.spec)
         except RecordingError as e:  # named by its object, not by its copy
-            own = os.path.join(self.folder, path)
-            raise RecordingError(e.reject_code, e.message, path=own, remedy=e.remedy) from e
+            raise RecordingError(
+                e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
+            ) from e
 
     def close(self) -> None:
         "Remove downloaded copies."
@@ -332,8 +333,7 @@ def table_mismatches(
             stored = file[f"files/{name}"][:][rows]
             bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
             if len(bad):
-                first = show_path(paths[rows[bad[0]]])
-                yield f"{name} of {len(bad)} rows differs from the table, first {first}"
+                yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
@@ -427,8 +427,9 @@ def scale_problems(
     "Yield dimension scales of the rows that do not match the settings."
     for name, right in scales(spec).items():
         found = columns[name]
-        is_alike = (found.dtype, found.shape) == (right.dtype, right.shape)
-        if not is_alike or not np.allclose(found[()], right, _ROUNDING.get(name, 0.0), 0):
+        if (found.dtype, found.shape) != (right.dtype, right.shape) or not np.allclose(
+            found[()], right, _ROUNDING.get(name, 0.0), 0
+        ):
             yield f"{name} does not match the settings of the data set"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
@@ -474,7 +475,7 @@ def pick_numbers(
     chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
     others = np.delete(np.arange(n), chosen)
     more = np.random.default_rng(n).choice(others, sample - len(chosen), replace=False)
-    return np.sort(np.concatenate([chosen, more]))
+    return np.sort(np.append(chosen, more))
 
 
 def pick_rejected(

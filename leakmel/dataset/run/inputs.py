@@ -117,8 +117,8 @@ class SpecDecision:
     def changes_text(self) -> str:
         "What happens to recordings of another rate or length."
         of = f" of {self.n_read:,} headers read" if self.n_read < self.n_recordings else ""
-        changed = [f"{n:,} {name}" for name, n in self.counts.items() if n]
-        return (", ".join(changed) or "none is resampled, padded, cut or rejected") + of
+        changed = ", ".join(f"{n:,} {name}" for name, n in self.counts.items() if n)
+        return (changed or "none is resampled, padded, cut or rejected") + of
 
 
 def count_changes(
@@ -421,9 +421,8 @@ def check_target(
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
-    found = np.concatenate([x.label_ids for x in manifest.listings])
-    counts = np.bincount(found[found >= 0], minlength=len(manifest.label_names))
-    return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]
+    found = set(np.unique(np.concatenate([x.label_ids for x in manifest.listings])).tolist())
+    return [name for k, name in enumerate(manifest.label_names) if k not in found]
 
 
 def _labels_without_recordings(manifest: Manifest) -> list[str]:
@@ -511,8 +510,8 @@ class Target(NamedTuple):
 @contextmanager
 def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
-    folders = [f for target in targets for f in target.path.parents]
-    made = [f for f in folders if not os.path.exists(f)]  # the innermost first
+    # the innermost first
+    made = [f for target in targets for f in target.path.parents if not os.path.exists(f)]
     if manifest.names is None:
         require_same_table(manifest.table_path, manifest.table_digest)
     try:
@@ -549,8 +548,7 @@ class BuildProposal:
 
     def lines(self) -> Iterator[str]:
         "Yield lines for a terminal."
-        what = "Proposed build" if self.command else "No build can be proposed"
-        yield f"{what}: {self.reason.rstrip('.')}."
+        yield f"{'Proposed build' if self.command else 'No build can be proposed'}: {self.reason.rstrip('.')}."
         if self.groups:
             yield "  groups: " + ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
         else:
@@ -587,8 +585,7 @@ def propose_build(
     if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
         target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
     out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
-    shown = os.path.join(".", root) if root.startswith("-") else root
-    command = shlex.join(["leakmel", "build", shown, *options, *out])
+    command = shlex.join(["leakmel", "build", "./" * root.startswith("-") + root, *options, *out])
     table = manifest.table
     # columns of a table may name groups if their values repeat
     extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -69,14 +69,14 @@ from leakmel.dataset.run.existing import (
     stamps_of,
 )
 from leakmel.dataset.run.inputs import SpecDecision, SpecLike, Target
-from leakmel.dataset.run.modes import MODES, Preloaded
+from leakmel.dataset.run.modes import MODES, CachedReader, Preloaded
 from leakmel.dataset.source.loader import (
     ENCODINGS,
     FACTS,
     STATUSES,
     BadFilesError,
     BatchReader,
-    RecordingSource,
+    ObjectReader,
     Slot,
     check_rejected_share,
     first_bad_file,
@@ -103,9 +103,11 @@ def segment_view(
 ) -> np.ndarray:  # [B, L, S, short_window], read-only, of the same memory
     "Return the short segments of some recordings as a view."
     row, step = samples.strides
-    shape = (len(samples), *waveform_shape(spec))
     return as_strided(
-        samples, shape, (row, spec.long_hop * step, spec.short_hop * step, step), writeable=False
+        samples,
+        (len(samples), *waveform_shape(spec)),
+        (row, spec.long_hop * step, spec.short_hop * step, step),
+        writeable=False,
     )
 
 # %% ../../../nbs/dataset/run/job.ipynb #1ba1f14e
@@ -154,8 +156,9 @@ class BuildRequest:
                     expected=getattr(kind, "__name__", str(kind)),
                 )
         if mode not in MODES:
-            expected = " or ".join(MODES)
-            raise UsageError("the mode is unknown", code="unknown-mode", found=repr(mode), expected=expected)
+            raise UsageError(
+                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
+            )
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
             raise UsageError(
                 "the requested mode differs from the mode of the preloaded recordings",
@@ -165,19 +168,13 @@ class BuildRequest:
             )
 
 
-class PartFile(NamedTuple):
-    "File of a complete part."
-
-    path: Path  # .empty: a part without a row; .joined: joined before
-    is_new: bool  # built by this run, so after the listing
-
-
 @dataclass(frozen=True)
 class Parts:
     "Files of the parts of a data set."
 
     n_parts: int
-    files: Iterator[PartFile]  # in order, each when it is complete
+    # in order, each when it is complete: a data set, .empty: no row, or .joined: joined before; whether this run built it
+    files: Iterator[tuple[Path, bool]]
     keep: bool = False  # keep the files after their rows are copied
 
 
@@ -227,7 +224,7 @@ class Job:
         self.split = target.split
         self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
-        self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
+        self.reader: BatchReader | CachedReader | ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
         self.mode: dict[str, Any] = {
@@ -375,8 +372,7 @@ def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
         return named if is_whole else rows_of_names(named, keep)
     names = None
     if listing.parts is not None or listing.naming.source != "folders":
-        every_name = listing.names
-        names = [every_name[k] for k in keep]
+        names = list(map(listing.names.__getitem__, keep))
     return name_columns(listing.paths if is_whole else [listing.paths[k] for k in keep.tolist()], names)
 
 
@@ -405,11 +401,16 @@ def job_metadata(
     columns["status"] = words_of(rows(job.facts["status"]), STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
-    names = run.manifest.label_names
     meta = Metadata(
         job.spec,
         root_attributes(
-            job.spec, run.engine.identity, run.fingerprint, names, listing.split, len(keep), listing.naming
+            job.spec,
+            run.engine.identity,
+            run.fingerprint,
+            run.manifest.label_names,
+            listing.split,
+            len(keep),
+            listing.naming,
         ),
         rows(listing.label_ids),
         columns,
@@ -456,8 +457,9 @@ def may_resume(
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
     if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
         return True  # the journal knows which recordings are still the same
-    outside = MachineError | OutputError | MemoryError | BadFilesError
-    return not isinstance(error, Exception) or isinstance(error, outside)
+    return not isinstance(error, Exception) or isinstance(
+        error, MachineError | OutputError | MemoryError | BadFilesError
+    )
 
 # %% ../../../nbs/dataset/run/job.ipynb #9711799e
 _READ_TOGETHER = 1 << 20  # bytes of rows; they stay in the processor's cache
@@ -475,8 +477,9 @@ def _restore_places(
     if not (shifted.size and file.match_digests(int(shifted[0]), known["digest"][shifted]).all()):
         return  # they were not moved
     begins = part_offsets(len(numbers), file.row_shape, file.waveform_shape)
-    moved = [*zip(file.parts, begins)]
-    for (name, goal, n_bytes), begin in reversed(moved):  # waveforms first, because rows take their place
+    for (name, goal, n_bytes), begin in reversed(
+        [*zip(file.parts, begins)]
+    ):  # waveforms first: rows take their place
         runs = consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
         for run in reversed([*runs]):  # no item is written over another one
             items = np.empty((run.stop - run.start, n_bytes), np.uint8)
@@ -551,9 +554,14 @@ def _new_job(run: BuildContext, target: Target, start: str) -> Job:
     config = run.request.config
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start)
-    # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
-    read_back = not run.manifest.part_of and config.compression == "none" and shape is None
-    return Job(target, run.spec, file, on_bad_file=config.on_bad_file, read_back=read_back)
+    return Job(
+        target,
+        run.spec,
+        file,
+        on_bad_file=config.on_bad_file,
+        # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
+        read_back=not run.manifest.part_of and config.compression == "none" and shape is None,
+    )
 
 
 def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
@@ -581,8 +589,9 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         )
         moved.n_files = job.report.checked
     if not job.report.ok:
-        problems = "; ".join(job.report.problems[:3])
-        log.warning("%s failed verification and is rebuilt: %s", show_path(path), problems)
+        log.warning(
+            "%s failed verification and is rebuilt: %s", show_path(path), "; ".join(job.report.problems[:3])
+        )
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
@@ -608,8 +617,11 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         )
         journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
-            text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
-            log.warning(text, show_path(path), why)
+            log.warning(
+                "%s: cannot resume the interrupted build, so all rows are computed again: %s",
+                show_path(path),
+                why,
+            )
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
@@ -643,8 +655,13 @@ def _keep_rows(
             job.changes = existing.changes
             job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
-            text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
-            log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
+            log.info(
+                "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set",
+                job.split,
+                len(job.listing),
+                job.n_resumed,
+                job.n_copied,
+            )
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
@@ -738,12 +755,11 @@ def open_jobs(
         with delayed_signals():
             for target in targets:
                 stack.enter_context(OutputLock(target.path))
-        existing = list[ExistingDataset | None]([None] * len(targets))
-        if not run.request.fresh:
-            existing = [
-                open_existing(path, listing, run.fingerprint, waveforms, run.engine.identity)
-                for listing, path in targets
-            ]
+        settings = (run.fingerprint, waveforms, run.engine.identity)
+        existing = [
+            None if run.request.fresh else open_existing(path, listing, *settings)
+            for listing, path in targets
+        ]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [_finished_job(run, target, found) for target, found in zip(targets, existing)]
@@ -751,8 +767,8 @@ def open_jobs(
         if to_do:
             each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if waveforms else None))
             partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
-            n_bytes = each * sum(len(target.listing) for target in to_do)
-            require_space(partials[0].parent, n_bytes - sum(map(allocated_bytes, partials)))
+            n_rows = sum(len(target.listing) for target in to_do)
+            require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
         for target, job in zip(targets, finished):
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, target))

@@ -6,7 +6,7 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import errno, io, json, logging, math, os, re, stat, tempfile, threading, time
+import json, logging, math, os, re, stat, threading, time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -28,13 +28,14 @@ from leakmel.core.progress import Progress, announce
 from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline
+from leakmel.dataset.file.schema import memory_file
 from leakmel.dataset.file.writer import reserve
 from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.existing import stamps_of
 from leakmel.dataset.run.inputs import SpecLike, decide_spec, list_recordings, listing_of_split
 from leakmel.dataset.source.loader import (
     FACTS,
     BatchReader,
-    RecordingSource,
     Slot,
     decoders,
     plan_read_ahead,
@@ -44,7 +45,7 @@ from leakmel.mel.spec import MelSpec
 log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/run/modes.ipynb #b0560c18
-CACHE_VERSION = 5  # goes up with every change to what is cached, or to its layout
+CACHE_VERSION = 6  # goes up with every change to what is cached, or to its layout
 
 
 def cache_key(
@@ -55,20 +56,20 @@ def cache_key(
     import xxhash
     from leakmel import __version__
 
-    folder = os.path.realpath(listing.folder)
-    parts = [CACHE_VERSION, __version__, asdict(spec.rules), decoders(), folder]
-    total = xxhash.xxh3_128(json.dumps(parts).encode())
+    rules = [CACHE_VERSION, __version__, asdict(spec.rules), decoders(), os.path.realpath(listing.folder)]
+    total = xxhash.xxh3_128(json.dumps(rules).encode())
     for part in (b"\0".join(listing.paths), listing.sizes.tobytes(), listing.mtimes_ns.tobytes()):
         total.update(part)
     return total.hexdigest()
 
 # %% ../../../nbs/dataset/run/modes.ipynb #f84904b3
-def _memory_file() -> int:
-    "Open an unnamed file in memory, or in the temporary folder if the system has no memory files."
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("leakmel-samples")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+CACHED = np.dtype(
+    [
+        ("facts", FACTS),  # "good": cached
+        ("digest", "S32"),  # of the samples
+        ("place", "<i8"),  # byte offset of a float32 row
+    ]
+)
 
 
 class SampleCache:
@@ -88,21 +89,20 @@ class SampleCache:
     ):
         self.key = key
         self.in_memory = fd is None
-        self.fd = _memory_file() if fd is None else fd
+        if fd is None:
+            with memory_file() as path:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = fd
         self.row_bytes = 2 * n_samples
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
-        self.arrays: dict[str, Any] = {
-            "facts": np.zeros(n_files, FACTS),  # "good": cached
-            "row_digests": np.zeros(n_files, "S32"),  # of cached rows
-            "places": np.zeros(n_files, np.int64),  # byte offsets of float32 rows
-        }
+        self.rows = np.zeros(n_files, CACHED)
         self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
         self.path: Path | None = None  # of a cache file
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return int(self.arrays["facts"]["good"].sum())
+        return int(self.rows["facts"]["good"].sum())
 
     @property
     def n_bytes(self) -> int:
@@ -111,12 +111,11 @@ class SampleCache:
 
     def take(self, slot: Slot) -> None:
         "Store the good recordings of a filled slot; raises MemoryError above the limit."
-        mine, rows = slice(slot.first, slot.first + slot.n), slot.samples[: slot.n]
-        write_at(self.fd, rows.data.cast("B"), slot.first * self.row_bytes)
-        self.arrays["facts"][mine] = slot.facts
-        digests = self.arrays["row_digests"][mine]
-        digests[:] = digests_of(rows)
-        for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]):
+        rows, samples = self.rows[slot.first : slot.first + slot.n], slot.samples[: slot.n]
+        write_at(self.fd, samples.data.cast("B"), slot.first * self.row_bytes)
+        rows["facts"] = slot.facts
+        rows["digest"] = digests_of(samples)
+        for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]).tolist():
             row = slot.input[i]
             with self._lock:
                 place = self.end
@@ -124,8 +123,8 @@ class SampleCache:
             if self.end > self.most_bytes:
                 raise MemoryError
             write_at(self.fd, row.data.cast("B"), place)
-            self.arrays["places"][slot.first + i] = place
-            digests[i] = digest_of(row)
+            rows["place"][i] = place
+            rows["digest"][i] = digest_of(row)
 
     def read(self, out: np.ndarray, offset: int) -> None:
         "Read bytes of rows into `out`; raises OSError, VerifyError."
@@ -133,9 +132,8 @@ class SampleCache:
 
     def save(self, about: dict[str, Any]) -> None:
         "Complete a cache file with facts and footer."
-        tail = io.BytesIO()
-        np.savez(tail, about=json.dumps({"key": self.key} | about), **self.arrays)
-        end = sealed(tail.getvalue()) + self.end.to_bytes(8, "little")
+        head = json.dumps({"key": self.key} | about).encode()
+        end = sealed(head + b"\n" + self.rows.tobytes()) + self.end.to_bytes(8, "little")
         os.ftruncate(self.fd, self.end + len(end))  # more may be reserved than was needed
         write_at(self.fd, end, self.end)
 
@@ -157,25 +155,23 @@ class SampleCache:
                 start = int.from_bytes(pread_all(fd, 8, max(0, n)), "little")
                 if start > n:
                     raise ValueError("not a complete cache file")
-                tail = unsealed(pread_all(fd, n - start, start), strict=True)
-                with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
-                    about = json.loads(str(arrays["about"]))
-                    if key not in (None, about["key"]):
-                        raise ValueError("the cache file holds other recordings")
-                    cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(fd))
-                    cache.arrays = {name: arrays[name] for name in cache.arrays}
+                head, _, rows = unsealed(pread_all(fd, n - start, start), strict=True).partition(b"\n")
+                about = json.loads(head)
+                if key not in (None, about["key"]):
+                    raise ValueError("the cache file holds other recordings")
+                cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(fd))
         except ValueError as e:
             raise DataError(
                 "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
+        cache.rows = np.frombuffer(rows, CACHED)
         cache.about = about
         cache.path = path
         return cache
 
     def close(self) -> None:
         "Close the file or release the memory; later reads raise an error."
-        fd = self.fd
-        self.fd = -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -197,61 +193,49 @@ class CachedReader:
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
-        samples = slot.samples[: slot.n]
+        listing, mine = self.listing, slice(slot.first, slot.first + slot.n)
+        samples, rows, wide = slot.samples[: slot.n], self.cache.rows[mine], dict[int, np.ndarray]()
+        facts, labelled = rows["facts"], listing.label_ids[mine] >= 0
+        cached = facts["good"] & labelled
         try:
             with self.cache_use.delivering():
                 self.cache.read(samples, slot.first * self.cache.row_bytes)
+                digests = digests_of(samples)
+                for i in np.flatnonzero(cached & ~facts["whole"]).tolist():
+                    wide[i] = np.empty(samples.shape[1], np.float32)
+                    self.cache.read(wide[i], int(rows["place"][i]))
+                    digests[i] = digest_of(wide[i])
         except (OSError, VerifyError) as e:
             self._warn(f"the cache file cannot be read ({e})")
             return self.plain.fill(slot)
         self.cache_use.ask(0 if self.cache.in_memory else samples.nbytes)
-        sizes = self.listing.sizes[slot.first : slot.first + slot.n].clip(0)
-        for i, digest in enumerate(digests_of(samples)):
-            if self._take_cached(slot, i, digest):
-                self.plain.read_failures.given()
-                continue
-            with self.plain.cache_use.delivering():
+        now, sizes = stamps_of(listing, np.arange(mine.start, mine.stop)), listing.sizes[mine].clip(0)
+        fine = cached & (digests == rows["digest"]) & (now["size"] == listing.sizes[mine])
+        # a time of modification can be set back, that of any change cannot
+        fine &= (now["mtime_ns"] == listing.mtimes_ns[mine]) & (now["ctime_ns"] == facts["ctime_ns"])
+        if (fine != cached).any():
+            self._warn("recordings or cached samples have changed")
+        if fine.any():
+            self.plain.read_failures.given()
+        slot.facts[fine] = facts[fine]
+        for i in wide.keys() & set(np.flatnonzero(fine).tolist()):
+            slot.widen(i, wide[i])
+        with self.plain.cache_use.delivering():
+            for i in np.flatnonzero(~fine).tolist():
                 self.plain.fill_row(slot, i)
-            if self.listing.label_ids[slot.first + i] >= 0:
-                self.plain.cache_use.ask(int(sizes[i]))
+        self.plain.cache_use.ask(int(sizes[labelled & ~fine].sum()))
         slot.scale_whole_rows()
         return int(sizes.sum())
 
-    def _take_cached(self, slot: Slot, i: int, digest: bytes) -> bool:
-        "Complete one row from the cache; return False if its file must be read. `digest` is that of its 16-bit samples."
-        k = slot.first + i
-        facts, digests, places = self.cache.arrays.values()
-        if self.listing.label_ids[k] < 0 or not facts["good"][k]:
-            return False
-        wide = None
-        try:
-            st = os.stat(self.plain.base + self.listing.paths[k])
-            if not facts["whole"][k]:
-                wide = np.empty(slot.samples.shape[1], np.float32)
-                self.cache.read(wide, int(places[k]))
-                digest = digest_of(wide).encode()
-        except (OSError, VerifyError):
-            return False
-        # a time of modification can be set back, that of any change cannot
-        now = (st.st_size, st.st_mtime_ns, st.st_ctime_ns, digest)
-        if now != (self.listing.sizes[k], self.listing.mtimes_ns[k], facts["ctime_ns"][k], digests[k]):
-            self._warn("recordings or cached samples have changed")
-            return False
-        slot.facts[i] = facts[k]
-        if wide is not None:
-            slot.widen(i, wide)
-        return True
-
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
-        if self._warned:
-            return
-        self._warned = True
+        path, was_warned, self._warned = self.cache.path, self._warned, True
         until = ""
-        if path := self.cache.path:
+        if path is not None:
             command = f"leakmel cache clear --cache-dir {quote(show_path(path.parent))}"
             until = f", until {command} removes {show_path(path.name)}"
-        log.warning("%s: the recordings are read from their files instead%s", what, until)
+        if not was_warned:
+            log.warning("%s: the recordings are read from their files instead%s", what, until)
 
 # %% ../../../nbs/dataset/run/modes.ipynb #0c3987cf
 LOAD_FILES = 32  # recordings in a batch
@@ -269,8 +253,7 @@ def load(
     progress: str,
 ) -> None:  # raises the first error of a thread
     "Read all recordings of a listing into a cache, with a progress bar."
-    n_files = len(reader.listing)
-    split = reader.listing.split or reader.listing.folder.name
+    n_files, split = len(reader.listing), reader.listing.split or reader.listing.folder.name
     firsts = iter(range(0, n_files, LOAD_FILES))
     ahead = plan_read_ahead([reader], config.read_ahead)  # prefetches recordings
     finished = threading.Event()
@@ -287,10 +270,8 @@ def load(
         nonlocal n_read
         try:
             slot = Slot(LOAD_FILES, reader.spec)
-            while not lanes.stopping.is_set():
-                with lanes.lock:
-                    first = next(firsts, None)
-                if first is None:
+            for first in firsts:  # all threads take from it, one at a time
+                if lanes.stopping.is_set():
                     break
                 slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
                 if ahead is not None:
@@ -304,8 +285,11 @@ def load(
                 with lanes.lock:
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
-            text = "the recordings need more memory than ram_fraction allows"
-            raise NoMemory(text, code="no-memory", remedy="use mode='stream'") from e
+            raise NoMemory(
+                "the recordings need more memory than ram_fraction allows",
+                code="no-memory",
+                remedy="use mode='stream'",
+            ) from e
         if n_read == n_files:
             finished.set()
 
@@ -313,8 +297,8 @@ def load(
         lanes.add(f"loader-{i}", work)
     if ahead is not None:
         lanes.add("read-ahead", ahead.run)
-    what = "preload" if cache.in_memory else "cache file"
-    with Progress(n_files, label=f"{split}: {what}", show=progress) as bar:
+    label = f"{split}: {'preload' if cache.in_memory else 'cache file'}"
+    with Progress(n_files, label=label, show=progress) as bar:
         run_threads(lanes, finished, lambda: bar.update(n_read))
 
 # %% ../../../nbs/dataset/run/modes.ipynb #3fd35dab
@@ -349,29 +333,22 @@ def open_cache(
     progress: str,
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
     "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
+    listing, n_samples, key = reader.listing, reader.spec.n_samples, cache_key(reader.listing, reader.spec)
+    path = cache_path(cache_folder(config.cache_dir), listing.split, key)
+    partial = path.with_name(f".{path.name}.partial")
+    n_bytes = len(listing) * (2 * n_samples + 200)
+
+    def existing() -> SampleCache | None:
+        with suppress(DataError, FileNotFoundError):
+            found = SampleCache.open(path, n_samples, key)
+            with suppress(OSError):
+                os.utime(path)  # when it was last used
+            return found
+        return None
 
     def wait(holder: str) -> None:
         announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)
 
-    def existing() -> SampleCache | None:
-        try:
-            found = SampleCache.open(path, n_samples, key)
-        except (DataError, FileNotFoundError):
-            return None
-        except OSError as e:
-            if e.errno == errno.ELOOP:  # a link, which is replaced
-                return None
-            raise
-        with suppress(OSError):
-            os.utime(path)  # when it was last used
-        return found
-
-    listing = reader.listing
-    n_samples = reader.spec.n_samples
-    key = cache_key(listing, reader.spec)
-    path = cache_path(cache_folder(config.cache_dir), listing.split, key)
-    partial = path.with_name(f".{path.name}.partial")
-    n_bytes = len(listing) * (2 * n_samples + 200)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if (found := existing()) is not None:  # complete: it needs no lock, and the folder can be read-only
@@ -386,8 +363,8 @@ def open_cache(
             try:
                 reserve(fd, n_bytes, partial)
                 load(reader, made, config, timeline, progress)
-                folder = show_path(listing.folder)
-                made.save({"folder": folder, "split": listing.split, "recordings": len(listing)})
+                about = {"split": listing.split, "recordings": len(listing)}
+                made.save({"folder": show_path(listing.folder)} | about)
                 os.replace(partial, path)
             except BaseException:
                 made.close()
@@ -482,12 +459,8 @@ def choose_mode(
     cached: bool = False,  # a cache file of these recordings exists
     kept: bool = False,  # rows of an earlier build are kept
     free_bytes: int | None = None,
-) -> ModeChoice:  # raises UsageError
+) -> ModeChoice:
     "Choose the mode in which recordings are read."
-    if asked not in MODES:
-        raise UsageError(
-            "the mode is unknown", code="unknown-mode", found=repr(asked), expected=" or ".join(MODES)
-        )
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
     allowed = f"limit {size_text(config.ram_fraction * free)}"
@@ -536,18 +509,18 @@ class Preloaded(AbstractContextManager["Preloaded"]):
         "Size of the cached samples in bytes."
         return sum(h.n_bytes for h in self.held.values())
 
-    def reader(self, plain: BatchReader) -> RecordingSource:
+    def reader(self, plain: BatchReader) -> BatchReader | CachedReader:
         "Return the reader for the recordings of a listing; raises UsageError if other recordings are cached."
         cache = self.held.get(plain.listing.split)
         if cache is None and self.choice.used == "stream" and not self.closed:
             return plain
         if self.closed or cache is None or cache.key != cache_key(plain.listing, plain.spec):
-            splits = ", ".join(split or "one folder" for split in self.held) or "nothing (closed)"
+            splits = ", ".join(split or "one folder" for split in self.held)
             raise UsageError(
                 "the preloaded recordings do not match this build, or they have changed",
                 code="other-recordings",
                 path=plain.listing.folder,
-                found=f"{splits} with {self.spec.rules}",
+                found=f"{splits or 'nothing (closed)'} with {self.spec.rules}",
                 expected=f"{plain.listing.split or 'one folder'} with {plain.spec.rules}",
                 remedy="preload the recordings again (leakmel.preload)",
             )
@@ -555,8 +528,7 @@ class Preloaded(AbstractContextManager["Preloaded"]):
 
     def to_dict(self) -> dict[str, Any]:
         "Return the facts for the summary of a build."
-        choice = {f"mode_{k}": v for k, v in asdict(self.choice).items() if k != "used"}
-        return choice | {
+        return {f"mode_{k}": v for k, v in asdict(self.choice).items() if k != "used"} | {
             "mode": self.choice.used,
             "mode_lines": list(self.lines),
             "held_bytes": self.n_bytes,
@@ -574,7 +546,7 @@ class Preloaded(AbstractContextManager["Preloaded"]):
         self.close()
 
     def __repr__(self) -> str:
-        n = sum(len(h) for h in self.held.values())
+        n = sum(map(len, self.held.values()))
         return f"Preloaded({n:,} of {len(self.manifest):,} recordings, {size_text(self.n_bytes)}, mode {self.choice.used}, {self.seconds:.2f} s)"
 
 # %% ../../../nbs/dataset/run/modes.ipynb #391328d4
@@ -586,15 +558,11 @@ def _load_listing(
     progress: str,
 ) -> str:
     "Load the recordings of one listing into memory or a cache file; return a log line."
-    began_s, n = timeline.now_s(), len(listing)
-    reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
+    began_s, n, spec = timeline.now_s(), len(listing), ready.spec
+    reader = BatchReader(listing, spec, on_bad_file=config.on_bad_file)
     if ready.choice.used == "preload":
-        cache = SampleCache(
-            cache_key(listing, ready.spec),
-            n,
-            ready.spec.n_samples,
-            most_bytes=config.ram_fraction * free_memory(),
-        )
+        most_bytes = config.ram_fraction * free_memory()
+        cache = SampleCache(cache_key(listing, spec), n, spec.n_samples, most_bytes=most_bytes)
         ready.held[listing.split] = cache  # which is closed with the others after an error
         load(reader, cache, config, timeline, progress)
         is_new = True
@@ -620,7 +588,7 @@ def pick_mode(
     *,
     kept: bool = False,  # rows of an earlier build are kept
 ) -> ModeChoice:  # raises UsageError
-    "Choose the mode for some listings; `auto` checks whether cache files exist."
+    "Choose the mode for some listings; `auto` looks for their cache files."
     need = 2 * spec.n_samples * sum(map(len, listings))
     if any(isinstance(x.folder, StorePath) for x in listings):
         if asked in ("preload", "memmap"):
@@ -678,8 +646,8 @@ def prepare(
             return ready
         except (NoMemory, OutputError) as e:
             ready.close()
-            used = "memmap" if choice.used == "preload" else "stream"
-            choice = replace(choice, used=used, reason=f"mode {choice.used} failed ({e})")
+            reason = f"mode {choice.used} failed ({e})"
+            choice = replace(choice, used="memmap" if choice.used == "preload" else "stream", reason=reason)
         except BaseException:
             ready.close()
             raise
@@ -718,5 +686,5 @@ def preload(
     if split is not None:
         found = replace(found, listings=(listing_of_split(found, split, root),), content=None)
     listings = list(found.listings)
-    config = pipeline or PipelineConfig()
-    return prepare(found, listings, decide_spec(spec, listings).spec, mode, config, Timeline(), progress)
+    decided = decide_spec(spec, listings).spec
+    return prepare(found, listings, decided, mode, pipeline or PipelineConfig(), Timeline(), progress)

@@ -57,14 +57,10 @@ def reused_rows_sentence(
         known = ", no recording of it has changed" if summary["verified"]["scope"] != "integrity only" else ""
         return f"nothing to do: the data set is complete{known}, and it passes verification"
     source = f"{summary['parts']:,} parts" if summary.get("parts") else "the existing data set"
-    texts = {
-        "resumed_rows": "rows resumed from an interrupted build",
-        "copied_rows": f"rows copied from {source}",
-    }
-    parts = [f"{summary[key]:,} {text}" for key, text in texts.items() if summary.get(key)]
+    texts = {"resumed_rows": "resumed from an interrupted build", "copied_rows": f"copied from {source}"}
+    parts = [f"{summary[key]:,} rows {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
-        counts = ", ".join(f"{n:,} {what}" for what, n in changes.items())
-        parts.append(f"recordings changed since then: {counts}")
+        parts.append("recordings changed since then: " + ", ".join(f"{n:,} {x}" for x, n in changes.items()))
     return "; ".join(parts)
 
 
@@ -108,16 +104,19 @@ class BuildResult:
         "Table of rejected files: path, code, message."
         import pandas as pd
 
-        rows = [(show_path(r.path), r.code, r.message) for r in self.rejections]
-        return pd.DataFrame(rows, columns=["path", "code", "message"])
+        return pd.DataFrame(
+            [(show_path(r.path), r.code, r.message) for r in self.rejections],
+            columns=["path", "code", "message"],
+        )
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
         "Table of problems of the recordings, without rejected files: kind, path, message."
         import pandas as pd
 
-        rows = [(p.kind, p.path, p.message) for p in self.noted]
-        return pd.DataFrame(rows, columns=["kind", "path", "message"])
+        return pd.DataFrame(
+            [(p.kind, p.path, p.message) for p in self.noted], columns=["kind", "path", "message"]
+        )
 
     def __repr__(self) -> str:
         what = reused_rows_sentence(self.summary) or rate_text(self.summary)
@@ -170,8 +169,9 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    ctimes_ns = job.facts["ctime_ns"]
-    stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
+    stamps = stamps_at_build(
+        job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns, job.folders
+    )
     with span("publish") as moved:
         job.file.compact_rows(job.good)
         if not job.good.all():
@@ -449,15 +449,8 @@ def result_of(
         summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
         if not job.is_up_to_date:
             lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(asdict, noted)}
-            made = {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds")}
-            _write_report(report_path, lists, summary | made)
-        elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                body = read_own_json(report_path)
-                lists = {"rejected_files": body.pop("rejected_files"), "problems": map(asdict, noted)}
-                del body["problems"]
-                body["problems_by_kind"] = summary["problems_by_kind"]
-                _write_report(report_path, lists, body)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            _write_report(report_path, lists, summary | {"created_at_utc": now})
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",

@@ -29,7 +29,7 @@ from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
 from leakmel.dataset.check.verify import check_sample
 from leakmel.dataset.run.config import plan_workers
-from leakmel.dataset.run.engine_choice import open_chosen
+from leakmel.dataset.run.config import open_chosen
 from leakmel.dataset.run.inputs import Target, checked_inputs, list_recordings
 from leakmel.dataset.run.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.run.modes import Preloaded, prepare, with_spec_rules
@@ -298,8 +298,12 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
     "Compute expected rows for verification, then publish completed jobs."
     stopping = ring.lanes.stopping.is_set
     try:
-        mine = ring.jobs[k :: ring.n_publishers]
-        read_ahead_for_check(ring.run, mine, lane, lambda: stopping() or not ring.complete.empty())
+        read_ahead_for_check(
+            ring.run,
+            ring.jobs[k :: ring.n_publishers],
+            lane,
+            lambda: stopping() or not ring.complete.empty(),
+        )
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):
                 publish(ring.run, job, lane, stopping)
@@ -368,9 +372,8 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
 
 
 def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
-    request = run.request
-    ahead = plan_read_ahead([job.plain for job in jobs if job.reader is job.plain], request.config.read_ahead)
-    ring = Ring(run, jobs, ahead)
+    own = [job.plain for job in jobs if job.reader is job.plain]
+    ring = Ring(run, jobs, plan_read_ahead(own, run.request.config.read_ahead))
     if run.engine.host_bytes:  # page-locked slots are reused for all batches and splits
         for job in jobs:
             job.pinned = "allocated" if job is jobs[0] else "reused"
@@ -398,8 +401,8 @@ def open_context(
         gpu_streams=config.gpu_streams, async_copies=config.async_copies, graph=config.cuda_graph
     )
     with ExitStack() as stack:
-        given = with_spec_rules(request.preloaded, request.spec)
-        decision = stack.enter_context(checked_inputs(manifest, targets, given))
+        spec = with_spec_rules(request.preloaded, request.spec)
+        decision = stack.enter_context(checked_inputs(manifest, targets, spec))
         engine, reason = request.engine, ""
         if isinstance(engine, str):
             if manifest.part_of:  # all parts of a data set need the same
@@ -456,8 +459,8 @@ def build_targets(
                     with _open_readers(run, jobs):
                         _run_ring(run, to_do)
         finally:  # also after an error in a later split: published data sets get their reports while they are locked
-            published = [job for job in jobs if job.report is not None]  # a part is no data set, and has none
-            results = [result_of(run, job, jobs) for job in published]
+            # a part is no data set, and has no report
+            results = [result_of(run, job, jobs) for job in jobs if job.report is not None]
     return [replace(x, run_s=timeline.now_s() - listed_s) for x in results]
 
 # %% ../../../nbs/dataset/run/targets.ipynb #tg000109

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -299,17 +299,6 @@ _NO_LABEL = {
 }
 
 
-class RecordingSource(Protocol):
-    "Interface of readers that fill slots with the recordings of one listing."
-
-    listing: Listing
-    stage: str  # of the timeline: "read" from files, "stage" from a cache
-    cache_use: CacheUse  # bytes requested from files, and bytes read from storage
-
-    def fill(self, slot: Slot) -> int:
-        "Fill the slot's candidates; return the bytes of their files."
-
-
 _OTHER_CHUNKS = 1 << 16  # bytes; a file with more of them is read by Python
 
 
@@ -343,9 +332,9 @@ class BatchReader:
         self.cache_use = CacheUse()
         self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
         self._plain_facts = np.zeros((), FACTS)
-        known = ["good", "whole", "channels", "sample_rate", "n_samples", "encoding", "status"]
-        codes = (ENCODINGS.index(PLAIN[0]), STATUSES.index(PLAIN[1]))
-        self._plain_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples, *codes)
+        known = ["good", "whole", "channels", "encoding", "status", "sample_rate", "n_samples"]
+        plain = (True, True, 1, ENCODINGS.index(PLAIN[0]), STATUSES.index(PLAIN[1]))
+        self._plain_facts[known] = (*plain, spec.sample_rate, spec.n_samples)
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; return the bytes of their files."
@@ -353,8 +342,8 @@ class BatchReader:
         sizes = self.listing.sizes[mine]
         labelled = self.listing.label_ids[mine] >= 0
         with self.cache_use.delivering():
-            done = self._fill_plain(slot, may_be_plain(sizes, self.spec) & labelled)
-            for i in np.flatnonzero(~done).tolist():
+            is_filled = self._fill_plain(slot, may_be_plain(sizes, self.spec) & labelled)
+            for i in np.flatnonzero(~is_filled).tolist():
                 self.fill_row(slot, i)
             slot.scale_whole_rows()
         self.cache_use.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
@@ -445,10 +434,10 @@ class BatchReader:
             row, status = conform(recording.samples, rate, self.spec.rules, use_compiled=True)
         with slot.taking("decode", 0):
             figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
+            status = add_faults(status, recording)
         whole = row.dtype == np.int16
         known = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
-        codes = (ENCODINGS.index(recording.encoding), STATUSES.index(add_faults(status, recording)))
-        slot.facts[i] = (*known, *codes)
+        slot.facts[i] = (*known, ENCODINGS.index(recording.encoding), STATUSES.index(status))
         slot.samples[i] = row if whole else 0
         if not whole:
             slot.widen(i, row)
@@ -503,8 +492,8 @@ class ReadAhead:
         sizes = [r.listing.sizes.clip(0) * (r.listing.label_ids >= 0) for r in readers]
         self._sizes = np.concatenate([np.zeros(0, np.int64), *sizes])
         self._firsts = np.append(0, np.cumsum([len(s) for s in sizes])).astype(np.int64)  # of each listing
-        asked = np.where(self._sizes > n_bytes, 0, self._sizes)
-        self._before = np.append(0, np.cumsum(asked))  # bytes before each file
+        # bytes before each file
+        self._before = np.append(0, np.cumsum(np.where(self._sizes > n_bytes, 0, self._sizes)))
         self._taken = 0
         self._moved = threading.Condition()
 
@@ -580,9 +569,9 @@ class ObjectReader:
         x = self.listing = plain.listing
         self.on_bad_file = plain.on_bad_file
         self.copies = copies
+        names = [b"%d" % k for k in range(len(x))]  # of the copies
         place = Path(os.fsdecode(copies.place))
-        here = replace(x, folder=place, paths=[b"%d" % k for k in range(len(x))])  # names of the copies
-        self._files = BatchReader(here, plain.spec)
+        self._files = BatchReader(replace(x, folder=place, paths=names), plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
         self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
