@@ -47,8 +47,8 @@ from leakmel.learn.evaluate.generalisation import LearningCurve as LearningCurve
 from leakmel.learn.embed.embed import embed as embed
 from leakmel.learn.embed.embed import load_embeddings as load_embeddings
 from leakmel.learn.embed.embed import Embeddings as Embeddings
-from leakmel.learn.embed.similar import similar as similar
-from leakmel.learn.embed.similar import SimilarRecordings as SimilarRecordings
+from leakmel.learn.embed.embed import similar as similar
+from leakmel.learn.embed.embed import SimilarRecordings as SimilarRecordings
 from leakmel.learn.predict.onnx_export import export_onnx as export_onnx
 from leakmel.learn.predict.onnx_export import OnnxExport as OnnxExport
 from leakmel.learn.review.suggest import suggest as suggest
