@@ -43,7 +43,7 @@ def opened(folder: Path, labels: Path, by: str = "ann", **more: Any) -> ReviewSe
 def test_every_decision_is_a_line(folder, tmp_path):
     table = tmp_path / "labels.csv"
     s = opened(folder, table)
-    first = s.recording
+    first = s.item
     assert first is not None
     s.act("leak", " a\n tap ")
     s.act("no_leak")
@@ -64,7 +64,7 @@ def test_undo_restores_the_earlier_label(folder, tmp_path):
     table = tmp_path / "labels.csv"
     s = opened(folder, table, n=1)
     s.act("leak")
-    r = s.found.recordings[s.queue.items[0].index]
+    r = s.found.recordings[s.queue.items[0].Index]
     opened(folder, table, by="ben", queue="random")
     ben = ReviewSession(s.found, table, by="ben", n=20)
     assert r.path not in [i.path for i in ben.queue.items]
@@ -197,8 +197,8 @@ def test_labels_of_a_review_reach_the_notebook_of_builds(folder, tmp_path):
     s = opened(folder, tmp_path / "labels.csv")
     changed = 0
     for _ in range(4):
-        assert s.recording is not None
-        changed += s.recording.label != "LEAK"
+        assert s.item is not None
+        changed += s.item.label != "LEAK"
         s.act("leak")
     given = {"data_root": str(folder), "labels": str(s.labels), "out": str(tmp_path / "out"), "tuned": False}
     (built,) = execute(plan_run(given, progress="none"), progress="none")

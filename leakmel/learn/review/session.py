@@ -8,12 +8,13 @@ __all__ = []
 # %% ../../../nbs/learn/review/session.ipynb #7f55bdd5
 import base64, math, os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from leakmel.audio.content import CLIPPED_SHARE, read_content
 from leakmel.audio.labels import (
@@ -44,7 +45,7 @@ _KINDS = {
     "predictions": {"path", "score", "threshold", "segment_scores"},
 }
 _TRUTH = {"true": True, "wahr": True, "vrai": True, "false": False, "falsch": False, "faux": False}
-ScoreRow = tuple[str, dict[str, Any]]  # path as `show_path` shows it, and fields of a ReviewRecording
+ScoreRow = tuple[str, dict[str, Any]]  # path as `show_path` shows it, and some of NO_SCORES
 
 
 def _score_row(row: Mapping[str, str], kind: str, delimiter: str) -> ScoreRow:  # raises ValueError, KeyError
@@ -88,82 +89,72 @@ def read_score_table(
     return kind, rows
 
 # %% ../../../nbs/learn/review/session.ipynb #dccbdedd
+# what a model or a table may say about a recording, where they say nothing
+NO_SCORES = {
+    "score": math.nan,  # 0 to 1; NaN: not known
+    "threshold": math.nan,  # of the score
+    "segment_scores": (),
+    "segment_s": 0.0,  # from one segment to the next; 0: not known
+    "held_out": math.nan,  # score by a detector that was not trained on it
+    "is_leak": False,  # where there is a held-out score: its label in the data set
+    "by_kind": {},  # kind of detector -> score
+    "suggestion": "",  # why `leakmel suggest` chose it; "": it did not
+}
+
+
 @dataclass(frozen=True, eq=False)
-class ReviewRecording:
-    "A recording, and all that is known about it."
-
-    path: str  # relative to the folder
-    digest: str  # of its samples
-    label: str  # of its folder or a table; "": none
-    sensor: str
-    sample_rate: int  # Hz
-    duration_s: float
-    rms_db: float  # re full scale
-    clipped_share: float
-    silent: bool
-    score: float = math.nan  # 0 to 1; NaN: not known
-    threshold: float = math.nan  # of the score
-    segment_scores: tuple[float, ...] = ()
-    segment_s: float = 0.0  # from one segment to the next; 0: not known
-    held_out: float = math.nan  # score by a detector that was not trained on it
-    is_leak: bool = False  # where there is a held-out score: its label in the data set
-    by_kind: Mapping[str, float] = field(default_factory=dict)  # kind of detector -> score
-    suggestion: str = ""  # why `leakmel suggest` chose it; "": it did not
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class ReviewRecordings:
     "Recordings of a folder for review, in the order of their paths."
 
     folder: Path
-    recordings: tuple[ReviewRecording, ...]
+    # path (relative to the folder), digest (of the samples), label (of a folder or a table; "": none), sensor,
+    # sample_rate, duration_s, rms_db, clipped_share, silent, and the columns of NO_SCORES
+    table: pd.DataFrame
     rejected: int  # files that cannot be read
     leak_label: str
 
     def __len__(self) -> int:
-        return len(self.recordings)
+        return len(self.table)
 
-    def __repr__(self) -> str:
-        left = f"; {self.rejected:,} others cannot be read" if self.rejected else ""
-        return f"{len(self):,} recordings of {show_path(self.folder)}{left}"
-
-    def full_path(self, i: int) -> Path:
-        "Path of a recording."
-        return self.folder / self.recordings[i].path
+    @cached_property
+    def recordings(self) -> list[Any]:
+        "The rows of the table as named tuples, with their number as `Index`."
+        return list(self.table.itertuples())
 
 
-def _recording(path: bytes, label: str, sensor: str, facts: Any, **scores: Any) -> ReviewRecording:
-    digest = facts["digest"]
-    return ReviewRecording(
-        os.fsdecode(path),
-        digest.decode() if isinstance(digest, bytes) else str(digest),
-        label,
-        text_key(sensor),
-        int(facts["sample_rate"]),
-        int(facts["n_samples"]) / int(facts["sample_rate"]),
-        float(facts["rms_db"]),
-        float(facts["clipped_share"]),
-        bool(facts["silent"]),
+def _row(path: bytes, label: str, sensor: str, facts: Any, **scores: Any) -> dict[str, Any]:
+    digest, rate = facts["digest"], int(facts["sample_rate"])
+    return {
+        "path": os.fsdecode(path),
+        "digest": digest.decode() if isinstance(digest, bytes) else str(digest),
+        "label": label,
+        "sensor": text_key(sensor),
+        "sample_rate": rate,
+        "duration_s": int(facts["n_samples"]) / rate,
+        "rms_db": float(facts["rms_db"]),
+        "clipped_share": float(facts["clipped_share"]),
+        "silent": bool(facts["silent"]),
+        **NO_SCORES,
         **scores,
-    )
+    }
 
 
-def _scored(folder: Path, model: str | os.PathLike | Detector, **given: Any) -> ReviewRecordings:
+def _scored(
+    folder: Path, detector: Detector, **given: Any
+) -> tuple[list[dict[str, Any]], int]:  # rows, and the number of rejected files
     "Score the recordings by a detector, and by each part of a blend."
-    detector = model if isinstance(model, Detector) else load_detector(model_file(model))
     done = predict(folder, detector, **given)
-    score = done.rule.score
     by_path: dict[bytes, dict[str, float]] = {}
     for part in detector.members if len(detector.members) > 1 else ():
         for s in predict(folder, replace(detector, classifier=part), **given).scored:
-            by_path.setdefault(s.path, {})[part.kind] = score(s.segment_scores)
-    recordings = [
-        _recording(
+            by_path.setdefault(s.path, {})[part.kind] = done.rule.score(s.segment_scores)
+    rows = [
+        _row(
             s.path,
             s.label,
             s.sensor,
             s.facts,
-            score=score(s.segment_scores),
+            score=done.rule.score(s.segment_scores),
             threshold=done.rule.threshold,
             segment_scores=tuple(s.segment_scores.tolist()),
             segment_s=done.spec.long_hop / done.spec.sample_rate,
@@ -171,41 +162,31 @@ def _scored(folder: Path, model: str | os.PathLike | Detector, **given: Any) -> 
         )
         for s in done.scored
     ]
-    return ReviewRecordings(done.folder, tuple(recordings), len(done.rejections), detector.task.leak_label)
+    return rows, len(done.rejections)
 
 
-def _listed(folder: Path, manifest: Manifest | None, progress: str) -> ReviewRecordings:
-    "Read the facts of all recordings."
-    found = find_recordings(folder, manifest=manifest, progress=progress)
-    rows = read_content([found.listing], progress=progress)[0].to_dict("records")
-    recordings = [
-        _recording(found.listing.paths[k], found.labels[k], found.names[k].sensor, facts)
-        for k, facts in enumerate(rows)
-        if facts["code"] == ""
-    ]
-    return ReviewRecordings(folder, tuple(recordings), len(rows) - len(recordings), "LEAK")
-
-
-def _with_table(found: ReviewRecordings, file: str | os.PathLike, rows: list[ScoreRow]) -> ReviewRecordings:
+def _add_table(
+    rows: list[dict[str, Any]], folder: Path, file: str | os.PathLike, given: list[ScoreRow]
+) -> None:
     "Add what a table says to the recordings whose path it names, whole or without the first folders."
     places: dict[str, list[int]] = {}
-    for i, r in enumerate(found.recordings):
-        steps = show_path(r.path).split("/")
+    for i, row in enumerate(rows):
+        steps = show_path(row["path"]).split("/")
         for k in range(len(steps)):
             places.setdefault("/".join(steps[k:]), []).append(i)
     # the whole path of a recording says more than the end of another one
-    places |= {show_path(r.path): [i] for i, r in enumerate(found.recordings)}
-    given = {places[path][0]: fields for path, fields in rows if len(places.get(path, ())) == 1}
-    if not given:
+    places |= {show_path(row["path"]): [i] for i, row in enumerate(rows)}
+    named = [(places[path][0], scores) for path, scores in given if len(places.get(path, ())) == 1]
+    if not named:
         raise DataError(
             "the table names no recording of the folder",
             code="unknown-recording",
             path=Path(os.path.abspath(file)),
-            found=rows[0][0] if rows else "no row",
-            expected=f"paths relative to {show_path(found.folder)}, or to the folder of a split in it",
+            found=given[0][0] if given else "no row",
+            expected=f"paths relative to {show_path(folder)}, or to the folder of a split in it",
         )
-    recordings = (replace(r, **given.get(i, {})) for i, r in enumerate(found.recordings))
-    return replace(found, recordings=tuple(recordings))
+    for i, scores in named:
+        rows[i] |= scores
 
 
 def review_recordings(
@@ -221,15 +202,22 @@ def review_recordings(
     "Read the recordings of a folder, and collect labels and scores."
     tables_read = [(file, read_score_table(file)[1]) for file in tables]
     root = Path(os.path.abspath(folder))
+    given: dict[str, Any] = {"manifest": manifest, "progress": progress}
     if model is None:
-        found = _listed(root, manifest, progress)
+        found = find_recordings(root, **given)
+        facts = read_content([found.listing], progress=progress)[0].to_dict("records")
+        files = zip(found.listing.paths, found.labels, found.names, facts, strict=True)
+        rows = [_row(path, label, name.sensor, f) for path, label, name, f in files if f["code"] == ""]
+        rejected = len(facts) - len(rows)
     else:
-        found = _scored(root, model, manifest=manifest, device=device, progress=progress)
-    if not len(found):
+        detector = model if isinstance(model, Detector) else load_detector(model_file(model))
+        leak_label = leak_label or detector.task.leak_label
+        rows, rejected = _scored(root, detector, device=device, **given)
+    if not rows:
         raise DataError("no recording of the folder can be read", code="nothing-readable", path=root)
-    for file, rows in tables_read:
-        found = _with_table(found, file, rows)
-    return replace(found, leak_label=leak_label or found.leak_label)
+    for file, scores in tables_read:
+        _add_table(rows, root, file, scores)
+    return ReviewRecordings(root, pd.DataFrame(rows, dtype=object), rejected, leak_label or "LEAK")
 
 # %% ../../../nbs/learn/review/session.ipynb #1bf40319
 LEVEL_SPREADS = 5.0
@@ -260,15 +248,13 @@ def _by_score(found: ReviewRecordings, name: str) -> Iterable[_Ranked]:
 
 def _duplicates(found: ReviewRecordings) -> Iterable[_Ranked]:
     "Recordings with the same samples and different labels; one of each group, because a decision counts for all."
-    groups: dict[str, list[tuple[int, ReviewRecording]]] = {}
-    for i, r in enumerate(found.recordings):
-        if r.label:
-            groups.setdefault(r.digest, []).append((i, r))
-    for (i, first), *others in groups.values():
-        differ = [r for _, r in others if _label_key(r.label) != _label_key(first.label)]
+    labelled = found.table[found.table["label"] != ""]
+    for numbers in labelled[labelled["digest"].duplicated(keep=False)].groupby("digest").groups.values():
+        first, *others = (found.recordings[i] for i in numbers)
+        differ = [r for r in others if _label_key(r.label) != _label_key(first.label)]
         if differ:
             copies = ", ".join(f"{show_path(r.path)} ({show_path(r.label)})" for r in differ[:3])
-            yield (i, i, f"the same samples as {copies}")
+            yield (first.Index, first.Index, f"the same samples as {copies}")
 
 
 def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
@@ -283,12 +269,8 @@ def _level(found: ReviewRecordings) -> Iterable[_Ranked]:
         elif r.clipped_share > CLIPPED_SHARE:
             yield (-1000 - r.clipped_share, i, f"{100 * r.clipped_share:.0f} % of the samples are clipped")
         elif abs(away) > limit_db:
-            side = "below" if away < 0 else "above"
-            yield (
-                -abs(away),
-                i,
-                f"level {r.rms_db:.0f} dB, {abs(away):.0f} dB {side} the median of the folder",
-            )
+            apart = f"{abs(away):.0f} dB {'below' if away < 0 else 'above'} the median of the folder"
+            yield (-abs(away), i, f"level {r.rms_db:.0f} dB, {apart}")
 
 
 def _disagreements(found: ReviewRecordings, current: CurrentLabels) -> Iterable[_Ranked]:
@@ -316,21 +298,12 @@ _RANKS: dict[str, Callable[[ReviewRecordings], Iterable[_Ranked]]] = {
 _NOBODY = CurrentLabels({}, {}, {}, (), ())
 
 
-@dataclass(frozen=True)
-class QueueItem:
-    "A recording to listen to, and why."
-
-    index: int  # in the recordings
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReviewQueue:
     "Recordings to listen to, in order."
 
     name: str  # of QUEUES
-    items: tuple[QueueItem, ...]
+    items: list[Any]  # rows of the table of recordings as named tuples, with `reason`
     n_decided: int = 0  # recordings of the queue that were decided on or skipped, and copies
     unavailable: str = ""  # why there can be no such queue, and what it needs
 
@@ -342,19 +315,18 @@ class ReviewQueue:
         return f"{QUEUES[self.name]}: {self.unavailable or f'{len(self):,} recordings{decided}'}"
 
 
+_NEEDS = {
+    "suggested": ("suggestion", "the table of leakmel suggest"),
+    "errors": ("held_out", "held-out scores: cross_validation.csv of leakmel train --cross-validate"),
+    "threshold": ("score", "scores: a model, or a table of leakmel predict"),
+    "kinds": ("by_kind", "scores by kind: a model of the kind blend"),
+}
+
+
 def lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
     "Say what a queue needs and the recordings lack."
-    needs = {
-        "suggested": (lambda r: r.suggestion, "the table of leakmel suggest"),
-        "errors": (
-            lambda r: not math.isnan(r.held_out),
-            "held-out scores: cross_validation.csv of leakmel train --cross-validate",
-        ),
-        "threshold": (lambda r: not math.isnan(r.score), "scores: a model, or a table of leakmel predict"),
-        "kinds": (lambda r: r.by_kind, "scores by kind: a model of the kind blend"),
-    }
-    has, what = needs.get(name, (lambda _: True, ""))
-    return "" if any(map(has, found.recordings)) else f"needs {what}"
+    column, what = _NEEDS.get(name, ("path", ""))
+    return "" if any(x == x and x not in ("", {}) for x in found.table[column]) else f"needs {what}"
 
 
 def make_queue(
@@ -374,7 +346,7 @@ def make_queue(
     if n < 1:
         raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
     if why := lacking(found, name):
-        return ReviewQueue(name, (), unavailable=why)
+        return ReviewQueue(name, [], unavailable=why)
     closed = set(skipped)
     if name == "disagreements":
         ranked = list(_disagreements(found, current))
@@ -385,14 +357,15 @@ def make_queue(
         ranked = [(k, i, "drawn at random") for k, i in enumerate(order)]
     else:
         ranked = sorted(_RANKS[name](found))
-    items = []
+    reasons: dict[int, str] = {}
     for _, i, reason in ranked:
         r = found.recordings[i]
         decisions = (*current.last.get(r.digest, ()), *current.last.get(r.path, ()))
         if r.digest not in closed and all(d.label == SKIPPED for d in decisions):
-            items.append(QueueItem(i, r.path, reason))
+            reasons[i] = reason
         closed.add(r.digest)
-    return ReviewQueue(name, tuple(items[:n]), len(ranked) - len(items))
+    items = found.table.assign(reason=pd.Series(reasons, dtype=object)).loc[list(reasons)[:n]]
+    return ReviewQueue(name, list(items.itertuples()), len(ranked) - len(reasons))
 
 # %% ../../../nbs/learn/review/session.ipynb #c064f0d3
 SKIP_NOTE = "skipped"  # begins the note of a skipped recording
@@ -445,7 +418,7 @@ class ReviewSession:
         self.decisions = [replace(d, path=means.get(d.path, d.path)) for d in given]
         self.current = current_labels(self.decisions)
 
-    def _last(self, recording: ReviewRecording) -> Decision | None:
+    def _last(self, recording: Any) -> Decision | None:
         "The last decision of this person."
         keys = (recording.digest, recording.path)
         return next((d for key in keys for d in self.current.last.get(key, ()) if d.by == self.by), None)
@@ -464,24 +437,18 @@ class ReviewSession:
         self.steps: list[tuple[int, Decision, str]] = []
 
     @property
-    def item(self) -> QueueItem | None:
-        "What is to be decided now; None at the end of the queue."
+    def item(self) -> Any:
+        "The recording that is to be decided now, and the reason; None at the end of the queue."
         return self.queue.items[self.position] if self.position < len(self.queue) else None
 
-    @property
-    def recording(self) -> ReviewRecording | None:
-        "The recording that is to be decided now."
-        return None if self.item is None else self.found.recordings[self.item.index]
-
-    def label_now(self, recording: ReviewRecording) -> tuple[str, str]:  # "": none; where it comes from
+    def label_now(self, recording: Any) -> tuple[str, str]:  # "": none; where it comes from
         "Return the present label of a recording: that of people, or that of its folder."
         for key in (recording.digest, recording.path):
             if key in self.current.labels:
                 return self.current.labels[key], ", ".join(d.by for d in self.current.last[key] if d.label)
         return recording.label, "folder" if recording.label else ""
 
-    def _store(self, index: int, label: str, note: str, by: str) -> Decision:
-        recording = self.found.recordings[index]
+    def _store(self, recording: Any, label: str, note: str, by: str) -> Decision:
         decision = Decision(recording.path, recording.digest, label, by, now_utc(), note)
         append_decision(self.labels, decision)
         try:
@@ -507,8 +474,8 @@ class ReviewSession:
             self.undo()
         elif self.item is not None:
             words = [SKIP_NOTE] * (name == "skip") + [" ".join(note.split())]
-            before = self._last(self.found.recordings[self.item.index])
-            decision = self._store(self.item.index, labels[name], ": ".join(filter(None, words)), self.by)
+            before = self._last(self.item)
+            decision = self._store(self.item, labels[name], ": ".join(filter(None, words)), self.by)
             self.steps.append((self.position, decision, before.label if before else SKIPPED))
             self.position += 1
 
@@ -516,18 +483,17 @@ class ReviewSession:
         "Withdraw the last decision by a further record, and show its recording again."
         if self.steps:
             position, decision, label_before = self.steps[-1]
-            self._store(self.queue.items[position].index, label_before, UNDO_NOTE, decision.by)
+            self._store(self.queue.items[position], label_before, UNDO_NOTE, decision.by)
             self.position = position
             self.steps.pop()
 
     @property
     def progress(self) -> str:
         "How far the queue is, and how many decisions on it change a label; a sentence."
-        old = [self.found.recordings[self.queue.items[at].index].label for at, _, _ in self.steps]
-        pairs = [
-            (a, d.label) for a, (_, d, _) in zip(old, self.steps) if a and d.label not in (SKIPPED, UNSURE)
-        ]
-        n_changed = sum(_label_key(a) != _label_key(b) for a, b in pairs)
+        pairs = [(self.queue.items[at].label, d.label) for at, d, _ in self.steps]
+        n_changed = sum(
+            _label_key(old) != _label_key(new) for old, new in pairs if old and new not in (SKIPPED, UNSURE)
+        )
         before = (
             f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier" if self.n_before else ""
         )
