@@ -27,8 +27,7 @@ from leakmel.dataset.file.spec_file import write_spec
 from leakmel.dataset.run.inputs import decide_spec
 from leakmel.dataset.run.pipeline import find_data, spec_changes
 from leakmel.dataset.source.loader import STATUSES, BatchReader, Slot
-from leakmel.insight.listening import MAX_PLAYED_S, as_float, playback, player_html
-from leakmel.insight.page_figures import filled
+from leakmel.insight.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
 from leakmel.insight.plots import (
     TEXT_COLOUR,
     MAX_POINTS,

@@ -45,7 +45,7 @@ from leakmel.insight.explore import (
     split_spectra,
     status_line,
 )
-from leakmel.insight.listening import as_float
+from leakmel.insight.page_figures import as_float
 from leakmel.insight.plots import recording_spectra
 
 ROOT = Path(__file__).resolve().parents[2]

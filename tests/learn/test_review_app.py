@@ -19,7 +19,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
 from build_runs import execute, plan_run
 from leakmel.learn.review import session as session_module
-from leakmel.insight.listening import MAX_PLAYED_S, playback, spectrogram_svg
+from leakmel.insight.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
 from leakmel.learn.review.session import review_recordings
 from leakmel.learn.review.session import ReviewSession
 

@@ -33,8 +33,7 @@ from leakmel.core.errors import (
 from leakmel.core.parameters import Kinds
 from leakmel.core.run_plan import run_folder, user_path
 from leakmel.insight.explore import shows_controls
-from leakmel.insight.listening import playback, player_html, spectrogram_svg
-from leakmel.insight.page_figures import filled
+from leakmel.insight.page_figures import filled, playback, player_html, spectrogram_svg
 from leakmel.learn.embed.embed import Embeddings, embed_recordings, listed, open_embedder, similar
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.review.session import QUEUES, ReviewRecordings, ReviewSession, lacking, review_recordings
