@@ -136,7 +136,7 @@ def test_suggestions_are_a_queue(folder, plain, tmp_path):
     assert read_score_table(out)[0] == "suggestions"
     found = review_recordings(folder, tables=[out], progress="none")
     queue = make_queue(found, "suggested")
-    assert sorted(i.path for i in queue.items) == sorted(s.path.decode() for s in chosen.items)
+    assert sorted(i.path for i in queue.items) == sorted(chosen.table["path"])
     assert queue.items[0].reason.split(":")[0] in ("uncertain", "diverse", "random")
     assert make_queue(found, "threshold").unavailable
     assert make_queue(found, "errors").unavailable
