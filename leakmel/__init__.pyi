@@ -56,8 +56,8 @@ from leakmel.learn.review.suggest import Suggestions as Suggestions
 from leakmel.learn.review.suggest import SampleMix as SampleMix
 from leakmel.learn.nightly.run import nightly as nightly
 from leakmel.learn.nightly.run import NightlyRun as NightlyRun
-from leakmel.learn.review.app import review as review
-from leakmel.learn.review.app import ReviewApp as ReviewApp
+from leakmel.learn.review.review import review as review
+from leakmel.learn.review.review import ReviewApp as ReviewApp
 from leakmel.learn.retrain.rounds import retrain as retrain
 from leakmel.learn.retrain.rounds import Round as Round
 from leakmel.sets.fetch import fetch as fetch

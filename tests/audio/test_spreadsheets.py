@@ -21,7 +21,7 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
 from leakmel.learn.nightly.visits_page import place_of
-from leakmel.learn.review.session import read_score_table
+from leakmel.learn.review.review import read_score_table
 
 
 def fuzz(n: int) -> settings:

@@ -18,10 +18,10 @@ from leakmel.audio.wav import Recording
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
 from build_runs import execute, plan_run
-from leakmel.learn.review import session as session_module
+from leakmel.learn.review import review as session_module
 from leakmel.insight.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
-from leakmel.learn.review.session import review_recordings
-from leakmel.learn.review.session import ReviewSession
+from leakmel.learn.review.review import review_recordings
+from leakmel.learn.review.review import ReviewSession
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 

@@ -16,8 +16,8 @@ from leakmel.audio.labels import Decision, current_labels
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.review.session import QUEUES, make_queue
-from leakmel.learn.review.session import ReviewRecordings, read_score_table, review_recordings
+from leakmel.learn.review.review import QUEUES, make_queue
+from leakmel.learn.review.review import ReviewRecordings, read_score_table, review_recordings
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 WHEN = "2026-01-31T08:15:00Z"

@@ -20,7 +20,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.card import Provenance, _short_digests
-from leakmel.learn.review.session import read_score_table, review_recordings
+from leakmel.learn.review.review import read_score_table, review_recordings
 from leakmel.learn.review.suggest import (
     KINDS,
     SUGGESTION_COLUMNS,
