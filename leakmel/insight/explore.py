@@ -327,9 +327,10 @@ _COLOR_BAR = dict(
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
     "Return a line trace."
-    shown = dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
-    line = dict(color=colour, width=1)
-    return dict(type="scatter", name=name, x=f32(x), y=f32(y), mode="lines", line=line, **shown)
+    look = dict(mode="lines", line=dict(color=colour, width=1))
+    return dict(type="scatter", name=name, x=f32(x), y=f32(y), **look) | (
+        dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
+    )
 
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
@@ -436,8 +437,8 @@ def playback_part(
     "Return the selected segments for playback, at the rate of the recording."
     listing, k = state.facts["place"]
     start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
-    part_s = (start_s, min(stop_s, start_s + MAX_PLAYED_S))
-    wav, text = playback(read_wav(listing.full_path(k)), part_s=part_s, normalised=louder)
+    stop_s = min(stop_s, start_s + MAX_PLAYED_S)
+    wav, text = playback(read_wav(listing.full_path(k)), part_s=(start_s, stop_s), normalised=louder)
     return wav, text if louder else f"{text}, at the recorded level"
 
 # %% ../../nbs/insight/explore.ipynb #467e46a0
@@ -473,12 +474,17 @@ def open_explorer(
     progress: str = "auto",
 ) -> Explorer:  # raises LeakmelError for invalid parameters
     "Scan the recordings, apply the filter and resolve the spec."
-    p = parameters
-    root, _ = find_data(p["data_root"], progress=progress)
-    names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
+    root, _ = find_data(parameters["data_root"], progress=progress)
+    names = {
+        "table": parameters["table"],
+        "columns": parameters["columns"] or None,
+        "pattern": parameters["pattern"],
+    }
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
-    state = Explorer(recordings, spec_changes(p)[0])
-    wanted = {name: p[name] for name in FILTERS} | {"split": split_name(p["split"]) or p["split"]}
+    state = Explorer(recordings, spec_changes(parameters)[0])
+    wanted = {name: parameters[name] for name in FILTERS} | {
+        "split": split_name(parameters["split"]) or parameters["split"]
+    }
     state.filter_recordings(**wanted)
     return state
 
@@ -524,8 +530,8 @@ def rate_options(
 ) -> list[tuple[str, int]]:  # labels and values, Hz
     "Return the sample rates of the recordings, with their number, and the common rates up to the highest of them."
     counts = Counter(int(rate) for rate in recordings.table["sample_rate"])
-    rates = sorted({*counts, present, *(rate for rate in _RATES if rate <= max(counts))})
-    return [(f"{rate:,} Hz ({counts[rate]:,})", rate) for rate in rates]
+    rates = {*counts, present, *(rate for rate in _RATES if rate <= max(counts))}
+    return [(f"{rate:,} Hz ({counts[rate]:,})", rate) for rate in sorted(rates)]
 
 
 def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> Any:  # of ipywidgets
@@ -576,7 +582,6 @@ class Controls:
             # an event when a slider is released, not while it moves
             return kind, "32%", label, {"continuous_update": False, **traits}
 
-        rates = rate_options(state.recordings, state.spec.sample_rate)
         made = {
             **{
                 name: dropdown(
@@ -586,7 +591,9 @@ class Controls:
             },
             "position": slider(w.IntSlider, "recording", min=1, max=2),
             "preset": dropdown(sorted({*MelSpec.preset_names(), state.spec.preset_name})),
-            "sample_rate": dropdown(rates, label="sample rate"),
+            "sample_rate": dropdown(
+                rate_options(state.recordings, state.spec.sample_rate), label="sample rate"
+            ),
             **{name: dropdown(options, "48%") for name, options in window_options(state.spec).items()},
             "n_mels": slider(w.IntSlider, min=1, max=max(256, state.spec.n_mels)),
             "power": dropdown([("1: magnitude", 1.0), ("2: power", 2.0)]),
@@ -594,9 +601,8 @@ class Controls:
             "long": slider(w.IntRangeSlider, "long segments", min=0, max=1),
         }
         for name, (kind, width, label, traits) in made.items():
-            layout = w.Layout(width=width, min_width="250px")
-            style = {"description_width": "106px"}
-            self.widgets[name] = kind(description=label or name, style=style, layout=layout, **traits)
+            look = {"style": {"description_width": "106px"}, "layout": {"width": width, "min_width": "250px"}}
+            self.widgets[name] = kind(description=label or name, **look, **traits)
         self.update_widgets()
         for name, widget in self.widgets.items():
             widget.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
@@ -725,8 +731,8 @@ class ExploreView:
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        button = partial(_button, "compute the split", "190px", self.recompute)
-        self._place("split_line", "split_figure", control=button)
+        control = partial(_button, "compute the split", "190px", self.recompute)
+        self._place("split_line", "split_figure", control=control)
         self.recompute()
 
     def show_spec(self) -> None:
@@ -744,15 +750,14 @@ class ExploreView:
         name = f"{spec.preset_name.replace('@', '-') or 'own'}-{spec.fingerprint()}.json"
         return Path(self.write_to or runs_folder() / "specs" / name).expanduser()
 
-    def _play(self) -> None:
-        self._show("sound", {"text/html": player_html(*playback_part(self.state, self.louder))})
-
     def draw(self) -> None:
         "Replace the outputs that differ from the state."
         state, spec = self.state, self.state.spec
-        heard = (state.row, sample_range(spec, state.segments), spec.sample_rate, self.louder)
         makers: dict[str, tuple[Any, Callable[[], None]]] = {
-            "sound": (heard, self._play),
+            "sound": (
+                (state.row, sample_range(spec, state.segments), spec.sample_rate, self.louder),
+                lambda: self._show("sound", {"text/html": player_html(*playback_part(state, self.louder))}),
+            ),
             "figure": (
                 (state.row, spec, state.segments),
                 lambda: self._draw("figure", recording_figure(state)),

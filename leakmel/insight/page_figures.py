@@ -149,10 +149,13 @@ def notebook_page(
         has_outputs = any(c.get("outputs") for c in notebook.cells)
         n_figures = html_figures(notebook)
     except OSError as e:
-        code = "no-such-file" if isinstance(e, FileNotFoundError) else "unreadable"
         reason, remedy = explain(e, source)
         raise DataError(
-            "the notebook cannot be read", code=code, path=path, found=reason, remedy=remedy
+            "the notebook cannot be read",
+            code="no-such-file" if isinstance(e, FileNotFoundError) else "unreadable",
+            path=path,
+            found=reason,
+            remedy=remedy,
         ) from e
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, nbformat.ValidationError) as e:
         raise DataError(
@@ -168,9 +171,9 @@ def notebook_page(
             path=path,
             remedy=f"run it first: papermill {shlex.quote(show_path(source))} out.ipynb, then leakmel page out.ipynb",
         )
+    about = {"metadata": {"name": source.stem, "path": str(source.parent)}}
     exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
-    resources = {"metadata": {"name": source.stem, "path": str(source.parent)}}
-    body, _ = exporter.from_notebook_node(notebook, resources)
+    body, _ = exporter.from_notebook_node(notebook, about)
     head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
     return write_run_file(target, body.replace("</head>", head, 1)), n_figures
 
@@ -274,9 +277,18 @@ def write_report(
     ok: bool | None = None,  # colour of the verdict; None: neutral
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a run as one HTML file that works without a network."
-    about = {"mark": Markup(_MARK), "script": Markup(plotly_script()), "version": lm.__version__}
-    given = {"title": title, "verdict": verdict, "ok": ok, "sections": sections, "shown": _shown}
-    return write_run_file(path, filled(_REPORT, **about, **given))
+    page = filled(
+        _REPORT,
+        mark=Markup(_MARK),
+        script=Markup(plotly_script()),
+        version=lm.__version__,
+        title=title,
+        verdict=verdict,
+        ok=ok,
+        sections=sections,
+        shown=_shown,
+    )
+    return write_run_file(path, page)
 
 # %% ../../nbs/insight/page_figures.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale

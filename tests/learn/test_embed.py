@@ -20,7 +20,14 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.cli import main
 from leakmel.learn.embed import embed as module
-from leakmel.learn.embed.embed import SAME_CONTENT, SAME_FEATURES, embed_recordings, embed_rows, nearest, open_embedder
+from leakmel.learn.embed.embed import (
+    SAME_CONTENT,
+    SAME_FEATURES,
+    embed_recordings,
+    embed_rows,
+    nearest,
+    open_embedder,
+)
 from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, from_plain, to_plain
 from leakmel.learn.model.detector import Detector

@@ -83,7 +83,7 @@ def test_two_people_at_the_same_time(folder, tmp_path):
     ben.act("no_leak")
     assert len(ben.disagreements) == 1
     assert "ann: LEAK" in ben.disagreements[0]
-    assert len(opened(folder, table, by="cid", queue="disagreements").queue) == 1
+    assert len(opened(folder, table, by="cid", queue="disagreements").queue.items) == 1
 
 
 def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):

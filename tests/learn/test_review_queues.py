@@ -238,7 +238,7 @@ def test_wrong_arguments(plain, tmp_path):
 
 def test_a_folder_where_all_is_silent_or_alike(plain):
     silent = plain.table.assign(silent=True, digest=list(map(str, range(17))))
-    assert len(make_queue(replace(plain, table=silent), "level")) == 17
+    assert len(make_queue(replace(plain, table=silent), "level").items) == 17
     alike = plain.table.assign(rms_db=-40.0, silent=False, clipped_share=0.0)
     assert not make_queue(replace(plain, table=alike), "level").items
     assert set(QUEUES) >= {"errors", "threshold", "kinds", "random", "duplicates", "level"}

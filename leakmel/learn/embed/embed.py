@@ -291,13 +291,13 @@ def embed_recordings(
 ) -> Embeddings:  # raises LeakmelError
     "Compute the embeddings of listed recordings."
     began, n, spec = time.perf_counter(), len(found.listing), embedder.spec
-    sizes = block_sizes(spec, "cpu", n, files_per_batch, read_workers)
     sums = np.zeros((n, 2 * spec.n_mels))  # as of `band_sums`
 
     def add(block: RowBlock) -> None:
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
     with HostScorer(engine, spec, add) as scorer:
+        sizes = block_sizes(spec, "cpu", n, files_per_batch, read_workers)
         readers = run_scorer(
             found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
         ).readers

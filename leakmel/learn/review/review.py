@@ -9,7 +9,7 @@ __all__ = ['MAX_SIMILAR', 'N_NEIGHBOURS', 'N_SIMILAR', 'neighbours_of', 'labelle
 # %% ../../../nbs/learn/review/review.ipynb #4a735ff8
 import base64, importlib.util, json, math, os, sys, uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -318,11 +318,6 @@ QUEUES = {
     "level": "suspicious level or silence",
     "disagreements": "people disagree",
 }
-_RANKS: dict[str, Callable[[ReviewRecordings], Iterable[_Ranked]]] = {
-    **{name: partial(_by_score, name=name) for name in ("suggested", "errors", "threshold", "kinds")},
-    "duplicates": _duplicates,
-    "level": _level,
-}
 _NOBODY = CurrentLabels({}, {}, {}, (), ())
 
 
@@ -335,12 +330,9 @@ class ReviewQueue:
     n_decided: int = 0  # recordings of the queue that were decided on or skipped, and copies
     unavailable: str = ""  # why there can be no such queue, and what it needs
 
-    def __len__(self) -> int:
-        return len(self.items)
-
     def __str__(self) -> str:
         decided = f"; {self.n_decided:,} decided, skipped or copies" if self.n_decided else ""
-        return f"{QUEUES[self.name]}: {self.unavailable or f'{len(self):,} recordings{decided}'}"
+        return f"{QUEUES[self.name]}: {self.unavailable or f'{len(self.items):,} recordings{decided}'}"
 
 
 _NEEDS = {
@@ -378,13 +370,13 @@ def make_queue(
     closed = set(skipped)
     if name == "disagreements":
         ranked = list(_disagreements(found, current))
-        current = _NOBODY
-        closed = set()
+        current, closed = _NOBODY, set()
     elif name == "random":
         order = np.random.default_rng(seed).permutation(len(found)).tolist()
         ranked = [(k, i, "drawn at random") for k, i in enumerate(order)]
     else:
-        ranked = sorted(_RANKS[name](found))
+        by_facts = {"duplicates": _duplicates, "level": _level}
+        ranked = sorted(by_facts[name](found) if name in by_facts else _by_score(found, name))
     reasons: dict[int, str] = {}
     for _, i, reason in ranked:
         r = found.recordings[i]
@@ -448,8 +440,8 @@ class ReviewSession:
 
     def _last(self, recording: Any) -> Decision | None:
         "The last decision of this person."
-        keys = (recording.digest, recording.path)
-        return next((d for key in keys for d in self.current.last.get(key, ()) if d.by == self.by), None)
+        last = [*self.current.last.get(recording.digest, ()), *self.current.last.get(recording.path, ())]
+        return next((d for d in last if d.by == self.by), None)
 
     def start(self, name: str) -> None:
         "Begin a queue with the recordings on which no one has decided."
@@ -467,7 +459,7 @@ class ReviewSession:
     @property
     def item(self) -> Any:
         "The recording that is to be decided now, and the reason; None at the end of the queue."
-        return self.queue.items[self.position] if self.position < len(self.queue) else None
+        return self.queue.items[self.position] if self.position < len(self.queue.items) else None
 
     def label_now(self, recording: Any) -> tuple[str, str]:  # "": none; where it comes from
         "Return the present label of a recording: that of people, or that of its folder."
@@ -525,7 +517,7 @@ class ReviewSession:
         before = (
             f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier" if self.n_before else ""
         )
-        return f"{self.position:,} of {len(self.queue):,}; {n_changed:,} labels changed{before}"
+        return f"{self.position:,} of {len(self.queue.items):,}; {n_changed:,} labels changed{before}"
 
     @property
     def disagreements(self) -> list[str]:
@@ -560,9 +552,9 @@ def labelled_embeddings(found: ReviewRecordings, progress: str = "auto") -> Embe
     common = Counter((r.sample_rate, r.duration_s) for r in found.recordings)
     (rate, duration_s), _ = common.most_common(1)[0]
     with suppress(LeakmelError):
-        spec = MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
+        embedder = open_embedder(None, MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s))
         some = listed(found.folder, [labelled[k] for k in even])
-        return embed_recordings(some, open_embedder(None, spec), progress=progress)
+        return embed_recordings(some, embedder, progress=progress)
     return None
 
 
@@ -646,7 +638,7 @@ _QUEUE = """<p><b>{{ queue }}</b></p>
 <tr><td style='text-align:right'>{{ loop.index }}</td>
 {%- for text in (show(item.path), item.reason) %}<td style='text-align:left'>{{ text }}</td>{% endfor %}</tr>
 {%- endfor %}</table>{% endif %}
-{%- if queue | length > most %}<p>and {{ "{:,}".format(queue | length - most) }} more</p>{% endif %}"""
+{%- if queue.items | length > most %}<p>and {{ "{:,}".format(queue.items | length - most) }} more</p>{% endif %}"""
 _DIFFER = """{% if lines %}<b>{{ lines | length }} disagreements</b><ul>{% for line in lines[:10] %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}"""
 _STATUS = """<div role='status' style='padding:2px 8px;line-height:1.5;overflow-wrap:anywhere;
 {#- #} border-left:3px solid {{ "#D55E00" if app.message else "rgba(128,128,128,0.5)" }}'>
@@ -690,9 +682,6 @@ class ReviewApp:
         if self.controls:
             self._make_widgets()
             self.show()
-
-    def __repr__(self) -> str:
-        return f"ReviewApp({self.session!r})"
 
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
@@ -761,8 +750,10 @@ class ReviewApp:
             continuous_update=False,  # sent whole when the field is left, before the click that stores it
             layout={"width": "360px"},
         )
-        places = ("status", "facts", "sound", "other_sound", "disagreements")
-        self.html = {name: w.HTML(layout={"width": "100%"}) for name in places}
+        self.html = {
+            name: w.HTML(layout={"width": "100%"})
+            for name in ("status", "facts", "sound", "other_sound", "disagreements")
+        }
         self.buttons = {}
         for key, (title, colour) in names.items():
             look = {"button_style": colour, "layout": {"width": "auto", "min_width": "100px"}}
@@ -847,9 +838,12 @@ _FIRST = ("suggested", "errors", "threshold", "random")  # queues, the first tha
 
 def review_kinds() -> Kinds:
     "Return names and types of the parameters of review.ipynb."
-    names = ("tables", "queue", "labels", "by", "leak_label", "other_label", "device")
-    more: Kinds = {"data_root": (str, None), "model": (str, None), "n": (int,), "controls": (bool, None)}
-    return dict.fromkeys(names, (str,)) | more
+    return {
+        **dict.fromkeys(("tables", "queue", "labels", "by", "leak_label", "other_label", "device"), (str,)),
+        **dict.fromkeys(("data_root", "model"), (str, None)),
+        "n": (int,),
+        "controls": (bool, None),
+    }
 
 
 def review_of(
@@ -901,12 +895,12 @@ def write_review(
     "Write a copy of review.ipynb with other parameters."
     notebook = json.loads((Path(leakmel.__file__).parent / "notebooks" / REVIEW).read_text(encoding="utf-8"))
     at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
-    cell = {
+    given = {
         **{"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []},
         "metadata": {"tags": ["injected-parameters"]},
         "source": [f"{name} = {value!r}\n" for name, value in parameters.items()],
     }
-    notebook["cells"].insert(at + 1, cell)
+    notebook["cells"].insert(at + 1, given)
     path = run_folder(out, "review") / REVIEW
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -169,7 +169,6 @@ def check_suggestions_file(
 ) -> Path:  # absolute; raises OutputError
     "Refuse a target that is no CSV file, lies among the recordings or is another file."
     target = Path(os.path.abspath(out))
-    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder))
     refused = {
         "not-csv": (
             target.suffix.lower() != ".csv",
@@ -177,7 +176,7 @@ def check_suggestions_file(
             "choose a name that ends in .csv",
         ),
         "output-in-source": (
-            inside,
+            Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)),
             "the output lies inside the folder of the recordings",
             "choose a path outside that folder",
         ),
@@ -302,11 +301,15 @@ def band_statistics(
     folder: Path,  # of the recordings, absolute path or URL
     paths: Sequence[bytes],  # relative to it
     spec: MelSpec,
+    some: Iterable[int] | None = None,  # numbers of those that are read; None: all
     *,
     progress: str = "auto",
-) -> np.ndarray:  # [n, 2*M + 1] float32 dB, the level last; NaN for a recording that cannot be read any more
+) -> (
+    np.ndarray
+):  # [n, 2*M + 1] float32 dB, the level last; NaN for a recording that was not or cannot be read
     "Compute the band statistics of some recordings of a folder."
-    done = embed_recordings(listed(folder, paths), open_embedder(None, spec, True), progress=progress)
+    chosen = listed(folder, paths if some is None else [paths[i] for i in some])
+    done = embed_recordings(chosen, open_embedder(None, spec, True), progress=progress)
     missing, vectors = np.full(2 * spec.n_mels + 1, np.nan), dict(zip(done.paths, done.vectors))
     return np.array([vectors.get(path, missing) for path in paths], np.float32).reshape(-1, len(missing))
 
@@ -382,22 +385,11 @@ def suggest(
         probability = place = done.calibration.probability(done.score)
         threshold = float(done.calibration.probability(threshold))
     drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_open | is_labelled))[:MAX_FEATURES]
-    features = np.full((len(done), 2 * done.spec.n_mels + 1), np.nan, np.float32)
-    paths = [done.scored.paths[i] for i in drawn]
-    features[drawn] = band_statistics(done.folder, paths, done.spec, progress=progress)
-    chosen = choose_recordings(
-        n,
-        mix,
-        distance=np.abs(place - threshold),
-        features=features,
-        sensor=each_once(done.scored.sensor, text_key),
-        is_open=is_open,
-        is_labelled=is_labelled,
-        per_sensor=per_sensor,
-        seed=seed,
-    )
+    features = band_statistics(done.folder, done.scored.paths, done.spec, drawn, progress=progress)
+    given: dict[str, Any] = {"is_open": is_open, "is_labelled": is_labelled, "features": features}
+    given |= {"distance": np.abs(place - threshold), "sensor": each_once(done.scored.sensor, text_key)}
     rows = []
-    for i, kind, n_alike in chosen:
+    for i, kind, n_alike in choose_recordings(n, mix, **given, per_sensor=per_sensor, seed=seed):
         uncertain = f"{name} {place[i]:.2f}, threshold {threshold:.2f}"
         numbers = {"probability": float(probability[i]), "score": float(done.score[i])}
         rows.append(_row(done.scored[i], kind, n_alike, uncertain) | numbers)
