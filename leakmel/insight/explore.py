@@ -168,11 +168,11 @@ def split_spectra(
     rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
     even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
     with open_engine("auto", spec, device="cpu") as engine, ThreadPoolExecutor(engine.workers) as pool:
-
-        def mean_spectrum(row: int) -> np.ndarray:
-            return row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32)
-
-        spectra = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
+        means = pool.map(
+            lambda row: row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32),
+            even.tolist(),
+        )
+        spectra = np.array(list(means), np.float32)
     some = "all" if len(even) == len(rows) else f"an even sample of {len(even):,} of"
     text = f"{show_path(split) or 'one folder'}: {some} {len(rows):,} recordings that are not silent"
     return spectra.reshape(-1, spec.n_mels), [show_path(x) for x in table["label"].iloc[even]], text
@@ -352,14 +352,13 @@ def _set_axes(fig: "go.Figure", spec: MelSpec, segments: range) -> None:
     "Set ranges and units of the axes."
     start, stop = (n / spec.sample_rate for n in sample_range(spec, segments))
     ends = [start - 0.004 * (stop - start), stop + 0.004 * (stop - start)]
-    band = [spec.f_min_hz, spec.top_hz]
     fig.update_layout(
         xaxis=dict(range=ends),
         yaxis=dict(title=dict(text="amplitude"), nticks=4),
         xaxis2=dict(range=ends, title=dict(text="time (s)")),
-        yaxis2=dict(range=band, title=dict(text="frequency (Hz)")),
+        yaxis2=dict(range=[spec.f_min_hz, spec.top_hz], title=dict(text="frequency (Hz)")),
         xaxis3=dict(title=dict(text="mean level (dB)"), nticks=4),
-        yaxis3=dict(range=band, matches="y2", showticklabels=False),
+        yaxis3=dict(range=[spec.f_min_hz, spec.top_hz], matches="y2", showticklabels=False),
     )
 
 
@@ -399,8 +398,8 @@ def recording_figure(
     hover = "%{x:.1f} dB at %{y:.0f} Hz"
     bands = _curve("mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hover)
     bins = _curve("FFT bins", levels[::step], hz[::step], "rgba(128,128,128,0.8)", hover)
-    waves = _wave_traces(samples, spec, segments)
-    for row, col, traces in ((1, 1, waves), (2, 1, [heat]), (2, 2, [bins, bands])):
+    places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bins, bands]}
+    for (row, col), traces in places.items():
         fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
     _set_axes(fig, spec, segments)
     facts, inside = state.facts, (hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz)

@@ -384,7 +384,7 @@ def make_queue(
         if r.digest not in closed and all(d.label == SKIPPED for d in decisions):
             reasons[i] = reason
         closed.add(r.digest)
-    items = found.table.assign(reason=pd.Series(reasons, dtype=object)).loc[list(reasons)[:n]]
+    items = found.table.loc[list(reasons)[:n]].assign(reason=pd.Series(reasons, dtype=object))
     return ReviewQueue(name, list(items.itertuples()), len(ranked) - len(reasons))
 
 # %% ../../../nbs/learn/review/review.ipynb #c064f0d3
@@ -676,7 +676,6 @@ class ReviewApp:
         self.controls = shows_controls(controls)
         self.among = labelled_embeddings(session.found, progress)
         self.n_shown = 0
-        self.shown: list[tuple[int, str]] = []  # other recordings, and why they are listed
         self.message = ""
         self.name = f"lm-review-{uuid.uuid4().hex[:12]}"
         if self.controls:
@@ -820,7 +819,7 @@ class ReviewApp:
         self.n_shown += 1
         self.html["facts"].value = self._filled(_FACTS)
         self._show_sound()
-        self.shown = self._others()
+        self.shown = self._others()  # other recordings, and why they are listed
         for k, (row, text) in enumerate(self.others):
             row.layout.display = "" if k < len(self.shown) else "none"
             line = f"{self._row_html(self.shown[k][0])}, {self.shown[k][1]}" if k < len(self.shown) else ""
