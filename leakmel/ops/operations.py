@@ -340,7 +340,7 @@ class Review(Operation):
         "Report errors of the arguments now, not in the notebook."
         from leakmel.learn.model.detector import load_detector
         from leakmel.learn.model.files import model_file
-        from leakmel.learn.review.session import read_score_table
+        from leakmel.learn.review.review import read_score_table
 
         folder = user_path(self.folder)
         if not folder.is_dir():
@@ -366,7 +366,7 @@ class Review(Operation):
             )
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.learn.review.app import lab_command, review_parameters, write_review
+        from leakmel.learn.review.review import lab_command, review_parameters, write_review
 
         self._check()
         given = review_parameters(

@@ -14,7 +14,6 @@ import nbformat
 import numpy as np
 import pytest
 from each import each
-from IPython.display import HTML
 from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
@@ -28,27 +27,25 @@ from build_runs import plan_run
 from leakmel.core.operation import parameter_kinds
 from leakmel.operations import Build
 from leakmel.insight.explore import (
+    Controls,
     Explorer,
+    ExploreView,
     bin_levels_db,
     borders,
     envelope,
     explore_kinds,
     mel_columns,
+    open_explorer,
     playback_part,
+    rate_options,
     recording_figure,
     recordings_of_scan,
     sample_range,
-    split_spectra,
-)
-from leakmel.insight.explore_view import (
-    Controls,
-    ExploreView,
-    StatusLine,
-    open_explorer,
-    rate_options,
     shows_controls,
+    split_spectra,
+    status_line,
 )
-from leakmel.insight.listening import as_float
+from leakmel.insight.page_figures import as_float
 from leakmel.insight.plots import recording_spectra
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -746,8 +743,8 @@ class Shown:
     def __init__(self) -> None:
         self.values: list[Any] = []
 
-    def update(self, value: Any) -> None:
-        if not isinstance(value, HTML) or "<audio" in value.data:  # else the place of a figure
+    def update(self, value: dict[str, Any], raw: bool) -> None:
+        if not value.get("text/html", "").startswith("<div style='height"):  # the place of a figure
             self.values.append(value)
 
 
@@ -771,17 +768,17 @@ def test_a_view_redraws_changes_and_reports_rejected_ones(data, tmp_path):
     view.error = str(rejected.value)
     view.draw()
     assert counts() == [1, 1, 1]
-    assert "Rejected:</b> mel band 0" in shown["line"].values[-1]._repr_html_()
+    assert "Rejected:</b> mel band 0" in shown["line"].values[-1]["text/html"]
     view.state.change_spec(n_mels=40)
     view.error = ""
     view.draw()
     assert counts() == [2, 1, 1]  # the sound stays
-    assert "has changed since" in repr(shown["split_line"].values[-1])
+    assert "has changed since" in shown["split_line"].values[-1]["text/plain"]
     view.recompute()
     assert counts() == [2, 1, 2]
     assert view.split_shown[0] == view.state.spec
     view.write()
-    assert "--spec" in repr(shown["written"].values[-1])
+    assert "--spec" in shown["written"].values[-1]["text/plain"]
     view.draw()
 
 
@@ -792,14 +789,14 @@ def test_a_removed_recording_is_reported(tmp_path):
     for path in (tmp_path / "demo").rglob("*.wav"):
         path.unlink()
     view.draw()
-    assert (shown["figure"].values, "Rejected:" in shown["line"].values[-1]._repr_html_()) == ([], True)
+    assert (shown["figure"].values, "Rejected:" in shown["line"].values[-1]["text/html"]) == ([], True)
 
 
 def test_lines_are_plain_text_and_safe_html():
-    line = StatusLine("a <b> & c", "no <script>")
-    assert "<script>" not in line._repr_html_()
-    assert "<b> &" not in line._repr_html_()
-    assert repr(line) == "Rejected: no <script> (unchanged: a <b> & c)"
+    line = status_line("a <b> & c", "no <script>")
+    assert "<script>" not in line["text/html"]
+    assert "<b> &" not in line["text/html"]
+    assert line["text/plain"] == "Rejected: no <script> (unchanged: a <b> & c)"
 
 
 def test_sliders_are_shown_only_in_interactive_sessions(monkeypatch):

@@ -20,8 +20,14 @@ import leakmel as lm
 from leakmel.audio.wav import read_wav
 from leakmel.cli import main
 from leakmel.learn.embed import embed as module
-from leakmel.learn.embed.embed import embed_recordings, embed_rows, open_embedder
-from leakmel.learn.embed.similar import SAME_CONTENT, SAME_FEATURES, nearest
+from leakmel.learn.embed.embed import (
+    SAME_CONTENT,
+    SAME_FEATURES,
+    embed_recordings,
+    embed_rows,
+    nearest,
+    open_embedder,
+)
 from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, from_plain, to_plain
 from leakmel.learn.model.detector import Detector
@@ -248,7 +254,7 @@ def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
 
 @each("k", [1, 5, 300])
 def test_the_search_is_exact(k, monkeypatch):
-    monkeypatch.setattr("leakmel.learn.embed.similar._BLOCK", 64)
+    monkeypatch.setattr("leakmel.learn.embed.embed._BLOCK", 64)
     rng = np.random.default_rng(0)
     vectors = rng.normal(0, rng.uniform(0.1, 50, 6), (200, 6)).astype(np.float32)
     vectors[50] = vectors[3]  # of equal ones the first

@@ -18,10 +18,10 @@ from leakmel.audio.wav import Recording
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
 from build_runs import execute, plan_run
-from leakmel.learn.review import session as session_module
-from leakmel.insight.listening import MAX_PLAYED_S, playback, spectrogram_svg
-from leakmel.learn.review.session import review_recordings
-from leakmel.learn.review.session import ReviewSession
+from leakmel.learn.review import review as session_module
+from leakmel.insight.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
+from leakmel.learn.review.review import review_recordings
+from leakmel.learn.review.review import ReviewSession
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 
@@ -43,7 +43,7 @@ def opened(folder: Path, labels: Path, by: str = "ann", **more: Any) -> ReviewSe
 def test_every_decision_is_a_line(folder, tmp_path):
     table = tmp_path / "labels.csv"
     s = opened(folder, table)
-    first = s.recording
+    first = s.item
     assert first is not None
     s.act("leak", " a\n tap ")
     s.act("no_leak")
@@ -64,7 +64,7 @@ def test_undo_restores_the_earlier_label(folder, tmp_path):
     table = tmp_path / "labels.csv"
     s = opened(folder, table, n=1)
     s.act("leak")
-    r = s.found.recordings[s.queue.items[0].index]
+    r = s.found.recordings[s.queue.items[0].Index]
     opened(folder, table, by="ben", queue="random")
     ben = ReviewSession(s.found, table, by="ben", n=20)
     assert r.path not in [i.path for i in ben.queue.items]
@@ -83,7 +83,7 @@ def test_two_people_at_the_same_time(folder, tmp_path):
     ben.act("no_leak")
     assert len(ben.disagreements) == 1
     assert "ann: LEAK" in ben.disagreements[0]
-    assert len(opened(folder, table, by="cid", queue="disagreements").queue) == 1
+    assert len(opened(folder, table, by="cid", queue="disagreements").queue.items) == 1
 
 
 def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):
@@ -197,8 +197,8 @@ def test_labels_of_a_review_reach_the_notebook_of_builds(folder, tmp_path):
     s = opened(folder, tmp_path / "labels.csv")
     changed = 0
     for _ in range(4):
-        assert s.recording is not None
-        changed += s.recording.label != "LEAK"
+        assert s.item is not None
+        changed += s.item.label != "LEAK"
         s.act("leak")
     given = {"data_root": str(folder), "labels": str(s.labels), "out": str(tmp_path / "out"), "tuned": False}
     (built,) = execute(plan_run(given, progress="none"), progress="none")

@@ -16,8 +16,8 @@ from leakmel.audio.labels import Decision, current_labels
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.review.session import QUEUES, make_queue
-from leakmel.learn.review.session import ReviewRecordings, read_score_table, review_recordings
+from leakmel.learn.review.review import QUEUES, make_queue
+from leakmel.learn.review.review import ReviewRecordings, read_score_table, review_recordings
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 WHEN = "2026-01-31T08:15:00Z"
@@ -78,15 +78,15 @@ def test_the_random_queue_is_repeatable_and_has_no_copies(plain):
 
 def test_decided_recordings_are_left_out(plain):
     first, second, third, *rest = make_queue(plain, "random", n=99).items
-    digest = {i.index: plain.recordings[i.index].digest for i in (first, second, third)}
+    digest = {i.Index: plain.recordings[i.Index].digest for i in (first, second, third)}
     decisions = [
-        Decision("moved.wav", digest[first.index], "LEAK", "ann", WHEN),
+        Decision("moved.wav", digest[first.Index], "LEAK", "ann", WHEN),
         Decision(second.path, "", "?", "ben", WHEN),
-        Decision(third.path, digest[third.index], "", "ann", WHEN),  # skipped
+        Decision(third.path, digest[third.Index], "", "ann", WHEN),  # skipped
     ]
     current = current_labels(decisions)
     assert paths(plain, "random", n=99, current=current) == [third.path, *(i.path for i in rest)]
-    left = paths(plain, "random", n=99, current=current, skipped=[digest[third.index]])
+    left = paths(plain, "random", n=99, current=current, skipped=[digest[third.Index]])
     assert left == [i.path for i in rest]
 
 
@@ -136,7 +136,7 @@ def test_suggestions_are_a_queue(folder, plain, tmp_path):
     assert read_score_table(out)[0] == "suggestions"
     found = review_recordings(folder, tables=[out], progress="none")
     queue = make_queue(found, "suggested")
-    assert sorted(i.path for i in queue.items) == sorted(s.path.decode() for s in chosen.items)
+    assert sorted(i.path for i in queue.items) == sorted(chosen.table["path"])
     assert queue.items[0].reason.split(":")[0] in ("uncertain", "diverse", "random")
     assert make_queue(found, "threshold").unavailable
     assert make_queue(found, "errors").unavailable
@@ -179,7 +179,7 @@ def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few
     lm.train(small_sets / "TRAINING_DATASET.H5", out=tmp_path / "model", settings=settings, **QUIET)
     found = review_recordings(folder, tmp_path / "model", **QUIET)
     queue = make_queue(found, "kinds")
-    apart = [np.ptp(list(found.recordings[i.index].by_kind.values())) for i in queue.items]
+    apart = [np.ptp(list(found.recordings[i.Index].by_kind.values())) for i in queue.items]
     assert apart == sorted(apart, reverse=True)
     assert len(apart) == 15
     assert "cnn" in queue.items[0].reason
@@ -237,8 +237,8 @@ def test_wrong_arguments(plain, tmp_path):
 
 
 def test_a_folder_where_all_is_silent_or_alike(plain):
-    silent = tuple(replace(r, silent=True, digest=str(k)) for k, r in enumerate(plain.recordings))
-    assert len(make_queue(replace(plain, recordings=silent), "level")) == 17
-    alike = tuple(replace(r, rms_db=-40.0, silent=False, clipped_share=0.0) for r in plain.recordings)
-    assert not make_queue(replace(plain, recordings=alike), "level").items
+    silent = plain.table.assign(silent=True, digest=list(map(str, range(17))))
+    assert len(make_queue(replace(plain, table=silent), "level").items) == 17
+    alike = plain.table.assign(rms_db=-40.0, silent=False, clipped_share=0.0)
+    assert not make_queue(replace(plain, table=alike), "level").items
     assert set(QUEUES) >= {"errors", "threshold", "kinds", "random", "duplicates", "level"}

@@ -1,8 +1,9 @@
 "Recordings that are suggested for labelling: the mix, what is never suggested, the table, and the command."
 
 import csv
-import shutil
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import required_spec
 from leakmel.learn.model.card import Provenance, _short_digests
-from leakmel.learn.review.session import read_score_table, review_recordings
+from leakmel.learn.review.review import read_score_table, review_recordings
 from leakmel.learn.review.suggest import (
     KINDS,
     SUGGESTION_COLUMNS,
@@ -60,32 +61,32 @@ def pool_of(n: int = 50, **more) -> dict[str, Any]:
 @each("mix", [SampleMix(), SampleMix(1, 0, 0), SampleMix(0, 1, 0), SampleMix(0, 0, 1)])
 def test_the_mix_is_as_stated(n, mix):
     chosen = choose_recordings(n, mix, **pool_of(), per_sensor=50)
-    assert {kind: sum(c.kind == kind for c in chosen) for kind in KINDS} == mix.counts(n)
-    assert len({c.index for c in chosen}) == n
+    assert {kind: sum(k == kind for _, k, _ in chosen) for kind in KINDS} == mix.counts(n)
+    assert len({i for i, _, _ in chosen}) == n
 
 
 def test_uncertain_recordings_are_the_nearest_ones():
     pool = pool_of()
     chosen = choose_recordings(5, SampleMix(1, 0, 0), **pool, per_sensor=50)
-    assert [c.index for c in chosen] == np.argsort(pool["distance"])[:5].tolist()
+    assert [i for i, _, _ in chosen] == np.argsort(pool["distance"])[:5].tolist()
 
 
 def test_random_recordings_do_not_depend_on_scores_or_features():
     "Else they would be no fair sample of the folder."
     one = choose_recordings(10, **pool_of(), seed=3)
     other = choose_recordings(10, **pool_of(distance=np.zeros(50), features=np.full((50, 6), np.nan)), seed=3)
-    assert [c.index for c in one if c.kind == "random"] == [c.index for c in other if c.kind == "random"]
+    assert [c for c in one if c[1] == "random"] == [c for c in other if c[1] == "random"]
 
 
 def test_labelled_and_closed_recordings_are_never_chosen():
     closed, labelled = np.arange(50) < 30, np.arange(50) % 2 == 0
     chosen = choose_recordings(50, **pool_of(is_open=~closed, is_labelled=labelled), per_sensor=50)
-    assert {c.index for c in chosen} == set(np.flatnonzero(~closed & ~labelled).tolist())
+    assert {i for i, _, _ in chosen} == set(np.flatnonzero(~closed & ~labelled).tolist())
 
 
 def test_suggestions_per_sensor_are_limited():
-    chosen = [c for c in choose_recordings(30, **pool_of(), per_sensor=2) if c.kind != "random"]
-    assert max(sum(c.index % 7 == s for c in chosen) for s in range(7)) == 2
+    chosen = [i for i, kind, _ in choose_recordings(30, **pool_of(), per_sensor=2) if kind != "random"]
+    assert max(sum(i % 7 == s for i in chosen) for s in range(7)) == 2
 
 
 @each("text", ["uncertain=0.5", "certain=1", "uncertain=x", "uncertain=2,random=-1", ""])
@@ -103,7 +104,7 @@ def test_numbers_out_of_range_are_refused(folder, given):
 
 
 def test_band_statistics_of_what_cannot_be_read_are_not_known(folder):
-    paths = [s.path for s in lm.suggest(folder, made_detector(), n=2, **QUIET).items]
+    paths = list(map(os.fsencode, lm.suggest(folder, made_detector(), n=2, **QUIET).table["path"]))
     paths.insert(1, b"missing.wav")
     found = band_statistics(folder, paths, required_spec(made_detector()), progress="none")
     assert np.isfinite(found).all(1).tolist() == [True, False, True]
@@ -118,9 +119,9 @@ def test_diverse_recordings_are_found_among_objects(folder, monkeypatch):
 
     with stored(folder, monkeypatch) as url:
         found = lm.suggest(url, made_detector(), n=6, mix=SampleMix(0, 1, 0), **QUIET)
-        paths = [s.path for s in found.items]
+        paths = list(map(os.fsencode, found.table["path"]))
         statistics = band_statistics(found.folder, paths, required_spec(made_detector()), progress="none")
-    assert [s.kind for s in found.items] == ["diverse"] * 6
+    assert found.table["kind"].tolist() == ["diverse"] * 6
     local = band_statistics(folder, paths, required_spec(made_detector()), progress="none")
     assert np.isfinite(local).all()
     assert np.array_equal(statistics, local)
@@ -131,15 +132,15 @@ def test_reasons_for_left_out_recordings(folder, tmp_path):
     assert len(everything) == 20
     assert everything.left_out["silent"] == 1
     assert everything.left_out["copies"] == 1
-    by_path = {s.path: s for s in everything.items}
+    by_path = dict(zip(everything.table["path"], everything.table["digest"]))
     first, second, *_, learned = sorted(by_path)
     labels = tmp_path / "labels.csv"
     when = "2026-01-31T08:15:00Z"
-    append_decision(labels, Decision("another name.wav", by_path[first].digest, "LEAK", "ann", when))
-    append_decision(labels, Decision("x.wav", by_path[second].digest, "?", "ann", when))
-    seen = Provenance(np.sort(_short_digests([by_path[learned].digest])), True)
+    append_decision(labels, Decision("another name.wav", by_path[first], "LEAK", "ann", when))
+    append_decision(labels, Decision("x.wav", by_path[second], "?", "ann", when))
+    seen = Provenance(np.sort(_short_digests([by_path[learned]])), True)
     found = lm.suggest(folder, made_detector(provenance=seen), n=99, labels=labels, **QUIET)
-    assert not {first, second, learned} & {s.path for s in found.items}
+    assert not {first, second, learned} & set(found.table["path"])
     assert found.left_out["labelled"] == 2
     assert found.left_out["in the training of the model"] == 1
     assert found.provenance_known
@@ -164,14 +165,14 @@ def test_the_table_is_a_table_of_recordings(folder, tmp_path):
     found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert list(rows[0]) == list(SUGGESTION_COLUMNS)
-    assert [r["split"] == "testing" for r in rows] == [s.kind == "random" for s in found.items]
+    assert [r["split"] == "testing" for r in rows] == [kind == "random" for kind in found.table["kind"]]
     table = read_table(out)
-    assert table.paths == [s.path for s in found.items]
+    assert table.paths == list(map(os.fsencode, found.table["path"]))
     assert set(table.labels) == {""}
     again = lm.suggest(folder, made_detector(), n=99, earlier=[out], **QUIET)
-    assert not {s.digest for s in again.items} & {s.digest for s in found.items}
+    assert not set(again.table["digest"]) & set(found.table["digest"])
     repeated = lm.suggest(folder, made_detector(), n=10, **QUIET)
-    assert [(s.digest, s.kind) for s in repeated.items] == [(s.digest, s.kind) for s in found.items]
+    assert repeated.table.equals(found.table)
 
 
 @each("d", NAMED.values(), ids=NAMED)
@@ -179,12 +180,12 @@ def test_suggestions_that_a_spreadsheet_saved(folder, tmp_path, d):
     out, saved = tmp_path / "first.csv", tmp_path / "saved.csv"
     found = lm.suggest(folder, made_detector(), n=10, out=out, **QUIET)
     saved.write_bytes(saved_again(out.read_bytes(), d, ("probability", "score")))
-    assert read_table(saved).paths == [s.path for s in found.items]
+    assert read_table(saved).paths == list(map(os.fsencode, found.table["path"]))
     assert repr(read_score_table(saved)) == repr(read_score_table(out))
     reviewed = review_recordings(folder, tables=[saved], device="cpu", progress="none")
     assert sum(r.suggestion != "" for r in reviewed.recordings) == len(found)
     again = lm.suggest(folder, made_detector(), n=99, earlier=[saved], **QUIET)
-    assert not {s.digest for s in again.items} & {s.digest for s in found.items}
+    assert not set(again.table["digest"]) & set(found.table["digest"])
 
 
 @each("d", NAMED.values(), ids=NAMED)
