@@ -20,16 +20,8 @@ from leakmel.cli import main
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.learn.nightly.nights import read_visits
-<<<<<<< HEAD
 from leakmel.learn.nightly.run import place_of
-from leakmel.learn.review.session import read_score_table
-||||||| 8a0c54ce
-from leakmel.learn.nightly.visits_page import place_of
-from leakmel.learn.review.session import read_score_table
-=======
-from leakmel.learn.nightly.visits_page import place_of
 from leakmel.learn.review.review import read_score_table
->>>>>>> rev
 
 
 def fuzz(n: int) -> settings:

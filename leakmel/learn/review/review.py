@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 import leakmel
 
-from leakmel.audio.content import CLIPPED_SHARE, read_content
+from leakmel.audio.problems import CLIPPED_SHARE, read_content
 from leakmel.audio.labels import (
     SKIPPED,
     UNSURE,
@@ -925,6 +925,7 @@ def lab_command(
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
         f"--LabApp.default_url=/lab/tree/{notebook.name}",
+        "--LabApp.news_url=None",  # no question about news
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *([] if browser else ["--no-browser"]),
     ]
