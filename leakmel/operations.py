@@ -461,7 +461,7 @@ class Build(WithFeatures):
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        how: dict[str, Any] = {"width": run.width, "analysis": self.analysis, "switch": "--analysis full"}
+        how: dict[str, Any] = {"width": run.width, "analysis": self.analysis}
         text = analysis_text(results[0].timeline, done, **how) if done else ""
         return ["", text] if text else []
 

@@ -7,10 +7,9 @@ __all__ = []
 
 # %% ../../nbs/core/timeline.ipynb #74e2f8d0
 import json, math, os, sys, time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -133,73 +132,47 @@ def covered_s(
     spans: Iterable[Span],
 ) -> float:
     "Seconds covered by at least one span."
-    covered = 0.0
-    until = -math.inf
-    for s in sorted(spans, key=lambda s: s.start_s):
-        covered += max(0.0, s.end_s - max(s.start_s, until))
-        until = max(until, s.end_s)
-    return covered
-
-
-def lane_key(s: Span) -> str:
-    "Key of a lane; for a device (a lane named like `cuda:0`) lane and stage, because its copies and computing run in parallel."
-    return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
+    starts, ends = np.array(sorted((s.start_s, s.end_s) for s in spans)).reshape(-1, 2).T
+    before = np.maximum.accumulate([-math.inf, *ends])[:-1]  # the end of all earlier spans
+    return float(np.maximum(0.0, ends - np.maximum(starts, before)).sum())
 
 # %% ../../nbs/core/timeline.ipynb #7e1a0002
 LanePiece = tuple[float, float, str]  # start_s, end_s, stage
 
 
-def lane_pieces(
-    spans: Iterable[Span],  # of one lane, any order
-) -> list[LanePiece]:  # by time, without overlaps, without "wait"
-    "Cut the spans of one lane so that they do not overlap: the span that started last counts."
-    ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
-    starts, ends = (np.array([getattr(s, name) for s in ordered]) for name in ("start_s", "end_s"))
-    if (starts[1:] >= ends[:-1]).all():  # no span overlaps the next one
-        return [(s.start_s, s.end_s, s.stage) for s in ordered if s.stage != "wait"]
-    times = np.unique(np.concatenate([starts, ends]))
+def pieces_by_lane(
+    spans: Iterable[Span],  # of any lanes, any order
+) -> dict[str, list[LanePiece]]:  # by time, "wait" left out; a device has a lane for each stage
+    "Cut the spans of each lane so that they do not overlap: the span that started last counts."
+    lanes: dict[str, list[Span]] = {}
+    for s in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        lanes.setdefault(f"{s.lane} {s.stage}" if ":" in s.lane else s.lane, []).append(s)
+    return {lane: _cut_pieces(same) for lane, same in lanes.items()}
+
+
+def _cut_pieces(spans: list[Span]) -> list[LanePiece]:
+    "Cut the spans of one lane, which are ordered by their start."
+    ends = np.array([(s.start_s, s.end_s) for s in spans])
+    times = np.unique(ends)
     upper = np.full(len(times) - 1, -1)  # the span that counts between two times
-    for k, (first, last) in enumerate(zip(np.searchsorted(times, starts), np.searchsorted(times, ends))):
+    for k, (first, last) in enumerate(np.searchsorted(times, ends).tolist()):
         upper[first:last] = k
     between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
-    return [(a, b, ordered[k].stage) for a, b, k in between if k >= 0 and ordered[k].stage != "wait"]
+    return [(a, b, spans[k].stage) for a, b, k in between if k >= 0 and spans[k].stage != "wait"]
 
 
-def pieces_by_lane(
-    spans: Iterable[Span],  # of any lanes
-) -> dict[str, list[LanePiece]]:  # "wait" left out; a device has a stream for each stage
-    "Cut the spans of each lane so that they do not overlap."
-    lanes: dict[str, list[Span]] = {}
-    for s in spans:
-        lanes.setdefault(lane_key(s), []).append(s)
-    return {lane: lane_pieces(same) for lane, same in lanes.items()}
-
-
-def stage_pieces(
-    spans: Iterable[Span],  # of any lanes
-) -> list[LanePiece]:  # lane by lane
-    "Cut the spans of each lane so that they do not overlap."
-    return [p for same in pieces_by_lane(spans).values() for p in same]
-
-
-def active_lanes(
-    pieces: Sequence[LanePiece],
-    times: np.ndarray,  # [n + 1] seconds, rising; every start and end of a piece is one of them
-) -> np.ndarray:  # [stages, n] in the order of STAGES
+def busy_lanes(
+    spans: Iterable[Span],  # of any lanes, any order
+    *more: float,  # further times, s
+) -> tuple[np.ndarray, np.ndarray]:  # [n + 1] seconds, rising, and [stages, n] in the order of STAGES
     "Count the lanes that are busy with each stage between one time and the next."
+    pieces = [p for same in pieces_by_lane(spans).values() for p in same]
+    times = np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
     change = np.zeros((len(STAGES), len(times)), np.int64)
     stage = np.array([STAGES.index(p[2]) for p in pieces], np.int64)
     np.add.at(change, (stage, np.searchsorted(times, [p[0] for p in pieces])), 1)
     np.add.at(change, (stage, np.searchsorted(times, [p[1] for p in pieces])), -1)
-    return np.cumsum(change, axis=1)[:, :-1]
-
-
-def piece_times(
-    pieces: Sequence[LanePiece],
-    *more: float,  # further times, s
-) -> np.ndarray:  # seconds, rising
-    "Return the times at which a piece starts or ends."
-    return np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
+    return times, np.cumsum(change, axis=1)[:, :-1]
 
 # %% ../../nbs/core/timeline.ipynb #7e1a0005
 def merge_lanes(
@@ -211,27 +184,25 @@ def merge_lanes(
 ) -> list[Span]:
     "Describe the lanes of a process as one lane: lanes that work at the same time share it equally, files and bytes are summed."
     spans = list(spans)
-    pieces = stage_pieces(spans)
-    if not pieces:
+    times, _ = busy_lanes(spans)
+    if not len(times):
         return []
-    edges = np.linspace(min(p[0] for p in pieces), max(p[1] for p in pieces), n_slices + 1)
-    times = piece_times(pieces, *edges)
-    active = active_lanes(pieces, times)
+    edges = np.linspace(times[0], times[-1], n_slices + 1)
+    times, active = busy_lanes(spans, *edges)
     seconds = active / np.maximum(active.sum(axis=0), 1) * np.diff(times)
     of_interval = np.searchsorted(edges, times[:-1], side="right") - 1
-    counts: dict[tuple[int, str], list[int]] = {}
-    for s in spans:
-        own = counts.setdefault((max(0, int(np.searchsorted(edges, s.end_s)) - 1), s.stage), [0, 0])
-        own[0] += s.n_files
-        own[1] += s.n_bytes
+    counts = np.zeros((n_slices, len(STAGES), 2), np.int64)  # files and bytes
+    ended_in = np.searchsorted(edges, [s.end_s for s in spans]) - 1
+    for s, k in zip(spans, ended_in.clip(0, n_slices - 1)):
+        counts[k, STAGES.index(s.stage)] += s.n_files, s.n_bytes
     found = []
     for k in range(n_slices):
         at = float(edges[k])
-        for name, took in zip(STAGES, seconds[:, of_interval == k].sum(axis=1).tolist()):
-            n_files, n_bytes = counts.get((k, name), (0, 0))
-            if took or n_files or n_bytes:
-                found.append(Span(name, lane, at, at + took, split, -1, n_files, n_bytes))
-                at += took
+        took = seconds[:, of_interval == k].sum(axis=1).tolist()
+        for name, own_s, (n_files, n_bytes) in zip(STAGES, took, counts[k].tolist()):
+            if own_s or n_files or n_bytes:
+                found.append(Span(name, lane, at, at + own_s, split, -1, n_files, n_bytes))
+                at += own_s
     return found
 
 # %% ../../nbs/core/timeline.ipynb #0426a282
@@ -266,15 +237,11 @@ def write_timeline(
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
     spans.sort(key=lambda s: s.start_s)
     samples = timeline.samples[:: -(-len(timeline.samples) // MAX_SAMPLES) or 1]
-    joined = {
-        "joined_spans": 0,
-        "joined_gauges": 0,
-        "joined_samples": len(timeline.samples) - len(samples),
-    }
+    joined = {"joined_spans": 0, "joined_gauges": 0, "joined_samples": len(timeline.samples) - len(samples)}
     body = {
         "schema": SCHEMA,
         "wall_s": round(max((s.end_s for s in spans), default=0.0), 6),
-        "spans": {name: _column(spans, name) for name in Span.__dataclass_fields__},
+        "spans": {name: [_rounded(getattr(s, name)) for s in spans] for name in Span.__dataclass_fields__},
         "gauges": [[g.name, _rounded(g.time_s), _rounded(g.value)] for g in timeline.gauges],
         "samples": [{k: _rounded(v, 6 if k == "time_s" else 2) for k, v in s.items()} for s in samples],
         "meta": timeline.meta | joined,
@@ -282,11 +249,6 @@ def write_timeline(
     path = Path(path)
     path.write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
     return path
-
-
-def _column(spans: list[Span], name: str) -> list[Any]:
-    values = list(map(attrgetter(name), spans))
-    return np.round(values, 6).tolist() if name in ("start_s", "end_s") else values
 
 
 def _rounded(value: Any, digits: int = 6) -> Any:

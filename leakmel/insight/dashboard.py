@@ -27,8 +27,7 @@ from leakmel.core.run_plan import runs_folder
 from leakmel.core.timeline import Timeline, read_timeline
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
-from leakmel.insight.diagnose import analysis_text
-from leakmel.insight.diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
+from leakmel.insight.diagnose import aligned, analyse, analysis_text, interval_s, report_text
 from leakmel.insight.page_figures import Section, filled, write_report
 from leakmel.insight.plots import (
     styled_figure,
@@ -283,7 +282,7 @@ def cache_sentence(
 def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     "Return what the reports and timelines say of time, data and machine."
     reports, samples = list(run.reports.values()), [s for t in run.distinct_timelines for s in t.samples]
-    limits = " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines)
+    limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
     labels = _distinct_values(name for r in reports for name in r.get("label_names", []))
     m = reports[0].get("machine") or {}

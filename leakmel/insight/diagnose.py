@@ -9,28 +9,14 @@ __all__ = []
 import math, re, textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from leakmel.core.errors import UsageError
 from leakmel.core.monitor import mean, size_text
-from leakmel.core.timeline import (
-    STAGES,
-    LanePiece,
-    Span,
-    Timeline,
-    active_lanes,
-    covered_s,
-    piece_times,
-    pieces_by_lane,
-    stage_pieces,
-)
-
-if TYPE_CHECKING:
-    import pandas as pd
+from leakmel.core.timeline import STAGES, LanePiece, Span, Timeline, busy_lanes, covered_s, pieces_by_lane
 
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
 def background_checks(
@@ -40,7 +26,7 @@ def background_checks(
     published = sorted((s for s in timeline.spans if s.stage == "publish"), key=lambda s: -s.start_s)
     first = {s.split: s.start_s for s in published}  # the earliest of a split
     checks = [s for s in timeline.spans if s.stage == "verify" and s.lane.startswith("publisher")]
-    return [s for s in checks if s.start_s < first.get(s.split, math.inf)]
+    return [s for s in checks if s.start_s < first.get(s.split, -math.inf)]
 
 
 def _without_checks(timeline: Timeline) -> list[Span]:
@@ -53,11 +39,8 @@ def interval_s(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
-    "Return the start of the first and the end of the last span, without background checks."
-    own = timeline.spans
-    if split is not None:
-        own = [s for s in _without_checks(timeline) if s.split == split]
-        own = own or [s for s in timeline.spans if s.split == split]
+    "Return the start of the first and the end of the last span; background checks count for the whole run only."
+    own = timeline.spans if split is None else [s for s in _without_checks(timeline) if s.split == split]
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 # %% ../../nbs/insight/diagnose.ipynb #7b8685d9
@@ -88,22 +71,16 @@ def attribute(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> dict[str, float]:  # stage -> seconds, in the order of STAGES, "wait" always; empty without a span
-    "Divide the wall time between the stages; the values add up to it."
+    "Divide the wall time between the stages: n busy lanes get 1/n each, background checks only otherwise idle time."
     within = interval_s(timeline, split)
-    return (
-        {}
-        if within is None
-        else _shares(_without_checks(timeline), background_checks(timeline), split, *within)
-    )
-
-
-def _shares(
-    main: list[Span], ahead: list[Span], split: str | None, first: float, last: float
-) -> dict[str, float]:
-    "Return the seconds of each stage: n lanes that are busy at the same time get 1/n each, background checks only otherwise idle time."
-    groups = [stage_pieces(_spans_within(spans, split, first, last)) for spans in (main, ahead)]
-    times = piece_times([*groups[0], *groups[1]], first, last)
-    lanes, checks = (active_lanes(pieces, times) for pieces in groups)
+    if within is None:
+        return {}
+    groups = [
+        _spans_within(spans, split, *within)
+        for spans in (_without_checks(timeline), background_checks(timeline))
+    ]
+    times, _ = busy_lanes([*groups[0], *groups[1]], *within)
+    lanes, checks = (busy_lanes(spans, *times)[1] for spans in groups)
     lanes = np.where(lanes.any(axis=0), lanes, checks)
     share = lanes / np.maximum(lanes.sum(axis=0), 1)
     idle_s = float(np.diff(times)[~lanes.any(axis=0)].sum())
@@ -114,31 +91,35 @@ def _shares(
 def stage_table(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
-) -> "pd.DataFrame":  # a row per stage, in the order of STAGES, "wait" last
+) -> list[dict[str, Any]]:  # a row per stage, in the order of STAGES, "wait" last
     """Return times, counts and throughput of the stages.
 
     stage; total_s, mean_s, max_s and count of its spans, parallel ones too; n_files, n_bytes: recordings and bytes; busy_s: time in which at
-    least one lane ran it; mb_per_s: 10^6 bytes per second of busy_s, NaN where no bytes were counted; exclusive_s: its share of each instant,
+    least one lane ran it; mb_per_s: 10^6 bytes per second of busy_s, 0 where no bytes were counted; exclusive_s: its share of each instant,
     which adds up to the wall time over the stages; share: exclusive_s as a share of the wall time.
     """
-    import pandas as pd
-
     exclusive = attribute(timeline, split)
-    spans = spans_of(timeline, split)
-    columns = ["stage", "seconds", "n_files", "n_bytes"]
-    whole = pd.DataFrame([[getattr(s, name) for name in columns] for s in spans], columns=columns)
-    names = [name for name in STAGES if name in exclusive or name in set(whole["stage"])]
-    by_stage = whole.astype(dict.fromkeys(columns[1:], float)).groupby("stage")
-    table = by_stage["seconds"].agg(total_s="sum", mean_s="mean", max_s="max", count="size")
-    table = table.join(by_stage[["n_files", "n_bytes"]].sum()).reindex(names, fill_value=0)
-    table["busy_s"] = [covered_s(s for s in spans if s.stage == name) for name in names]
-    table["mb_per_s"] = (table["n_bytes"] / table["busy_s"] / 1e6).where(
-        table["n_bytes"] * table["busy_s"] > 0
-    )
-    table["exclusive_s"] = [exclusive.get(name, 0.0) for name in names]
-    table["share"] = table["exclusive_s"] / (sum(exclusive.values()) or 1.0)
-    counts = dict.fromkeys(["count", "n_files", "n_bytes"], np.int64)
-    return table.astype(counts).rename_axis("stage").reset_index()
+    of = {name: [s for s in spans_of(timeline, split) if s.stage == name] for name in STAGES}
+    rows = []
+    for name in [name for name in STAGES if of[name] or name in exclusive]:
+        seconds = [s.seconds for s in of[name]]
+        n_bytes = sum(s.n_bytes for s in of[name])
+        busy_s = covered_s(of[name])
+        row = {
+            "stage": name,
+            "count": len(seconds),
+            "total_s": sum(seconds),
+            "mean_s": sum(seconds) / max(1, len(seconds)),
+            "max_s": max(seconds, default=0.0),
+            "n_files": sum(s.n_files for s in of[name]),
+            "n_bytes": n_bytes,
+            "busy_s": busy_s,
+            "mb_per_s": n_bytes / (busy_s or math.inf) / 1e6,
+            "exclusive_s": exclusive.get(name, 0.0),
+            "share": exclusive.get(name, 0.0) / (sum(exclusive.values()) or 1.0),
+        }
+        rows.append(row)
+    return rows
 
 # %% ../../nbs/insight/diagnose.ipynb #6ac61b89
 def queue_stats(
@@ -156,69 +137,24 @@ def queue_stats(
             stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
     return stats
 
-# %% ../../nbs/insight/diagnose.ipynb #aba1ec0f
-def exposed_wait_s(
-    timeline: Timeline,
-    split: str | None = None,  # in the time of this split, None for the whole run
-) -> float:  # seconds
-    "Return the time in which no lane of any split was busy."
-    within = interval_s(timeline, split)
-    return 0.0 if within is None else _shares(timeline.spans, [], None, *within)["wait"]
-
-
-def computing_s(
-    timeline: Timeline,
-    first_s: float,  # on the timeline's clock
-    last_s: float,
-) -> float:  # seconds
-    "Return how long an engine computed for any split in an interval."
-    spans = _spans_within(timeline.spans, None, first_s, last_s)
-    return covered_s(s for s in spans if s.stage == "compute")
-
-
-def engine_idle(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> tuple[
-    float, float
-]:  # idle seconds, and seconds from the start of the first to the end of the last computation
-    "Return how long no engine computed for any split between the first and the last batch of a split."
-    computing = [s for s in spans_of(timeline, split) if s.stage == "compute"]
-    first, last = (
-        min((s.start_s for s in computing), default=0.0),
-        max((s.end_s for s in computing), default=0.0),
-    )
-    return max(0.0, last - first - computing_s(timeline, first, last)), last - first
-
-# %% ../../nbs/insight/diagnose.ipynb #88db4d45
-@dataclass(frozen=True)
-class AmdahlBound:
-    "Upper bound of the time that a change of one stage can save, by Amdahl's law."
-
-    stage: str  # one of STAGES; "wait": time in which no lane of any split was busy
-    gain_s: float  # upper bound of the time saved, s
-    wall_s: float  # seconds of the split or run
-
-    @property
-    def share(self) -> float:
-        "Share of the wall time that can be saved, 0 to 1."
-        return self.gain_s / self.wall_s if self.wall_s > 0 else 0.0
-
-
-_POOLS = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
-_ROW_STAGES = ("read", "decode", "resample", "stage", "copy_in", "compute", "copy_out", "write")
-
 # %% ../../nbs/insight/diagnose.ipynb #3bb7a1d5
+_POOLS = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
+_READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
+_ROW_STAGES = (*_READER_STAGES, "copy_in", "compute", "copy_out", "write")
+
+
 def amdahl_bounds(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
-) -> list[AmdahlBound]:  # the limiting stage first; empty without a span
-    "Return the Amdahl bound of each stage, without background checks."
+) -> dict[str, float]:  # stage -> s, the limiting stage first; empty without a span
+    "Return the most that a change of each stage can save, by Amdahl's law, without background checks."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
-    wall_s, exclusive = last - first, attribute(timeline, split)
+    wall_s = last - first
     if wall_s <= 0:
-        return []
-    groups = pieces_by_lane(_spans_within(_without_checks(timeline), split, first, last))
+        return {}
+    exclusive = attribute(timeline, split)
+    spans = _spans_within(_without_checks(timeline), split, first, last)
+    groups = pieces_by_lane(spans)
     pieces = [p for same in groups.values() for p in same]
     # three phases: before the first recording, while there are rows to make, after the last row
     begun = max((end for _, end, stage in pieces if stage == "start_up"), default=first)
@@ -228,13 +164,14 @@ def amdahl_bounds(
     rows = max((end for _, end, stage in pieces if stage in _ROW_STAGES), default=last)
     ends = (first, begun, max(begun, rows), last)
     least_s = sum(_min_duration_s(groups, a, b) for a, b in zip(ends, ends[1:]))
-    times = piece_times(pieces)
-    union_s = (active_lanes(pieces, times) > 0) @ np.diff(times)
-    gains_s = np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()
-    of_stage = dict(zip(STAGES, gains_s)) | {"wait": exposed_wait_s(timeline, split)}
-    has_piece = {"wait"} | {stage for _, _, stage in pieces}
-    found = [AmdahlBound(stage, gain_s, wall_s) for stage, gain_s in of_stage.items() if stage in has_piece]
-    return sorted(found, key=lambda b: (-round(b.gain_s, 9), -exclusive.get(b.stage, 0.0)))
+    times, own = busy_lanes(spans)
+    union_s = (own > 0) @ np.diff(times)
+    times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
+    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()))
+    gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
+    found = {"wait"} | {stage for _, _, stage in pieces}
+    order = sorted(found, key=lambda x: (-round(gains_s[x], 9), -exclusive.get(x, 0.0), STAGES.index(x)))
+    return {stage: gains_s[stage] for stage in order}
 
 
 def _min_duration_s(
@@ -249,30 +186,6 @@ def _min_duration_s(
             seconds = max(0.0, min(end, last) - max(start, first))
             work[kinds[lane]][STAGES.index(stage)] += seconds / n_lanes[kinds[lane]]
     return np.max([own.sum() - own for own in work.values()], axis=0, initial=0.0)
-
-# %% ../../nbs/insight/diagnose.ipynb #03114868
-MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
-
-
-def too_short_text(
-    seconds: float,
-) -> str:  # one sentence; empty if the run was long enough
-    "Return a sentence on a run that was too short for an analysis."
-    text = f"The run of {seconds:.3f} s is too short for an analysis: it needs at least {MIN_ANALYSED_S:g} s."
-    return text if seconds < MIN_ANALYSED_S else ""
-
-
-def limit_text(
-    found: Sequence[AmdahlBound],  # as `amdahl_bounds` returns them
-) -> str:  # one sentence
-    "Return the limiting stage and its bound as a sentence."
-    if not found:
-        return "No span was recorded."
-    b = found[0]
-    return too_short_text(b.wall_s) or (
-        f"The limiting stage is {b.stage}: if it took no time, the run of {b.wall_s:.2f} s would take at least "
-        f"{b.wall_s - b.gain_s:.2f} s ({100 * b.share:.0f} % less)."
-    )
 
 # %% ../../nbs/insight/diagnose.ipynb #faf37982
 def percent_text(
@@ -307,48 +220,16 @@ _COLUMNS = {  # column of `stage_table` -> heading, factor and format
 }
 
 
-def _table_text(stages: "pd.DataFrame") -> str:
-    "Format the stages as a table; zero and values that do not apply are blank."
+def _table_text(rows: list[dict[str, Any]], wall_s: float) -> str:
+    "Format the stages as a table; zero is blank."
     table = [("stage", *(head for head, _, _ in _COLUMNS.values()))]
-    for r in stages.to_dict("records"):
-        texts = (
-            form.format(factor * r[name]) if r[name] > 0 else ""
-            for name, (_, factor, form) in _COLUMNS.items()
-        )
+    for r in rows:
+        texts = [form.format(factor * r[k]) if r[k] else "" for k, (_, factor, form) in _COLUMNS.items()]
         table.append((r["stage"], *texts))
-    wall_s = stages["exclusive_s"].sum()
     return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 
-# %% ../../nbs/insight/diagnose.ipynb #8c5f39be
-def report_text(
-    timeline: Timeline,
-    *,
-    title: str,  # usually the split
-    found: int,  # files found
-    rows: int,  # rows in the data set
-    rejected: int,  # files rejected; rows + rejected = found
-    seconds: float,  # from listing to the published file and its report; for a later split of the same run from its first read
-    split: str | None = None,  # spans of this split, None for all of the timeline
-) -> str:  # lines of text
-    "Report the rate, stages, queues and limiting stage of one build."
-    table = stage_table(timeline, split)
-    queues = queue_stats(timeline, split).items()
-    parts = [
-        f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
-        f"{found / (seconds or math.inf):,.0f} files found per second, end to end",
-        "",
-        _table_text(table),
-        "",
-        *(f"{name}: mean {mean:.2f}, max {most:g}" for name, (mean, most) in queues),
-        limit_text(amdahl_bounds(timeline, split)),
-        f"Exposed wait (no lane of any split was busy): {exposed_wait_s(timeline, split):.2f} s.",
-        f"{max(0.0, seconds - table['exclusive_s'].sum()):.3f} s of the build lie outside all spans.",
-        "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",
-        "MB/s is 10^6 bytes per second of the time in which the stage ran in any lane.",
-    ]
-    return "\n".join(parts)
-
 # %% ../../nbs/insight/diagnose.ipynb #8090a37e
+MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
 BOTTLENECK_SHARE = (
     0.25  # a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
 )
@@ -374,8 +255,57 @@ class Suggestion:
     at_most_s: float  # upper bound of the time saved, s
 
     def __str__(self) -> str:
-        change = f"{self.parameter}: {self.present} -> {self.new}"
-        return f"{change}. {self.evidence} Saves at most {self.at_most_s:.2f} s."
+        return f"{self.parameter}: {self.present} -> {self.new}. {self.evidence} Saves at most {self.at_most_s:.2f} s."
+
+
+@dataclass(frozen=True)
+class Analysis:
+    "Bottleneck analysis of one split or of a whole run."
+
+    title: str
+    wall_s: float
+    shares: dict[str, float]  # stage -> exclusive seconds; the sum is wall_s
+    bounds: dict[str, float]  # of `amdahl_bounds`; not meaningful for a run that was too short
+    findings: tuple[str, ...] = ()  # BOTTLENECK and LOW QUEUE DEPTH sentences, and one on low GPU load
+    suggestions: tuple[Suggestion, ...] = ()  # at most MAX_SUGGESTIONS
+
+    @property
+    def limiting(self) -> str | None:
+        "The limiting stage; None without a span and for a run that was too short."
+        return next(iter(self.bounds)) if self.bounds and self.wall_s >= MIN_ANALYSED_S else None
+
+    @property
+    def limit_text(self) -> str:
+        "The limiting stage and its bound, or why there is none, as a sentence."
+        if not self.bounds:
+            return "No span was recorded."
+        if self.limiting is None:
+            return f"The run of {self.wall_s:.3f} s is too short for an analysis: it needs at least {MIN_ANALYSED_S:g} s."
+        gain_s = self.bounds[self.limiting]
+        return (
+            f"The limiting stage is {self.limiting}: if it took no time, the run of {self.wall_s:.2f} s would take at least "
+            f"{self.wall_s - gain_s:.2f} s ({percent_text(gain_s, self.wall_s)} less)."
+        )
+
+    @property
+    def advice(self) -> list[str]:
+        "The suggestions, or why there is none, as sentences."
+        nothing = f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+        return [str(s) for s in self.suggestions] or [nothing if self.limiting else self.limit_text]
+
+    def __str__(self) -> str:
+        lines = [f"PERFORMANCE ANALYSIS: {self.title}"]
+        advice = [f"{i}. {s}" for i, s in enumerate(self.advice, 1)] if self.suggestions else self.advice
+        if self.limiting:
+            largest = sorted(self.shares.items(), key=lambda x: -x[1])
+            shares = [f"{x} {percent_text(s, self.wall_s)}" for x, s in largest if s >= 0.005 * self.wall_s]
+            wait_s = self.bounds["wait"]
+            lines += [
+                f"exclusive time: {', '.join(shares)} of {self.wall_s:.2f} s",
+                self.limit_text,
+                f"Exposed wait: no lane was busy for {wait_s:.2f} s ({percent_text(wait_s, self.wall_s)}).",
+            ]
+        return "\n  ".join([*lines, *self.findings, *advice])
 
 # %% ../../nbs/insight/diagnose.ipynb #c156bef4
 class Evidence:
@@ -386,131 +316,101 @@ class Evidence:
         timeline: Timeline,
         split: str | None,  # one split, None for the whole run
         summary: Mapping[str, Any],  # of a build, as BuildResult.summary and FILE.report.json have it
-        limit: AmdahlBound,  # the largest one
     ):
         inflow = timeline.meta.get("inflow") or {}
-        of_split = inflow.get(split or next(iter(inflow), ""), {})
-        self.facts: dict[str, Any] = {**timeline.meta, **of_split, **summary}
-        settings, workers, given, machine = (
-            self.facts.get(key) or {} for key in ("settings", "workers", "pipeline", "machine")
-        )
-        self.settings: dict[str, Any] = {**settings, **workers, **given, "mode": self.facts.get("mode")}
-        self.limit = limit
-        self.clause = f"The limit is {limit.stage} ({limit.gain_s:.2f} of {limit.wall_s:.2f} s)"
-        self.n_cores: int = machine.get("n_cores") or 0  # 0: not known
-        self.is_device = self.facts.get("device", "cpu") != "cpu"
+        facts = {**timeline.meta, **inflow.get(split or next(iter(inflow), ""), {}), **summary}
+        parts = [facts.get(key) or {} for key in ("machine", "settings", "workers", "pipeline")]
+        self.known: dict[str, Any] = {name: value for part in (*parts, facts) for name, value in part.items()}
+        self.n_cores: int = self.known.get("n_cores") or 0  # 0: not known
+        self.is_device = self.known.get("device", "cpu") != "cpu"
         # each worker runs all stages
-        self.is_alone = not self.is_device and not self.settings.get("read_workers")
-        self.is_cold = self.facts.get("cache") in ("cold", "mixed")
-        self.spans = spans_of(timeline, split)
-        first, last = interval_s(timeline, split) or (0.0, 0.0)
-        self.compute_s = computing_s(timeline, first, last)  # for any split
-        self.idle_s, self.engine_s = engine_idle(timeline, split)
-        samples = [s for s in timeline.samples if first <= s["time_s"] <= last]
-        load = mean(samples, "gpu_percent")
-        self.gpu_percent = 100 * self.compute_s / limit.wall_s if load is None else load
+        self.is_alone = not self.is_device and not self.known.get("read_workers")
+        within = interval_s(timeline, split) or (0.0, 0.0)
+        spans = spans_of(timeline, split)
+        self.readers = [s for s in spans if s.stage in _READER_STAGES and s.split]
+        of_any_split = [s for s in timeline.spans if s.stage == "compute"]
+        self.compute_s = covered_s(_spans_within(of_any_split, None, *within))
+        own = [s for s in spans if s.stage == "compute"]
+        engine = min((s.start_s for s in own), default=0.0), max((s.end_s for s in own), default=0.0)
+        self.engine_s = engine[1] - engine[0]  # from the first to the last batch of the split
+        self.idle_s = max(0.0, self.engine_s - covered_s(_spans_within(of_any_split, None, *engine)))
+        samples = [s for s in timeline.samples if within[0] <= s["time_s"] <= within[1]]
+        self.gpu_percent = mean(samples, "gpu_percent")
         # CPU time for more threads; a load that was not measured counts as none
-        has_time = (mean(samples, "cpu_percent") or 0.0) < 100 * BUSY_CPU_SHARE * self.n_cores
-        self.has_cores_left = self.n_cores > 0 and has_time
+        self.has_cores_left = (mean(samples, "cpu_percent") or 0.0) < 100 * BUSY_CPU_SHARE * self.n_cores
         # a queue without a record counts as full
         self.queue_depth, _ = queue_stats(timeline, split).get("queue.compute", (LOW_QUEUE_DEPTH, 0.0))
         self.is_starved = (  # the engine waited for input: a low queue depth and idle time
-            not too_short_text(self.engine_s)
+            self.engine_s >= MIN_ANALYSED_S
             and self.queue_depth < LOW_QUEUE_DEPTH
             and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s
         )
 
 # %% ../../nbs/insight/diagnose.ipynb #a92e04dc
-_READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
-
-
-def _more_slots(e: Evidence) -> Iterator[Suggestion]:
-    "Suggest more batches in flight if readers and engine waited for each other."
-    present = e.settings.get("slots") or 0
-    readers = [s for s in e.spans if s.stage in _READER_STAGES and s.split]
-    has_waiting_batches = 0 < present < len({(s.split, s.batch) for s in readers})
-    if e.is_alone or not e.is_starved or not has_waiting_batches:
-        return
-    busy = sum(s.seconds for s in readers) / len({s.lane for s in readers}) / e.engine_s
-    if busy <= BUSY_CPU_SHARE:
+def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
+    "Suggest more batches in flight, more threads, files that are requested ahead, or a cache file, where they save time."
+    get = e.known.get
+    limit, gain_s = next(iter(found.bounds.items()))
+    slots = get("slots") or 0
+    busy = sum(s.seconds for s in e.readers) / (len({s.lane for s in e.readers}) or 1) / (e.engine_s or 1)
+    has_waiting_batches = 0 < slots < len({(s.split, s.batch) for s in e.readers})
+    if e.is_starved and not e.is_alone and has_waiting_batches and busy <= BUSY_CPU_SHARE:
         why = (
-            f"With {present} slot{'s' * (present > 1)} the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
+            f"With {slots} slots the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
             f"and the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
         )
-        yield Suggestion("slots", present, max(3, 2 * present), why, e.idle_s)
-
-
-def _less_work(e: Evidence) -> Iterator[Suggestion]:
-    "Suggest more threads, files that are requested ahead, or a cache file, where they shorten the limiting stage."
-    computers, readers, writers = (
-        e.settings.get(f"{kind}_workers") or 0 for kind in ("compute", "read", "write")
-    )
-    more_readers = min(MAX_READERS, 2 * readers if e.limit.stage == "read" and e.is_cold else e.n_cores)
+        yield Suggestion("slots", slots, max(3, 2 * slots), why, e.idle_s)
+    computers, readers, writers = (get(f"{kind}_workers") or 0 for kind in ("compute", "read", "write"))
+    is_cold = get("cache") in ("cold", "mixed")
+    more_readers = min(MAX_READERS, 2 * readers if limit == "read" and is_cold else e.n_cores)
     more_writers = min(8, e.n_cores, 2 * writers)
     computing = (*_READER_STAGES, "compute", "write") if e.is_alone else ("compute",)
-    can_compute = e.has_cores_left and not e.is_device
-    n_bytes = e.facts.get("bytes_from_device") or 0
+    can_compute = e.has_cores_left and not e.is_device and 0 < computers < e.n_cores
+    can_read = e.has_cores_left and 0 < readers < more_readers
+    n_bytes = get("bytes_from_device") or 0
     # else files were fetched ahead, or most bytes came from the page cache
-    is_slow = not e.facts.get("read_ahead_files") and n_bytes >= e.facts.get("bytes_asked", 0) / 2
+    is_slow = is_cold and not get("read_ahead_files") and n_bytes >= get("bytes_asked", 0) / 2
     on_cores = f"on {e.n_cores} cores"
     no_ahead = f"the disk delivered {size_text(n_bytes)}, and no file was requested ahead"
     cached = "a cache file stores the engine's input; it saves time from the second build on"
     rules = (  # setting, new value, stages that it shortens, whether it can help, evidence
-        ("compute_workers", e.n_cores, computing, can_compute and 0 < computers < e.n_cores, on_cores),
-        (
-            "read_workers",
-            more_readers,
-            _READER_STAGES,
-            e.has_cores_left and 0 < readers < more_readers,
-            on_cores,
-        ),
+        ("compute_workers", e.n_cores, computing, can_compute, on_cores),
+        ("read_workers", more_readers, _READER_STAGES, can_read, on_cores),
         ("write_workers", more_writers, ("write",), not e.is_alone and 0 < writers < more_writers, on_cores),
-        ("read_ahead", 1024, ("read",), e.is_cold and is_slow and "read_ahead" in e.settings, no_ahead),
-        ("mode", "memmap", ("decode", "resample"), e.settings["mode"] == "stream", cached),
+        ("read_ahead", 1024, ("read",), is_slow and "read_ahead" in e.known, no_ahead),
+        ("mode", "memmap", ("decode", "resample"), get("mode") == "stream", cached),
     )
     for name, new, stages, can_help, why in rules:
-        present = e.settings.get(name)
-        if can_help and e.limit.stage in stages and e.limit.share >= BOTTLENECK_SHARE:
+        if can_help and limit in stages and gain_s >= BOTTLENECK_SHARE * found.wall_s:
+            present = get(name)
             rest = present / new if present and isinstance(new, int) else 0.0  # of the time of the stage
-            yield Suggestion(name, present, new, f"{e.clause}, {why}.", e.limit.gain_s * (1 - rest))
+            why = f"The limit is {limit} ({gain_s:.2f} of {found.wall_s:.2f} s), {why}."
+            yield Suggestion(name, present, new, why, gain_s * (1 - rest))
 
 
-RULES = (_more_slots, _less_work)
-
-# %% ../../nbs/insight/diagnose.ipynb #23e11db6
-@dataclass(frozen=True)
-class Analysis:
-    "Bottleneck analysis of one split or of a whole run."
-
-    title: str
-    wall_s: float
-    shares: dict[str, float]  # stage -> exclusive seconds; the sum is wall_s
-    bounds: tuple[AmdahlBound, ...]  # the limiting stage first; not meaningful for a run that was too short
-    findings: tuple[str, ...] = ()  # BOTTLENECK and LOW QUEUE DEPTH sentences, and one on low GPU load
-    suggestions: tuple[Suggestion, ...] = ()  # at most MAX_SUGGESTIONS
-    no_suggestion: str = ""  # why there is no suggestion; empty if there is one
-
-    @property
-    def limiting(self) -> str | None:
-        "The limiting stage; None without a span and for a run that was too short."
-        return self.bounds[0].stage if self.bounds and not too_short_text(self.wall_s) else None
-
-    def __str__(self) -> str:
-        lines = [f"PERFORMANCE ANALYSIS: {self.title}"]
-        if self.limiting:
-            shares = ", ".join(
-                f"{stage} {percent_text(s, self.wall_s)}"
-                for stage, s in sorted(self.shares.items(), key=lambda x: -x[1])
-                if s >= 0.005 * self.wall_s
-            )
-            wait_s = next(b.gain_s for b in self.bounds if b.stage == "wait")  # of any split
-            lines += [
-                f"exclusive time: {shares} of {self.wall_s:.2f} s",
-                limit_text(self.bounds),
-                f"Exposed wait: no lane was busy for {wait_s:.2f} s ({percent_text(wait_s, self.wall_s)}).",
-            ]
-        advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.no_suggestion]
-        return "\n  ".join([*lines, *self.findings, *advice])
+def _findings(e: Evidence, found: Analysis) -> tuple[str, ...]:
+    "Return a sentence for each measurement that is beyond its threshold."
+    limit, gain_s = next(iter(found.bounds.items()))
+    load = 100 * e.compute_s / found.wall_s if e.gpu_percent is None else e.gpu_percent
+    share = gain_s / found.wall_s
+    rules = (
+        (
+            share >= BOTTLENECK_SHARE,
+            f"{limit.upper().replace('_', ' ')} BOTTLENECK: {gain_s:.2f} of {found.wall_s:.2f} s ({100 * share:.0f} %) "
+            f"would be saved without it (threshold {100 * BOTTLENECK_SHARE:.0f} %).",
+        ),
+        (
+            e.is_starved,
+            f"LOW QUEUE DEPTH: {e.queue_depth:.2f} batches waited for the engine on average (threshold {LOW_QUEUE_DEPTH:g}), and the engine was "
+            f"idle for {e.idle_s:.2f} of {e.engine_s:.2f} s ({percent_text(e.idle_s, e.engine_s)}; threshold {100 * ENGINE_IDLE_SHARE:.0f} %).",
+        ),
+        (
+            e.is_device and load < LOW_GPU_PERCENT,
+            f"GPU load of {load:.0f} %: computing took {e.compute_s:.2f} of {found.wall_s:.2f} s. The limiting stage is {limit}; "
+            f"an infinitely fast GPU would save at most {found.bounds.get('compute', 0.0):.2f} s.",
+        ),
+    )
+    return tuple(text for applies, text in rules if applies)
 
 # %% ../../nbs/insight/diagnose.ipynb #6c36853c
 def analyse(
@@ -522,42 +422,42 @@ def analyse(
 ) -> Analysis:
     "Analyse one split or a whole run."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
-    bounds = amdahl_bounds(timeline, split)
-    found = Analysis(split or "the whole run", last - first, attribute(timeline, split), tuple(bounds))
+    title = split or "the whole run"
+    found = Analysis(title, last - first, attribute(timeline, split), amdahl_bounds(timeline, split))
     if found.limiting is None:
-        return replace(found, no_suggestion=limit_text(bounds))
-    e = Evidence(timeline, split, summary or {}, bounds[0])
-    suggestions = [s for rule in RULES for s in rule(e)][:MAX_SUGGESTIONS]
-    reason = f"Nothing to change: the measurements show no setting that would shorten {bounds[0].stage}."
-    if bounds[0].share < BOTTLENECK_SHARE and not e.is_starved:
-        reason = (
-            f"Nothing to change: no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %; the best change would save at most "
-            f"{bounds[0].gain_s:.2f} of {bounds[0].wall_s:.2f} s."
-        )
-    findings = tuple(_findings(e, next((b.gain_s for b in bounds if b.stage == "compute"), 0.0)))
-    return replace(
-        found, findings=findings, suggestions=tuple(suggestions), no_suggestion="" if suggestions else reason
-    )
+        return found
+    e = Evidence(timeline, split, summary or {})
+    suggestions = tuple(_suggestions(e, found))[:MAX_SUGGESTIONS]
+    return replace(found, findings=_findings(e, found), suggestions=suggestions)
 
-
-def _findings(e: Evidence, compute_gain_s: float) -> Iterator[str]:
-    "Yield a sentence for each measurement that is beyond its threshold."
-    b = e.limit
-    if b.share >= BOTTLENECK_SHARE:
-        yield (
-            f"{b.stage.upper().replace('_', ' ')} BOTTLENECK: {b.gain_s:.2f} of {b.wall_s:.2f} s "
-            f"({100 * b.share:.0f} %) would be saved without it (threshold {100 * BOTTLENECK_SHARE:.0f} %)."
-        )
-    if e.is_starved:
-        yield (
-            f"LOW QUEUE DEPTH: {e.queue_depth:.2f} batches waited for the engine on average (threshold {LOW_QUEUE_DEPTH:g}), and the engine was "
-            f"idle for {e.idle_s:.2f} of {e.engine_s:.2f} s ({percent_text(e.idle_s, e.engine_s)}; threshold {100 * ENGINE_IDLE_SHARE:.0f} %)."
-        )
-    if e.is_device and e.gpu_percent < LOW_GPU_PERCENT:
-        yield (
-            f"GPU load of {e.gpu_percent:.0f} %: computing took {e.compute_s:.2f} of {b.wall_s:.2f} s. The limiting stage is {b.stage}; "
-            f"an infinitely fast GPU would save at most {compute_gain_s:.2f} s."
-        )
+# %% ../../nbs/insight/diagnose.ipynb #8c5f39be
+def report_text(
+    timeline: Timeline,
+    *,
+    title: str,  # usually the split
+    found: int,  # files found
+    rows: int,  # rows in the data set
+    rejected: int,  # files rejected; rows + rejected = found
+    seconds: float,  # from listing to the published file and its report; for a later split of the same run from its first read
+    split: str | None = None,  # spans of this split, None for all of the timeline
+) -> str:  # lines of text
+    "Report the rate, stages, queues and limiting stage of one build."
+    run = analyse(timeline, split)
+    queues = queue_stats(timeline, split).items()
+    parts = [
+        f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
+        f"{found / (seconds or math.inf):,.0f} files found per second, end to end",
+        "",
+        _table_text(stage_table(timeline, split), run.wall_s),
+        "",
+        *(f"{name}: mean {mean:.2f}, max {most:g}" for name, (mean, most) in queues),
+        run.limit_text,
+        f"Exposed wait (no lane of any split was busy): {run.bounds.get('wait', 0.0):.2f} s.",
+        f"{max(0.0, seconds - run.wall_s):.3f} s of the build lie outside all spans.",
+        "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",
+        "MB/s is 10^6 bytes per second of the time in which the stage ran in any lane.",
+    ]
+    return "\n".join(parts)
 
 # %% ../../nbs/insight/diagnose.ipynb #b7cbd350
 def analyse_run(
@@ -574,18 +474,11 @@ def analyse_run(
     return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
 
 
-def _without_imports(timeline: Timeline) -> Timeline:
-    "Return the timeline without the import spans: imports are not part of any rate."
-    rest = copy(timeline)
-    rest.spans = [s for s in timeline.spans if s.lane != "imports"]
-    return rest
-
-
 def is_short_run(
     timeline: Timeline,
 ) -> bool:  # also for a timeline without a span
-    "Return whether a run took less than SHORT_RUN_S of wall time, without imports."
-    first, last = interval_s(_without_imports(timeline)) or (0.0, 0.0)
+    "Return whether a run took less than SHORT_RUN_S of wall time."
+    first, last = interval_s(timeline) or (0.0, 0.0)
     return last - first < SHORT_RUN_S
 
 
@@ -606,22 +499,14 @@ def analysis_text(
     *,
     width: int = 100,  # of a line, characters
     analysis: str = "full",  # one of ANALYSES; "auto": a short analysis for a run of less than SHORT_RUN_S, else all
-    switch: str = 'analysis="full"',  # how the user asks for the full text; the short one names it
 ) -> str:  # "" for analysis="none"; raises UsageError for an unknown value of `analysis`
     "Analyse a run and its splits, as text."
     check_analysis(analysis)
     if analysis == "none":
         return ""
+    found = analyse_run(timeline, summaries)
+    lines = "\n\n".join(map(str, found)).splitlines()
     if analysis == "auto" and is_short_run(timeline):
-        found = analyse(_without_imports(timeline), summary=next(iter(summaries), None))
-        n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
-        rate = f", {n_read / found.wall_s:,.0f} files/s ({n_read:,} files)" if n_read and found.wall_s else ""
-        lines = [
-            f"Performance: {found.wall_s:.2f} s{rate}. Full analysis: {switch}",
-            limit_text(found.bounds),
-        ]
-        if found.limiting:
-            lines += [f"Suggestion: {s}" for s in found.suggestions[:1]] or [found.no_suggestion]
-    else:
-        lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
+        head = f'Performance: {found[0].wall_s:.2f} s. Full analysis: analysis="full"'
+        lines = list(dict.fromkeys([head, found[0].limit_text, found[0].advice[0]]))
     return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)

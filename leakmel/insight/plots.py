@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from leakmel.audio.content import label_auc
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.monitor import mean, peak
-from leakmel.core.timeline import STAGES, Timeline, lane_pieces, merge_lanes
+from leakmel.core.timeline import STAGES, Timeline, covered_s, merge_lanes
 from leakmel.insight.diagnose import attribute, interval_s, percent_text, spans_of
 
 if TYPE_CHECKING:
@@ -484,7 +484,7 @@ def batch_timeline(
         n_slices = max(10, min(400, MAX_POINTS // len(lanes)))
         bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
         how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
-    busy = sum(b - a for own in by_lane.values() for a, b, _ in lane_pieces(own)) / (seconds or 1)
+    busy = sum(covered_s(s for s in own if s.stage != "wait") for own in by_lane.values()) / (seconds or 1)
     traces: list[Trace] = []
     for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
         own = [s for s in bars if s.stage == stage]
