@@ -79,8 +79,7 @@ def _gpu_handle(
     k = int(number) if number.isdigit() else 0
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        with suppress(AttributeError):  # old torch
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(k).uuid}")
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(k).uuid}")
     visible = (
         os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else []
     )
@@ -96,17 +95,12 @@ class Sampler:
     "Probes of this machine, each guarded separately."
 
     def __init__(self, device: str = ""):  # "cuda:1"; of other names, the first GPU
+        import psutil
+
         self.missing: dict[str, str] = {}  # key -> why there is no value
         process, machine = LoadMeter(_process_clocks), LoadMeter(_machine_clocks)
 
-        def this_process() -> Any:
-            import psutil
-
-            return psutil.Process()
-
         def ram() -> tuple[int]:
-            import psutil
-
             memory = psutil.virtual_memory()
             return (memory.total - memory.available,)
 
@@ -114,9 +108,9 @@ class Sampler:
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
             (("cpu_percent",), lambda: (process(),)),
             (("cpu_total_percent",), lambda: (machine(),)),
-            (("rss_bytes",), lambda: (this_process().memory_info().rss,)),
+            (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
             (("ram_used_bytes",), ram),
-            (("disk_read_bytes", "disk_written_bytes"), lambda: this_process().io_counters()[2:4]),
+            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
         ]
         try:
             import pynvml
@@ -158,18 +152,13 @@ CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
 
 def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
     "Folders of this process's control groups, from the innermost to the root."
-    try:
-        lines = Path(own).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
+    lines = read_small_file(Path(own)).splitlines()
     for line in [*(x for x in lines if x.count(":") >= 2), "0::/"]:
         _, controllers, path = line.split(":", 2)
-        top = Path(root) if not controllers else Path(root, controller)
-        if controllers and controller not in controllers.split(","):
-            continue
-        inner = Path("/", path.lstrip("/"))
-        for each in (inner, *inner.parents):
-            yield top / each.relative_to("/")
+        if not controllers or controller in controllers.split(","):
+            top = Path(root, controller) if controllers else Path(root)
+            inner = Path("/", path.lstrip("/"))
+            yield from (top / each.relative_to("/") for each in (inner, *inner.parents))
 
 
 def cgroup_limits(
@@ -189,11 +178,12 @@ def cgroup_limits(
 def read_small_file(path: Path) -> str:
     "Text of a small file, empty if it cannot be read."
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""
 
 # %% ../../nbs/core/monitor.ipynb #f2752aa7
+@cache  # the limit when the process began
 def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
     "CPU time limit of the control groups in cores; None if they have no limit."
     found = []
@@ -207,19 +197,13 @@ def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CG
     return min(found, default=None)
 
 # %% ../../nbs/core/monitor.ipynb #c689b367
-@cache
-def _own_quota() -> float | None:
-    "CPU time limit of the control groups when the process began, in cores."
-    return cpu_quota()
-
-
 def usable_cores() -> int:
     "Cores that this process may use: by its affinity mask and by the CPU time limit of its container, rounded up."
     try:
         n = len(os.sched_getaffinity(0))
     except AttributeError:
         n = os.cpu_count() or 1
-    quota = _own_quota()
+    quota = cpu_quota()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
 
 # %% ../../nbs/core/monitor.ipynb #f7335e73
@@ -295,9 +279,6 @@ class Monitor:
             self._thread.start()
         except RuntimeError as e:
             self.sampler.add_missing(("thread",), e)
-        except BaseException:  # a signal at this point: nothing else would stop the thread
-            self._stop.set()
-            raise
         return self
 
     def __exit__(self, *failure) -> None:
@@ -354,7 +335,7 @@ def machine_facts() -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine() or None,
         "n_cores": usable_cores(),
         "n_cores_machine": os.cpu_count(),
-        "ram_bytes": None,
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": None,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -362,10 +343,6 @@ def machine_facts() -> dict[str, Any]:
     }
     with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as f:
         facts["cpu"] = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    with suppress(Exception):
-        import psutil
-
-        facts["ram_bytes"] = psutil.virtual_memory().total
     with suppress(Exception):  # no NVML, no driver, no GPU: all the same here
         import pynvml
 

@@ -10,7 +10,7 @@ import os
 from copy import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from textwrap import fill
@@ -84,26 +84,25 @@ def joined_timelines(
     timelines: Mapping[str, Timeline],  # by data set, as stored
 ) -> dict[str, Timeline]:  # by data set; splits that were built together share one object
     "Join the timelines of splits that share a clock, and start them after the imports."
-    groups: dict[Any, list[Timeline]] = {}
+    groups: dict[Any, dict[str, Timeline]] = {}
     for name, t in timelines.items():
-        groups.setdefault(t.meta.get("clock_origin_s", name), []).append(t)
-    joined = {clock: _joined(same) for clock, same in groups.items()}
-    return {name: joined[t.meta.get("clock_origin_s", name)] for name, t in timelines.items()}
-
-
-def _joined(timelines: list[Timeline]) -> Timeline:
-    "Return the distinct spans, gauges and samples from the end of the imports on."
-    spans = dict.fromkeys(s for t in timelines for s in t.spans)
-    zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
-    whole = copy(max(timelines, key=lambda t: len(t.samples)))  # stored last, so it has those of all splits
-    whole.spans = [
-        replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
-        for s in spans
-        if s.lane != "imports"
-    ]
-    whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
-    whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
-    return whole
+        groups.setdefault(t.meta.get("clock_origin_s", name), {})[name] = t
+    joined: dict[str, Timeline] = {}
+    for same in groups.values():
+        spans = dict.fromkeys(s for t in same.values() for s in t.spans)
+        zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
+        whole = copy(
+            max(same.values(), key=lambda t: len(t.samples))
+        )  # stored last: it has those of all splits
+        whole.spans = [
+            replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
+            for s in spans
+            if s.lane != "imports"
+        ]
+        whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
+        whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
+        joined |= dict.fromkeys(same, whole)
+    return {name: joined[name] for name in timelines}
 
 # %% ../../nbs/insight/dashboard.ipynb #a05f0139
 NOT_AVAILABLE = "not available"
@@ -114,14 +113,16 @@ def _distinct_values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     "Reports, timelines and data sets in the folder of a run."
 
     folder: Path
     # as `dataset.report` writes them, by file name of the data set, the largest first
-    reports: dict[str, dict[str, Any]]
-    timelines: dict[str, Timeline]  # by file name of the data set, as `joined_timelines` returns them
+    reports: dict[str, dict[str, Any]] = field(repr=False)
+    timelines: dict[str, Timeline] = field(
+        repr=False
+    )  # by file name of the data set, as `joined_timelines` returns them
     data_sets: tuple[Path, ...]  # in the order of the reports, then those without a report
 
     @property
@@ -152,9 +153,6 @@ class RunRecord:
     def files_per_s(self) -> float | None:
         "Files found per second, end to end; None: unknown, or rows were reused, so it is not comparable."
         return self.total("found") / self.seconds if self.seconds and not self.total("kept_rows") else None
-
-    def __repr__(self) -> str:
-        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.total('found'):,} files found)"
 
 
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
@@ -272,11 +270,10 @@ def cache_sentence(
     summary: Mapping[str, Any],  # of a build
 ) -> str:
     "Describe how many bytes came from the storage device and how many from the page cache."
-    asked = size_text(summary["bytes_asked"])
-    if summary["cache"] == "unknown":
-        return f"unknown: {asked} requested; the file system does not report the bytes read from the device"
+    device = summary["bytes_from_device"]
+    read = "an unknown amount" if device is None else size_text(device)
     ahead = f", {summary['read_ahead_files']:,} files requested ahead" if summary["read_ahead_files"] else ""
-    return f"{summary['cache']}: {asked} requested, {size_text(summary['bytes_from_device'] or 0)} read from the device{ahead}"
+    return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
 
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
 def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
@@ -284,9 +281,7 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     reports, samples = list(run.reports.values()), [s for t in run.distinct_timelines for s in t.samples]
     limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
-    labels = _distinct_values(name for r in reports for name in r.get("label_names", []))
     m = reports[0].get("machine") or {}
-    ram = f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
     loads = (  # of this process, except VRAM; 100 % of CPU is one core
         ("CPU load", "cpu_percent", "%", 1),
@@ -294,7 +289,6 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
         ("VRAM", "vram_bytes", "MB", 1e-6),
         ("GPU load", "gpu_percent", "%", 1),
     )
-    rows, rejected = run.total("rows"), run.total("rejected")
     return {
         "run": [
             ("folder", show_path(run.folder)),
@@ -308,15 +302,21 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
         ],
         "data": [
             ("recordings", f"{size_text(run.total('source_bytes'))} in {run.values('root')}"),
-            ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.total('found'):,} files found"),
+            (
+                "rows",
+                f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected = {run.total('found'):,} files found",
+            ),
             ("rejected", run.counts("rejected_by_code") or "none"),
-            ("labels", labels),
+            ("labels", _distinct_values(name for r in reports for name in r.get("label_names", []))),
             ("changed to fit", run.counts("status_counts") or "none"),
             ("problems", run.counts("problems_by_kind") or "none found"),
             ("kept", "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))) or "none"),
         ],
         "machine": [
-            ("processor", f"{m.get('cpu')}, {m.get('n_cores')} cores, {ram}"),
+            (
+                "processor",
+                f"{m.get('cpu')}, {m.get('n_cores')} cores, {(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM",
+            ),
             ("GPU", m.get("gpu") or "none"),
             ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
             *(
@@ -335,14 +335,12 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
 def _file_fact(run: RunRecord, name: str) -> str:
     "Describe a data set in one line."
     report = run.reports.get(name)
-    here = [p for p in run.data_sets if p.name == name and p.exists()]
-    size = size_text(here[0].stat().st_size) if here else "file missing"
+    size = next((size_text(p.stat().st_size) for p in run.data_sets if p.name == name), "file missing")
     if report is None:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
         return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
-    kept = report.get("kept_rows")
-    speed = f"{kept:,} rows reused" if kept else rate_text(report)
+    speed = f"{report['kept_rows']:,} rows reused" if report.get("kept_rows") else rate_text(report)
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 
@@ -378,15 +376,17 @@ def run_card(
     run: RunRecord,
 ) -> Card:
     "Return the summary card of a run."
-    reports, changed, ok = list(run.reports.values()), modified_data_sets(run), None
+    reports, changed = list(run.reports.values()), modified_data_sets(run)
+    ok = all(r["verified"].get("ok") for r in reports) and not changed if reports else None
     title = f"{how_many(len(run.data_sets), 'data set')} without a report: time, speed and verification are unknown"
-    if reports:
-        ok = all(r["verified"].get("ok") for r in reports) and not changed
-        rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
-        how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
-        title = f"{rows:,} rows, all data sets verified {how}" if ok else "NOT verified"
     if changed:
         title = f"CHANGED after verification: {', '.join(map(show_path, changed))}"
+    elif ok:
+        rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
+        how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
+        title = f"{rows:,} rows, all data sets verified {how}"
+    elif reports:
+        title = "NOT verified"
     blocks = _facts(run) if reports else {"run": [("folder", show_path(run.folder))]}
     names = dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])
     blocks["data sets"] = [(show_path(n), _file_fact(run, n)) for n in names]
@@ -433,12 +433,13 @@ def stage_reports(
     run: RunRecord,
 ) -> str:  # paragraphs of text
     "Return the stage table of each data set of a run."
-    reports = []
-    for name, timeline in run.timelines.items():
-        facts = {key: run.reports[name][key] for key in ("found", "rows", "rejected", "seconds")}
-        split = run.reports[name]["span_name"]
-        reports.append(report_text(timeline, title=split, split=split, **facts))
-    return "\n\n".join(reports) or NO_TIMELINE
+    counts = ("found", "rows", "rejected", "seconds")
+    texts = [
+        report_text(timeline, title=split, split=split, **{key: run.reports[name][key] for key in counts})
+        for name, timeline in run.timelines.items()
+        for split in [run.reports[name]["span_name"]]
+    ]
+    return "\n\n".join(texts) or NO_TIMELINE
 
 # %% ../../nbs/insight/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]

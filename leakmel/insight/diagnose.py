@@ -88,106 +88,6 @@ def attribute(
     return {name: s for name, s in seconds.items() if s > 0} | {"wait": idle_s}
 
 # %% ../../nbs/insight/diagnose.ipynb #e6dba12e
-def stage_table(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> list[dict[str, Any]]:  # a row per stage, in the order of STAGES, "wait" last
-    """Return times, counts and throughput of the stages.
-
-    stage; total_s, mean_s, max_s and count of its spans, parallel ones too; n_files, n_bytes: recordings and bytes; busy_s: time in which at
-    least one lane ran it; mb_per_s: 10^6 bytes per second of busy_s, 0 where no bytes were counted; exclusive_s: its share of each instant,
-    which adds up to the wall time over the stages; share: exclusive_s as a share of the wall time.
-    """
-    exclusive = attribute(timeline, split)
-    of = {name: [s for s in spans_of(timeline, split) if s.stage == name] for name in STAGES}
-    rows = []
-    for name in [name for name in STAGES if of[name] or name in exclusive]:
-        seconds = [s.seconds for s in of[name]]
-        n_bytes = sum(s.n_bytes for s in of[name])
-        busy_s = covered_s(of[name])
-        row = {
-            "stage": name,
-            "count": len(seconds),
-            "total_s": sum(seconds),
-            "mean_s": sum(seconds) / max(1, len(seconds)),
-            "max_s": max(seconds, default=0.0),
-            "n_files": sum(s.n_files for s in of[name]),
-            "n_bytes": n_bytes,
-            "busy_s": busy_s,
-            "mb_per_s": n_bytes / (busy_s or math.inf) / 1e6,
-            "exclusive_s": exclusive.get(name, 0.0),
-            "share": exclusive.get(name, 0.0) / (sum(exclusive.values()) or 1.0),
-        }
-        rows.append(row)
-    return rows
-
-# %% ../../nbs/insight/diagnose.ipynb #6ac61b89
-def queue_stats(
-    timeline: Timeline,
-    split: str | None = None,  # only in the time of this split, None for the whole run
-) -> dict[str, tuple[float, float]]:  # by name of the gauge; without those that have no value in this time
-    "Return the mean over time and the largest value of every gauge."
-    first, last = interval_s(timeline, split) or (0.0, 0.0)
-    stats = {}
-    for name in sorted({g.name for g in timeline.gauges}):
-        gauges = sorted((g for g in timeline.gauges if g.name == name), key=lambda g: g.time_s)
-        seconds = np.diff(np.clip([*(g.time_s for g in gauges), last], first, last))
-        values = np.array([g.value for g in gauges], dtype=np.float64)
-        if seconds.sum() > 0:
-            stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
-    return stats
-
-# %% ../../nbs/insight/diagnose.ipynb #3bb7a1d5
-_POOLS = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
-_READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
-_ROW_STAGES = (*_READER_STAGES, "copy_in", "compute", "copy_out", "write")
-
-
-def amdahl_bounds(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> dict[str, float]:  # stage -> s, the limiting stage first; empty without a span
-    "Return the most that a change of each stage can save, by Amdahl's law, without background checks."
-    first, last = interval_s(timeline, split) or (0.0, 0.0)
-    wall_s = last - first
-    if wall_s <= 0:
-        return {}
-    exclusive = attribute(timeline, split)
-    spans = _spans_within(_without_checks(timeline), split, first, last)
-    groups = pieces_by_lane(spans)
-    pieces = [p for same in groups.values() for p in same]
-    # three phases: before the first recording, while there are rows to make, after the last row
-    begun = max((end for _, end, stage in pieces if stage == "start_up"), default=first)
-    others = min((start for start, _, stage in pieces if stage != "start_up"), default=last)
-    if begun > others + 0.01 * wall_s:  # it goes on while recordings are read
-        begun = first
-    rows = max((end for _, end, stage in pieces if stage in _ROW_STAGES), default=last)
-    ends = (first, begun, max(begun, rows), last)
-    least_s = sum(_min_duration_s(groups, a, b) for a, b in zip(ends, ends[1:]))
-    times, own = busy_lanes(spans)
-    union_s = (own > 0) @ np.diff(times)
-    times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
-    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()))
-    gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
-    found = {"wait"} | {stage for _, _, stage in pieces}
-    order = sorted(found, key=lambda x: (-round(gains_s[x], 9), -exclusive.get(x, 0.0), STAGES.index(x)))
-    return {stage: gains_s[stage] for stage in order}
-
-
-def _min_duration_s(
-    groups: dict[str, list[LanePiece]], first: float, last: float
-) -> np.ndarray:  # [stages], in the order of STAGES
-    "Return the shortest possible duration of a phase without each stage; lanes of one kind share their work."
-    kinds = {lane: m[1] if (m := _POOLS.fullmatch(lane)) else lane for lane in groups}
-    n_lanes = Counter(kinds.values())
-    work = {kind: np.zeros(len(STAGES)) for kind in n_lanes}
-    for lane, pieces in groups.items():
-        for start, end, stage in pieces:
-            seconds = max(0.0, min(end, last) - max(start, first))
-            work[kinds[lane]][STAGES.index(stage)] += seconds / n_lanes[kinds[lane]]
-    return np.max([own.sum() - own for own in work.values()], axis=0, initial=0.0)
-
-# %% ../../nbs/insight/diagnose.ipynb #faf37982
 def percent_text(
     part: float,
     whole: float,
@@ -207,26 +107,99 @@ def aligned(
     ]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
+# %% ../../nbs/insight/diagnose.ipynb #e6dba12f
+def stage_table(
+    timeline: Timeline,
+    split: str | None = None,  # one split, None for the whole run
+) -> str:  # a row per stage, in the order of STAGES, "wait" and the sum last; zero is blank
+    "Format times, counts and throughput of the stages."
+    exclusive = attribute(timeline, split)
+    wall_s = sum(exclusive.values())
+    spans = spans_of(timeline, split)
+    head = ("stage", "spans", "total s", "mean ms", "max ms", "files", "MB/s", "exclusive s", "share")
+    rows: list[tuple[str, ...]] = [head]
+    for name in STAGES:
+        own = [s for s in spans if s.stage == name]
+        if own or name in exclusive:
+            total_s = sum(s.seconds for s in own)
+            values = (
+                ("{:,.0f}", len(own)),
+                ("{:.3f}", total_s),
+                ("{:.2f}", 1000 * total_s / max(1, len(own))),
+                ("{:.2f}", 1000 * max((s.seconds for s in own), default=0.0)),
+                ("{:,.0f}", sum(s.n_files for s in own)),
+                ("{:,.1f}", sum(s.n_bytes for s in own) / (covered_s(own) or math.inf) / 1e6),
+                ("{:.3f}", exclusive.get(name, 0.0)),
+                ("{:.1f} %", 100 * exclusive.get(name, 0.0) / (wall_s or 1.0)),
+            )
+            rows.append((name, *(form.format(value) if value else "" for form, value in values)))
+    return aligned([*rows, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 
-_COLUMNS = {  # column of `stage_table` -> heading, factor and format
-    "count": ("spans", 1, "{:,.0f}"),
-    "total_s": ("total s", 1, "{:.3f}"),
-    "mean_s": ("mean ms", 1000, "{:.2f}"),
-    "max_s": ("max ms", 1000, "{:.2f}"),
-    "n_files": ("files", 1, "{:,.0f}"),
-    "mb_per_s": ("MB/s", 1, "{:,.1f}"),
-    "exclusive_s": ("exclusive s", 1, "{:.3f}"),
-    "share": ("share", 100, "{:.1f} %"),
-}
+# %% ../../nbs/insight/diagnose.ipynb #6ac61b89
+def queue_stats(
+    timeline: Timeline,
+    split: str | None = None,  # only in the time of this split, None for the whole run
+) -> dict[str, tuple[float, float]]:  # by name of the gauge; without those that have no value in this time
+    "Return the mean over time and the largest value of every gauge."
+    first, last = interval_s(timeline, split) or (0.0, 0.0)
+    stats = {}
+    for name in sorted({g.name for g in timeline.gauges}):
+        known = [(g.time_s, float(g.value)) for g in timeline.gauges if g.name == name]
+        times, values = np.array(sorted(known, key=lambda x: x[0])).T
+        seconds = np.diff(np.clip([*times, last], first, last))
+        if seconds.sum() > 0:
+            stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
+    return stats
+
+# %% ../../nbs/insight/diagnose.ipynb #3bb7a1d5
+_POOL = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
+_READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
+_ROW_STAGES = (*_READER_STAGES, "copy_in", "compute", "copy_out", "write")
 
 
-def _table_text(rows: list[dict[str, Any]], wall_s: float) -> str:
-    "Format the stages as a table; zero is blank."
-    table = [("stage", *(head for head, _, _ in _COLUMNS.values()))]
-    for r in rows:
-        texts = [form.format(factor * r[k]) if r[k] else "" for k, (_, factor, form) in _COLUMNS.items()]
-        table.append((r["stage"], *texts))
-    return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
+def amdahl_bounds(
+    timeline: Timeline,
+    split: str | None = None,  # one split, None for the whole run
+) -> dict[str, float]:  # stage -> s, the limiting stage first; empty without a span
+    "Return the most that a change of each stage can save, by Amdahl's law, without background checks."
+    first, last = interval_s(timeline, split) or (0.0, 0.0)
+    wall_s = last - first
+    if wall_s <= 0:
+        return {}
+    spans = _spans_within(_without_checks(timeline), split, first, last)
+    lanes = pieces_by_lane(spans)
+    pieces = [p for same in lanes.values() for p in same]
+    # three phases: before the first recording, while there are rows to make, after the last row
+    begun = max((end for _, end, stage in pieces if stage == "start_up"), default=first)
+    others = min((start for start, _, stage in pieces if stage != "start_up"), default=last)
+    if begun > others + 0.01 * wall_s:  # it goes on while recordings are read
+        begun = first
+    rows = max((end for _, end, stage in pieces if stage in _ROW_STAGES), default=last)
+    least_s = _least_s(lanes, [first, begun, max(begun, rows), last])
+    times, own = busy_lanes(spans)
+    union_s = (own > 0) @ np.diff(times)
+    times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
+    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()))
+    gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
+    exclusive = attribute(timeline, split)
+    found = {"wait"} | {stage for _, _, stage in pieces}
+    order = sorted(found, key=lambda x: (-round(gains_s[x], 9), -exclusive.get(x, 0.0), STAGES.index(x)))
+    return {stage: gains_s[stage] for stage in order}
+
+
+def _least_s(
+    lanes: dict[str, list[LanePiece]],
+    ends: list[float],  # of the phases
+) -> np.ndarray:  # [stages], in the order of STAGES
+    "Return the shortest possible duration of all phases without each stage; lanes of one kind share their work."
+    kinds = {lane: m[1] if (m := _POOL.fullmatch(lane)) else lane for lane in lanes}
+    n_lanes = Counter(kinds.values())
+    work = {kind: np.zeros((len(STAGES), len(ends) - 1)) for kind in n_lanes}  # [stages, phases] seconds
+    for lane, pieces in lanes.items():
+        own = np.array([(start, end) for start, end, _ in pieces]).reshape(-1, 2)
+        seconds = np.diff(np.clip(ends, own[:, :1], own[:, 1:])) / n_lanes[kinds[lane]]  # [pieces, phases]
+        np.add.at(work[kinds[lane]], [STAGES.index(stage) for *_, stage in pieces], seconds)
+    return np.max([own.sum(axis=0) - own for own in work.values()], axis=0, initial=0.0).sum(axis=1)
 
 # %% ../../nbs/insight/diagnose.ipynb #8090a37e
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
@@ -448,7 +421,7 @@ def report_text(
         f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
         f"{found / (seconds or math.inf):,.0f} files found per second, end to end",
         "",
-        _table_text(stage_table(timeline, split), run.wall_s),
+        stage_table(timeline, split),
         "",
         *(f"{name}: mean {mean:.2f}, max {most:g}" for name, (mean, most) in queues),
         run.limit_text,

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -346,23 +345,25 @@ def classes_by_split(
     "Draw how many recordings of each label a split has."
     if not len(labels):
         return styled_figure([], "No recording to show", height=120)
-    in_cell = Counter(zip(splits, labels))
-    names = {split: plain_text(split or "one folder") for split in dict.fromkeys(splits)}
-    parts = {label: np.array([in_cell[split, label] for split in names]) for label in sorted(set(labels))}
-    shown = {plain_text(label): counts for label, counts in parts.items()}
-    colours = [label_colour(k) for k in range(len(parts))]
-    title = _class_title(list(shown), list(names.values()), np.stack([*parts.values()], axis=1))
-    note = f"{len(labels):,} recordings that became rows"
-    return _divided_bars(list(names.values()), shown, colours, "%{x:,}", title, note, "recordings")
+    import pandas as pd
 
-
-def _class_title(labels: list[str], splits: list[str], counts: np.ndarray) -> str:
-    "Return the share of the largest class, in the splits in which it differs most."
-    k = int(counts.sum(0).argmax())
-    share = 100 * counts[:, k] / counts.sum(1)
-    low, high = int(share.argmin()), int(share.argmax())
-    most = f" and {share[high]:.0f} % of {splits[high]}" if high != low else ""
-    return f"{labels[k]} is {share[low]:.0f} % of {splits[low]}{most}"
+    names = [plain_text(split or "one folder") for split in splits]
+    counts = pd.crosstab(np.array(names), np.array([plain_text(label) for label in labels]))
+    counts = counts.reindex(list(dict.fromkeys(names)))  # the splits as they come
+    largest = counts.sum().idxmax()
+    share = 100 * counts[largest] / counts.sum(axis=1)
+    title = f"{largest} is {share.min():.0f} % of {share.idxmin()}"
+    if share.idxmin() != share.idxmax():
+        title += f" and {share.max():.0f} % of {share.idxmax()}"
+    return _divided_bars(
+        list(counts.index),
+        {str(label): counts[label].to_numpy() for label in counts},
+        [label_colour(k) for k in range(counts.shape[1])],
+        "%{x:,}",
+        title,
+        f"{len(labels):,} recordings that became rows",
+        "recordings",
+    )
 
 # %% ../../nbs/insight/plots.ipynb #a81ae172
 def recording_spectra(
@@ -537,26 +538,26 @@ def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
     "Draw the measured load of CPU, memory, disk and GPU over time."
-    rows: dict[str, list[Trace]] = {row: [] for row, *_ in _CURVES}
+    import pandas as pd
+
+    columns = ["time_s", *(key for _, key, *_ in _CURVES)]
+    load = pd.DataFrame(timeline.samples, columns=columns, dtype=float).set_index("time_s")
+    counters = load.filter(like="disk_")  # become rates
+    load[counters.columns] = counters.diff().div(load.index.to_series().diff(), axis=0)
+    rows: dict[str, list[Trace]] = {}
     for row, key, name, factor, colour in _CURVES:
-        pairs = [(s["time_s"], s[key]) for s in timeline.samples if s.get(key) is not None]
-        t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-        if key.startswith("disk_"):  # a counter becomes a rate
-            v, t = np.diff(v) / np.diff(t), t[1:]
-        if not len(t):
-            continue
-        step = -(-len(t) // MAX_POINTS)
-        rows[row].append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(t[::step]),
-                y=f32(factor * v[::step]),
-                mode="lines" if len(t) > 2 else "lines+markers",
-                line=dict(color=colour, width=1.6),
-                hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
-            )
+        values = factor * load[key].dropna()
+        values = values.iloc[:: -(-len(values) // MAX_POINTS) or 1]
+        trace = dict(
+            type="scatter",
+            name=name,
+            x=f32(values.index),
+            y=f32(values),
+            mode="lines" if len(values) > 2 else "lines+markers",
+            line=dict(color=colour, width=1.6),
+            hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
         )
+        rows.setdefault(row, []).extend([trace] if len(values) else [])
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}

@@ -31,7 +31,7 @@ from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 @each(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.5, 1), (64.0, 8)])
 def test_cores_of_a_container_with_a_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(monitor_module.os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(monitor_module, "_own_quota", lambda: quota)
+    monkeypatch.setattr(monitor_module, "cpu_quota", lambda: quota)
     assert monitor_module.usable_cores() == cores
 
 

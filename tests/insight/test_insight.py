@@ -136,7 +136,7 @@ def test_other_splits_do_not_count_but_global_spans_do():
 
 def test_an_empty_timeline():
     assert attribute(Timeline()) == {}
-    assert len(stage_table(Timeline())) == 0
+    assert len(stage_table(Timeline()).splitlines()) == 3
     assert analyse(Timeline()).limit_text == "No span was recorded."
     assert attribute(timeline_of(Span("read", "a", 1, 1))) == {"wait": 0.0}
 
@@ -150,26 +150,11 @@ def test_stage_table_counts_work_and_wall_apart():
         Span("read", "r1", 1, 4, "T", 1, 32, 20_000_000),
         Span("compute", "e", 6, 8, "T", 0, 64),
     ]
-    read, compute, wait = stage_table(timeline_of(*spans))
-    assert (
-        read["total_s"],
-        read["mean_s"],
-        read["max_s"],
-        read["count"],
-        read["n_files"],
-        read["n_bytes"],
-    ) == (
-        5,
-        2.5,
-        3,
-        2,
-        64,
-        40_000_000,
-    )
-    assert (read["busy_s"], read["mb_per_s"]) == (4, 10.0)
-    assert compute["mb_per_s"] == 0
-    assert (wait["count"], wait["exclusive_s"]) == (0, 2)
-    assert sum(r["share"] for r in (read, compute, wait)) == pytest.approx(1)
+    head, _, read, compute, wait, _ = map(str.split, stage_table(timeline_of(*spans)).splitlines())
+    assert " ".join(head) == "stage spans total s mean ms max ms files MB/s exclusive s share"
+    assert read == ["read", "2", "5.000", "2500.00", "3000.00", "64", "10.0", "4.000", "50.0", "%"]
+    assert compute == ["compute", "1", "2.000", "2000.00", "2000.00", "64", "2.000", "25.0", "%"]
+    assert wait == ["wait", "2.000", "25.0", "%"]
 
 
 def test_queue_mean_is_weighted_by_time():
