@@ -9,7 +9,6 @@ __all__ = []
 import math, os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -35,27 +34,6 @@ SAMPLE_KEYS = {
 
 # %% ../../nbs/core/monitor.ipynb #68c7bf21
 MIN_INTERVAL_S = 0.02  # time since the last sample below which a load has no value, seconds
-
-
-@dataclass
-class LoadMeter:
-    "Increase of busy time in percent of the increase of total time, since the last call."
-
-    clocks: Callable[[], tuple[float, float]]  # busy time and all time, seconds
-    before: tuple[float, float] | None = None
-
-    def __call__(self) -> float | None:  # None at first, and after less than MIN_INTERVAL_S
-        now = self.clocks()
-        before = self.before
-        if before is not None and now[1] - before[1] < MIN_INTERVAL_S:
-            return None
-        self.before = now
-        return None if before is None else max(0.0, 100 * (now[0] - before[0]) / (now[1] - before[1]))
-
-
-def _process_clocks() -> tuple[float, float]:
-    "Return the processor time of all threads of this process, and the time that passed."
-    return time.process_time(), time.perf_counter()
 
 
 def _machine_clocks() -> tuple[float, float]:
@@ -98,7 +76,7 @@ class Sampler:
         import psutil
 
         self.missing: dict[str, str] = {}  # key -> why there is no value
-        process, machine = LoadMeter(_process_clocks), LoadMeter(_machine_clocks)
+        self._before: dict[str, tuple[float, float]] = {}  # key -> busy and all time of the last load
 
         def ram() -> tuple[int]:
             memory = psutil.virtual_memory()
@@ -106,8 +84,8 @@ class Sampler:
 
         # keys, and the function that reads their values
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
-            (("cpu_percent",), lambda: (process(),)),
-            (("cpu_total_percent",), lambda: (machine(),)),
+            (("cpu_percent",), lambda: (self.load("cpu_percent", time.process_time(), time.perf_counter()),)),
+            (("cpu_total_percent",), lambda: (self.load("cpu_total_percent", *_machine_clocks()),)),
             (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
             (("ram_used_bytes",), ram),
             (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
@@ -129,6 +107,14 @@ class Sampler:
             (("pcie_rx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_RX_BYTES)),
             (("pcie_tx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES)),
         ]
+
+    def load(self, key: str, busy_s: float, all_s: float) -> float | None:
+        "Return the increase of busy time in percent of that of all time; None at first, and after less than MIN_INTERVAL_S."
+        before = self._before.get(key)
+        if before is not None and all_s - before[1] < MIN_INTERVAL_S:
+            return None
+        self._before[key] = busy_s, all_s
+        return None if before is None else max(0.0, 100 * (busy_s - before[0]) / (all_s - before[1]))
 
     def add_missing(self, keys: tuple[str, ...], error: Exception) -> None:
         "Keep the first reason why these figures are missing."
@@ -339,7 +325,10 @@ def machine_facts() -> dict[str, Any]:
         "gpu": None,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "h5py", "torch")},
+        **{
+            name: next((d.version for d in metadata.distributions(name=name)), None)
+            for name in ("numpy", "h5py", "torch")
+        },
     }
     with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as f:
         facts["cpu"] = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
@@ -348,10 +337,3 @@ def machine_facts() -> dict[str, Any]:
 
         facts["gpu"] = pynvml.nvmlDeviceGetName(_gpu_handle())
     return facts
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

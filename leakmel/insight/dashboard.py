@@ -279,7 +279,6 @@ def cache_sentence(
 def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     "Return what the reports and timelines say of time, data and machine."
     reports, samples = list(run.reports.values()), [s for t in run.distinct_timelines for s in t.samples]
-    limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
     m = reports[0].get("machine") or {}
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
@@ -297,7 +296,10 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
                 "speed",
                 f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
             ),
-            ("limiting stage", limits or NOT_AVAILABLE),
+            (
+                "limiting stage",
+                " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
+            ),
             ("page cache", run.values("cache")),
         ],
         "data": [

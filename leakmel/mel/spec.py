@@ -227,8 +227,7 @@ class MelSpec:
     @staticmethod
     def preset_names() -> tuple[str, ...]:
         "Names of the presets, each with its newest version."
-        newest = {p.split("@")[0]: p for p in PRESETS}
-        return tuple(sorted(newest.values()))
+        return tuple(sorted({p.split("@")[0]: p for p in PRESETS}.values()))
 
     @staticmethod
     def preset(name: str, **changes: Any) -> "MelSpec":
