@@ -230,15 +230,14 @@ def runs_table(
     head = ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
     table: list[tuple[str, ...]] = [head]
     for i, run in enumerate(runs, 1):
-        reports = run.reports.values()
-        made = max((str(r.get("created_at_utc", "")) for r in reports), default="")
+        made = max((str(r.get("created_at_utc", "")) for r in run.reports.values()), default="")
         texts = (
             f"{i} {run.folder.name}",
             made[:19].replace("T", " "),
             f"{run.total('found'):,}",
             f"{run.seconds or 0:.2f}",
             f"{run.files_per_s:,.0f}" if run.files_per_s else "",
-            "yes" if reports and all(r["verified"].get("ok") for r in reports) else "NO",
+            "yes" if run.reports and all(r["verified"].get("ok") for r in run.reports.values()) else "NO",
             *(run.values(key) for key in ("engine", "mode", "cache")),
         )
         table.append(texts)
@@ -399,9 +398,9 @@ def build_card(
     results: Sequence[BuildResult],  # of one build
 ) -> Card:
     "Return the summary card of a build."
+    reports = {r.path.name: r.summary for r in results}
     timelines = joined_timelines({r.path.name: r.timeline for r in results})
-    paths = tuple(r.path for r in results)
-    return run_card(RunRecord(paths[0].parent, {r.path.name: r.summary for r in results}, timelines, paths))
+    return run_card(RunRecord(results[0].path.parent, reports, timelines, tuple(r.path for r in results)))
 
 # %% ../../nbs/insight/dashboard.ipynb #79696c8c
 def rejected_card(
@@ -410,11 +409,13 @@ def rejected_card(
 ) -> Card:
     "Return a card of the rejected files of a build: counts by reason, then files."
     files = [(r.summary["folder"], x) for r in results for x in r.rejections]
-    counts = format_counts(Counter(x.code for _, x in files), most=len(files))
     shown = [(x.code, f"{show_place(folder, x.path)}: {x.message}") for folder, x in files[:most]]
     if files[most:]:
         shown.append(("more", f"{len(files) - most:,} files, in /rejected of the data sets"))
-    return Card(f"Rejected: {counts or 'none'}", [("", shown)])
+    return Card(
+        f"Rejected: {format_counts(Counter(x.code for _, x in files), most=len(files)) or 'none'}",
+        [("", shown)],
+    )
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
 NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
@@ -495,8 +496,9 @@ def mel_pictures(
         typical = ds.typical_rows()
         scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
         rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-        hop_s = ds.spec.hop_length / ds.spec.sample_rate
-        return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
+        return mels_by_label(
+            rows, list(typical), ds.spec.mel_hz, hop_s=ds.spec.hop_length / ds.spec.sample_rate, **scales
+        )
 
     return _figure_of_file(path, typical_mels)
 

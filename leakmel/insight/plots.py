@@ -296,7 +296,6 @@ def level_by_label(
     has_level = np.isfinite(given) & (given > SILENT_DB)
     if not has_level.any():
         return styled_figure([], "No level to show", height=200)
-    silent = f"{np.count_nonzero(~has_level):,} silent recordings are not drawn"
     level = given[has_level]
     first, last = np.floor(np.array([level.min(), level.max()]) / LEVEL_STEP_DB)
     edges = np.arange(first, last + 2) * LEVEL_STEP_DB
@@ -327,7 +326,8 @@ def level_by_label(
     return styled_figure(
         traces,
         title,
-        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; {silent}",
+        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; "
+        f"{np.count_nonzero(~has_level):,} silent recordings are not drawn",
         height=300,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
