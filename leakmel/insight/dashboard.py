@@ -24,10 +24,17 @@ from leakmel.core.monitor import mean, peak, size_text
 from leakmel.core.files import read_own_json
 from leakmel.core.parameters import Kinds
 from leakmel.core.run_plan import runs_folder
-from leakmel.core.timeline import Timeline, read_timeline
+from leakmel.core.timeline import (
+    Timeline,
+    aligned,
+    analyse,
+    analysis_text,
+    interval_s,
+    read_timeline,
+    report_text,
+)
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
-from leakmel.insight.diagnose import aligned, analyse, analysis_text, interval_s, report_text
 from leakmel.insight.page_figures import Section, filled, write_report
 from leakmel.insight.plots import (
     styled_figure,

@@ -17,8 +17,16 @@ from numpy.typing import ArrayLike
 from leakmel.audio.content import label_auc
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.monitor import mean, peak
-from leakmel.core.timeline import STAGES, Timeline, covered_s, merge_lanes
-from leakmel.insight.diagnose import attribute, interval_s, percent_text, spans_of
+from leakmel.core.timeline import (
+    STAGES,
+    Timeline,
+    attribute,
+    covered_s,
+    interval_s,
+    merge_lanes,
+    percent_text,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -26,7 +26,7 @@ from leakmel.core.files import write_whole
 from leakmel.core.monitor import free_memory, machine_facts, usable_cores
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.threads import start_process
-from leakmel.insight.diagnose import aligned
+from leakmel.core.timeline import aligned
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
 @dataclass(frozen=True)

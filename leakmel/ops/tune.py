@@ -42,7 +42,7 @@ from leakmel.dataset.run.config import (
 from leakmel.dataset.run.engine_choice import open_chosen
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.dataset.run.publish import BuildResult
-from leakmel.insight.diagnose import aligned
+from leakmel.core.timeline import aligned
 from leakmel.insight.plots import label_colour, f32, styled_figure
 from leakmel.ops.bench import evict, range_text, read_into_cache, record_head
 

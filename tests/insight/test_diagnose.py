@@ -28,7 +28,7 @@ from leakmel.core.errors import UsageError
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.file.writer import RowFile
-from leakmel.insight.diagnose import (
+from leakmel.core.timeline import (
     BOTTLENECK_SHARE,
     MAX_SUGGESTIONS,
     MIN_ANALYSED_S,

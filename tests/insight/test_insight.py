@@ -8,7 +8,7 @@ from each import each
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
-from leakmel.insight.diagnose import (
+from leakmel.core.timeline import (
     analyse,
     attribute,
     interval_s,
