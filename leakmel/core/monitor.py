@@ -78,16 +78,15 @@ class Sampler:
         self.missing: dict[str, str] = {}  # key -> why there is no value
         self._before: dict[str, tuple[float, float]] = {}  # key -> busy and all time of the last load
 
-        def ram() -> tuple[int]:
-            memory = psutil.virtual_memory()
-            return (memory.total - memory.available,)
-
         # keys, and the function that reads their values
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
             (("cpu_percent",), lambda: (self.load("cpu_percent", time.process_time(), time.perf_counter()),)),
             (("cpu_total_percent",), lambda: (self.load("cpu_total_percent", *_machine_clocks()),)),
             (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
-            (("ram_used_bytes",), ram),
+            (
+                ("ram_used_bytes",),
+                lambda: (psutil.virtual_memory().total - psutil.virtual_memory().available,),
+            ),
             (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
         ]
         try:
@@ -98,14 +97,17 @@ class Sampler:
             self.add_missing(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
             return
 
-        def pcie(counter: int) -> tuple[int]:
-            return (pynvml.nvmlDeviceGetPcieThroughput(gpu, counter) * 1024,)  # NVML counts in KiB/s
-
-        self.probes += [
+        self.probes += [  # NVML counts traffic in KiB/s
             (("gpu_percent",), lambda: (pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,)),
             (("vram_bytes",), lambda: (pynvml.nvmlDeviceGetMemoryInfo(gpu).used,)),
-            (("pcie_rx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_RX_BYTES)),
-            (("pcie_tx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES)),
+            (
+                ("pcie_rx_bytes_per_s",),
+                lambda: (1024 * pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES),),
+            ),
+            (
+                ("pcie_tx_bytes_per_s",),
+                lambda: (1024 * pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES),),
+            ),
         ]
 
     def load(self, key: str, busy_s: float, all_s: float) -> float | None:

@@ -248,9 +248,8 @@ def write_timeline(
         "samples": [{k: _rounded(v, 6 if k == "time_s" else 2) for k, v in s.items()} for s in samples],
         "meta": timeline.meta | joined,
     }
-    path = Path(path)
-    path.write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
-    return path
+    Path(path).write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
+    return Path(path)
 
 
 def _rounded(value: Any, digits: int = 6) -> Any:
@@ -288,20 +287,20 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
     return timeline
 
 # %% ../../nbs/core/timeline.ipynb #967bc909
-def background_checks(
+def main_and_checks(
     timeline: Timeline,
-) -> list[Span]:  # "verify" spans of publishers that start before the first "publish" span of their split
-    "Return the spans of verification that runs in the background while rows are computed."
+) -> tuple[list[Span], list[Span]]:
+    'Divide the spans: "verify" spans of publishers that start before the first "publish" span of their split run in the background.'
     published = sorted((s for s in timeline.spans if s.stage == "publish"), key=lambda s: -s.start_s)
     first = {s.split: s.start_s for s in published}  # the earliest of a split
-    checks = [s for s in timeline.spans if s.stage == "verify" and s.lane.startswith("publisher")]
-    return [s for s in checks if s.start_s < first.get(s.split, -math.inf)]
-
-
-def _without_checks(timeline: Timeline) -> list[Span]:
-    "Return the spans that are no background checks."
-    checks = set(background_checks(timeline))
-    return [s for s in timeline.spans if s not in checks]
+    checks = dict.fromkeys(
+        s
+        for s in timeline.spans
+        if s.stage == "verify"
+        and s.lane.startswith("publisher")
+        and s.start_s < first.get(s.split, -math.inf)
+    )
+    return [s for s in timeline.spans if s not in checks], list(checks)
 
 
 def interval_s(
@@ -309,7 +308,7 @@ def interval_s(
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
     "Return the start of the first and the end of the last span; background checks count for the whole run only."
-    own = timeline.spans if split is None else [s for s in _without_checks(timeline) if s.split == split]
+    own = timeline.spans if split is None else [s for s in main_and_checks(timeline)[0] if s.split == split]
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 # %% ../../nbs/core/timeline.ipynb #7b8685d9
@@ -344,10 +343,7 @@ def attribute(
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    groups = [
-        _spans_within(spans, split, *within)
-        for spans in (_without_checks(timeline), background_checks(timeline))
-    ]
+    groups = [_spans_within(spans, split, *within) for spans in main_and_checks(timeline)]
     times, _ = busy_lanes([*groups[0], *groups[1]], *within)
     lanes, checks = (busy_lanes(spans, *times)[1] for spans in groups)
     lanes = np.where(lanes.any(axis=0), lanes, checks)
@@ -435,7 +431,7 @@ def amdahl_bounds(
     wall_s = last - first
     if wall_s <= 0:
         return {}
-    spans = _spans_within(_without_checks(timeline), split, first, last)
+    spans = _spans_within(main_and_checks(timeline)[0], split, first, last)
     lanes = pieces_by_lane(spans)
     pieces = [p for same in lanes.values() for p in same]
     # three phases: before the first recording, while there are rows to make, after the last row

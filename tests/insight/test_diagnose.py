@@ -39,9 +39,9 @@ from leakmel.core.timeline import (
     analyse_run,
     analysis_text,
     attribute,
-    background_checks,
     interval_s,
     is_short_run,
+    main_and_checks,
     report_text,
 )
 from leakmel.mel.engines import ReferenceEngine
@@ -245,7 +245,7 @@ def with_background_work() -> Timeline:
 
 def test_background_checks_get_only_otherwise_idle_time():
     timeline = with_background_work()
-    assert [s.split for s in background_checks(timeline)] == ["A", "B"]
+    assert [s.split for s in main_and_checks(timeline)[1]] == ["A", "B"]
     shares = attribute(timeline)
     assert shares == pytest.approx(
         {
