@@ -363,7 +363,7 @@ class Build(WithFeatures):
         from leakmel.dataset.run.inputs import check_listing, decide_spec
         from leakmel.dataset.run.modes import pick_mode
         from leakmel.dataset.run.pipeline import find_data
-        from leakmel.insight.diagnose import check_analysis
+        from leakmel.core.timeline import check_analysis
 
         check_analysis(self.analysis)
         root, note = find_data(self.data_root, progress=run.progress)
@@ -460,12 +460,12 @@ class Build(WithFeatures):
 
     def _analysis_lines(self, results: "Sequence[BuildResult]", run: Run) -> list[str]:
         "Lines on the run time, with an empty one above; `auto` has none for less than a minute."
-        from leakmel.insight.diagnose import analysis_text
+        from leakmel.core.timeline import analysis_text
 
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        how: dict[str, Any] = {"width": run.width, "analysis": self.analysis, "switch": "--analysis full"}
+        how: dict[str, Any] = {"width": run.width, "analysis": self.analysis}
         text = analysis_text(results[0].timeline, done, **how) if done else ""
         return ["", text] if text else []
 

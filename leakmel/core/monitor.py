@@ -9,7 +9,6 @@ __all__ = []
 import math, os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -37,27 +36,6 @@ SAMPLE_KEYS = {
 MIN_INTERVAL_S = 0.02  # time since the last sample below which a load has no value, seconds
 
 
-@dataclass
-class LoadMeter:
-    "Increase of busy time in percent of the increase of total time, since the last call."
-
-    clocks: Callable[[], tuple[float, float]]  # busy time and all time, seconds
-    before: tuple[float, float] | None = None
-
-    def __call__(self) -> float | None:  # None at first, and after less than MIN_INTERVAL_S
-        now = self.clocks()
-        before = self.before
-        if before is not None and now[1] - before[1] < MIN_INTERVAL_S:
-            return None
-        self.before = now
-        return None if before is None else max(0.0, 100 * (now[0] - before[0]) / (now[1] - before[1]))
-
-
-def _process_clocks() -> tuple[float, float]:
-    "Return the processor time of all threads of this process, and the time that passed."
-    return time.process_time(), time.perf_counter()
-
-
 def _machine_clocks() -> tuple[float, float]:
     "Return the busy time of all cores, and all their time."
     import psutil
@@ -79,8 +57,7 @@ def _gpu_handle(
     k = int(number) if number.isdigit() else 0
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        with suppress(AttributeError):  # old torch
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(k).uuid}")
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(k).uuid}")
     visible = (
         os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else []
     )
@@ -96,27 +73,21 @@ class Sampler:
     "Probes of this machine, each guarded separately."
 
     def __init__(self, device: str = ""):  # "cuda:1"; of other names, the first GPU
+        import psutil
+
         self.missing: dict[str, str] = {}  # key -> why there is no value
-        process, machine = LoadMeter(_process_clocks), LoadMeter(_machine_clocks)
-
-        def this_process() -> Any:
-            import psutil
-
-            return psutil.Process()
-
-        def ram() -> tuple[int]:
-            import psutil
-
-            memory = psutil.virtual_memory()
-            return (memory.total - memory.available,)
+        self._before: dict[str, tuple[float, float]] = {}  # key -> busy and all time of the last load
 
         # keys, and the function that reads their values
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
-            (("cpu_percent",), lambda: (process(),)),
-            (("cpu_total_percent",), lambda: (machine(),)),
-            (("rss_bytes",), lambda: (this_process().memory_info().rss,)),
-            (("ram_used_bytes",), ram),
-            (("disk_read_bytes", "disk_written_bytes"), lambda: this_process().io_counters()[2:4]),
+            (("cpu_percent",), lambda: (self.load("cpu_percent", time.process_time(), time.perf_counter()),)),
+            (("cpu_total_percent",), lambda: (self.load("cpu_total_percent", *_machine_clocks()),)),
+            (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
+            (
+                ("ram_used_bytes",),
+                lambda: (psutil.virtual_memory().total - psutil.virtual_memory().available,),
+            ),
+            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
         ]
         try:
             import pynvml
@@ -126,15 +97,26 @@ class Sampler:
             self.add_missing(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
             return
 
-        def pcie(counter: int) -> tuple[int]:
-            return (pynvml.nvmlDeviceGetPcieThroughput(gpu, counter) * 1024,)  # NVML counts in KiB/s
-
-        self.probes += [
+        self.probes += [  # NVML counts traffic in KiB/s
             (("gpu_percent",), lambda: (pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,)),
             (("vram_bytes",), lambda: (pynvml.nvmlDeviceGetMemoryInfo(gpu).used,)),
-            (("pcie_rx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_RX_BYTES)),
-            (("pcie_tx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES)),
+            (
+                ("pcie_rx_bytes_per_s",),
+                lambda: (1024 * pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES),),
+            ),
+            (
+                ("pcie_tx_bytes_per_s",),
+                lambda: (1024 * pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES),),
+            ),
         ]
+
+    def load(self, key: str, busy_s: float, all_s: float) -> float | None:
+        "Return the increase of busy time in percent of that of all time; None at first, and after less than MIN_INTERVAL_S."
+        before = self._before.get(key)
+        if before is not None and all_s - before[1] < MIN_INTERVAL_S:
+            return None
+        self._before[key] = busy_s, all_s
+        return None if before is None else max(0.0, 100 * (busy_s - before[0]) / (all_s - before[1]))
 
     def add_missing(self, keys: tuple[str, ...], error: Exception) -> None:
         "Keep the first reason why these figures are missing."
@@ -158,18 +140,13 @@ CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
 
 def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
     "Folders of this process's control groups, from the innermost to the root."
-    try:
-        lines = Path(own).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
+    lines = read_small_file(Path(own)).splitlines()
     for line in [*(x for x in lines if x.count(":") >= 2), "0::/"]:
         _, controllers, path = line.split(":", 2)
-        top = Path(root) if not controllers else Path(root, controller)
-        if controllers and controller not in controllers.split(","):
-            continue
-        inner = Path("/", path.lstrip("/"))
-        for each in (inner, *inner.parents):
-            yield top / each.relative_to("/")
+        if not controllers or controller in controllers.split(","):
+            top = Path(root, controller) if controllers else Path(root)
+            inner = Path("/", path.lstrip("/"))
+            yield from (top / each.relative_to("/") for each in (inner, *inner.parents))
 
 
 def cgroup_limits(
@@ -189,11 +166,12 @@ def cgroup_limits(
 def read_small_file(path: Path) -> str:
     "Text of a small file, empty if it cannot be read."
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""
 
 # %% ../../nbs/core/monitor.ipynb #f2752aa7
+@cache  # the limit when the process began
 def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
     "CPU time limit of the control groups in cores; None if they have no limit."
     found = []
@@ -207,19 +185,13 @@ def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CG
     return min(found, default=None)
 
 # %% ../../nbs/core/monitor.ipynb #c689b367
-@cache
-def _own_quota() -> float | None:
-    "CPU time limit of the control groups when the process began, in cores."
-    return cpu_quota()
-
-
 def usable_cores() -> int:
     "Cores that this process may use: by its affinity mask and by the CPU time limit of its container, rounded up."
     try:
         n = len(os.sched_getaffinity(0))
     except AttributeError:
         n = os.cpu_count() or 1
-    quota = _own_quota()
+    quota = cpu_quota()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
 
 # %% ../../nbs/core/monitor.ipynb #f7335e73
@@ -295,9 +267,6 @@ class Monitor:
             self._thread.start()
         except RuntimeError as e:
             self.sampler.add_missing(("thread",), e)
-        except BaseException:  # a signal at this point: nothing else would stop the thread
-            self._stop.set()
-            raise
         return self
 
     def __exit__(self, *failure) -> None:
@@ -354,27 +323,19 @@ def machine_facts() -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine() or None,
         "n_cores": usable_cores(),
         "n_cores_machine": os.cpu_count(),
-        "ram_bytes": None,
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": None,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "h5py", "torch")},
+        **{
+            name: next((d.version for d in metadata.distributions(name=name)), None)
+            for name in ("numpy", "h5py", "torch")
+        },
     }
     with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as f:
         facts["cpu"] = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    with suppress(Exception):
-        import psutil
-
-        facts["ram_bytes"] = psutil.virtual_memory().total
     with suppress(Exception):  # no NVML, no driver, no GPU: all the same here
         import pynvml
 
         facts["gpu"] = pynvml.nvmlDeviceGetName(_gpu_handle())
     return facts
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,7 +10,7 @@ import os
 from copy import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from textwrap import fill
@@ -24,11 +24,17 @@ from leakmel.core.monitor import mean, peak, size_text
 from leakmel.core.files import read_own_json
 from leakmel.core.parameters import Kinds
 from leakmel.core.run_plan import runs_folder
-from leakmel.core.timeline import Timeline, read_timeline
+from leakmel.core.timeline import (
+    Timeline,
+    aligned,
+    analyse,
+    analysis_text,
+    interval_s,
+    read_timeline,
+    report_text,
+)
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
-from leakmel.insight.diagnose import analysis_text
-from leakmel.insight.diagnose import aligned, amdahl_bounds, interval_s, limit_text, report_text
 from leakmel.insight.page_figures import Section, filled, write_report
 from leakmel.insight.plots import (
     styled_figure,
@@ -85,26 +91,25 @@ def joined_timelines(
     timelines: Mapping[str, Timeline],  # by data set, as stored
 ) -> dict[str, Timeline]:  # by data set; splits that were built together share one object
     "Join the timelines of splits that share a clock, and start them after the imports."
-    groups: dict[Any, list[Timeline]] = {}
+    groups: dict[Any, dict[str, Timeline]] = {}
     for name, t in timelines.items():
-        groups.setdefault(t.meta.get("clock_origin_s", name), []).append(t)
-    joined = {clock: _joined(same) for clock, same in groups.items()}
-    return {name: joined[t.meta.get("clock_origin_s", name)] for name, t in timelines.items()}
-
-
-def _joined(timelines: list[Timeline]) -> Timeline:
-    "Return the distinct spans, gauges and samples from the end of the imports on."
-    spans = dict.fromkeys(s for t in timelines for s in t.spans)
-    zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
-    whole = copy(max(timelines, key=lambda t: len(t.samples)))  # stored last, so it has those of all splits
-    whole.spans = [
-        replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
-        for s in spans
-        if s.lane != "imports"
-    ]
-    whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
-    whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
-    return whole
+        groups.setdefault(t.meta.get("clock_origin_s", name), {})[name] = t
+    joined: dict[str, Timeline] = {}
+    for same in groups.values():
+        spans = dict.fromkeys(s for t in same.values() for s in t.spans)
+        zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
+        whole = copy(
+            max(same.values(), key=lambda t: len(t.samples))
+        )  # stored last: it has those of all splits
+        whole.spans = [
+            replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
+            for s in spans
+            if s.lane != "imports"
+        ]
+        whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
+        whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
+        joined |= dict.fromkeys(same, whole)
+    return {name: joined[name] for name in timelines}
 
 # %% ../../nbs/insight/dashboard.ipynb #a05f0139
 NOT_AVAILABLE = "not available"
@@ -115,14 +120,16 @@ def _distinct_values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     "Reports, timelines and data sets in the folder of a run."
 
     folder: Path
     # as `dataset.report` writes them, by file name of the data set, the largest first
-    reports: dict[str, dict[str, Any]]
-    timelines: dict[str, Timeline]  # by file name of the data set, as `joined_timelines` returns them
+    reports: dict[str, dict[str, Any]] = field(repr=False)
+    timelines: dict[str, Timeline] = field(
+        repr=False
+    )  # by file name of the data set, as `joined_timelines` returns them
     data_sets: tuple[Path, ...]  # in the order of the reports, then those without a report
 
     @property
@@ -153,9 +160,6 @@ class RunRecord:
     def files_per_s(self) -> float | None:
         "Files found per second, end to end; None: unknown, or rows were reused, so it is not comparable."
         return self.total("found") / self.seconds if self.seconds and not self.total("kept_rows") else None
-
-    def __repr__(self) -> str:
-        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.total('found'):,} files found)"
 
 
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
@@ -233,15 +237,14 @@ def runs_table(
     head = ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
     table: list[tuple[str, ...]] = [head]
     for i, run in enumerate(runs, 1):
-        reports = run.reports.values()
-        made = max((str(r.get("created_at_utc", "")) for r in reports), default="")
+        made = max((str(r.get("created_at_utc", "")) for r in run.reports.values()), default="")
         texts = (
             f"{i} {run.folder.name}",
             made[:19].replace("T", " "),
             f"{run.total('found'):,}",
             f"{run.seconds or 0:.2f}",
             f"{run.files_per_s:,.0f}" if run.files_per_s else "",
-            "yes" if reports and all(r["verified"].get("ok") for r in reports) else "NO",
+            "yes" if run.reports and all(r["verified"].get("ok") for r in run.reports.values()) else "NO",
             *(run.values(key) for key in ("engine", "mode", "cache")),
         )
         table.append(texts)
@@ -273,21 +276,17 @@ def cache_sentence(
     summary: Mapping[str, Any],  # of a build
 ) -> str:
     "Describe how many bytes came from the storage device and how many from the page cache."
-    asked = size_text(summary["bytes_asked"])
-    if summary["cache"] == "unknown":
-        return f"unknown: {asked} requested; the file system does not report the bytes read from the device"
+    device = summary["bytes_from_device"]
+    read = "an unknown amount" if device is None else size_text(device)
     ahead = f", {summary['read_ahead_files']:,} files requested ahead" if summary["read_ahead_files"] else ""
-    return f"{summary['cache']}: {asked} requested, {size_text(summary['bytes_from_device'] or 0)} read from the device{ahead}"
+    return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
 
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
 def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     "Return what the reports and timelines say of time, data and machine."
     reports, samples = list(run.reports.values()), [s for t in run.distinct_timelines for s in t.samples]
-    limits = " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines)
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
-    labels = _distinct_values(name for r in reports for name in r.get("label_names", []))
     m = reports[0].get("machine") or {}
-    ram = f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
     loads = (  # of this process, except VRAM; 100 % of CPU is one core
         ("CPU load", "cpu_percent", "%", 1),
@@ -295,7 +294,6 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
         ("VRAM", "vram_bytes", "MB", 1e-6),
         ("GPU load", "gpu_percent", "%", 1),
     )
-    rows, rejected = run.total("rows"), run.total("rejected")
     return {
         "run": [
             ("folder", show_path(run.folder)),
@@ -304,20 +302,29 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
                 "speed",
                 f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
             ),
-            ("limiting stage", limits or NOT_AVAILABLE),
+            (
+                "limiting stage",
+                " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
+            ),
             ("page cache", run.values("cache")),
         ],
         "data": [
             ("recordings", f"{size_text(run.total('source_bytes'))} in {run.values('root')}"),
-            ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.total('found'):,} files found"),
+            (
+                "rows",
+                f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected = {run.total('found'):,} files found",
+            ),
             ("rejected", run.counts("rejected_by_code") or "none"),
-            ("labels", labels),
+            ("labels", _distinct_values(name for r in reports for name in r.get("label_names", []))),
             ("changed to fit", run.counts("status_counts") or "none"),
             ("problems", run.counts("problems_by_kind") or "none found"),
             ("kept", "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))) or "none"),
         ],
         "machine": [
-            ("processor", f"{m.get('cpu')}, {m.get('n_cores')} cores, {ram}"),
+            (
+                "processor",
+                f"{m.get('cpu')}, {m.get('n_cores')} cores, {(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM",
+            ),
             ("GPU", m.get("gpu") or "none"),
             ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
             *(
@@ -336,14 +343,12 @@ def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
 def _file_fact(run: RunRecord, name: str) -> str:
     "Describe a data set in one line."
     report = run.reports.get(name)
-    here = [p for p in run.data_sets if p.name == name and p.exists()]
-    size = size_text(here[0].stat().st_size) if here else "file missing"
+    size = next((size_text(p.stat().st_size) for p in run.data_sets if p.name == name), "file missing")
     if report is None:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
         return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
-    kept = report.get("kept_rows")
-    speed = f"{kept:,} rows reused" if kept else rate_text(report)
+    speed = f"{report['kept_rows']:,} rows reused" if report.get("kept_rows") else rate_text(report)
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 
@@ -379,15 +384,17 @@ def run_card(
     run: RunRecord,
 ) -> Card:
     "Return the summary card of a run."
-    reports, changed, ok = list(run.reports.values()), modified_data_sets(run), None
+    reports, changed = list(run.reports.values()), modified_data_sets(run)
+    ok = all(r["verified"].get("ok") for r in reports) and not changed if reports else None
     title = f"{how_many(len(run.data_sets), 'data set')} without a report: time, speed and verification are unknown"
-    if reports:
-        ok = all(r["verified"].get("ok") for r in reports) and not changed
-        rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
-        how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
-        title = f"{rows:,} rows, all data sets verified {how}" if ok else "NOT verified"
     if changed:
         title = f"CHANGED after verification: {', '.join(map(show_path, changed))}"
+    elif ok:
+        rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
+        how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
+        title = f"{rows:,} rows, all data sets verified {how}"
+    elif reports:
+        title = "NOT verified"
     blocks = _facts(run) if reports else {"run": [("folder", show_path(run.folder))]}
     names = dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])
     blocks["data sets"] = [(show_path(n), _file_fact(run, n)) for n in names]
@@ -398,9 +405,9 @@ def build_card(
     results: Sequence[BuildResult],  # of one build
 ) -> Card:
     "Return the summary card of a build."
+    reports = {r.path.name: r.summary for r in results}
     timelines = joined_timelines({r.path.name: r.timeline for r in results})
-    paths = tuple(r.path for r in results)
-    return run_card(RunRecord(paths[0].parent, {r.path.name: r.summary for r in results}, timelines, paths))
+    return run_card(RunRecord(results[0].path.parent, reports, timelines, tuple(r.path for r in results)))
 
 # %% ../../nbs/insight/dashboard.ipynb #79696c8c
 def rejected_card(
@@ -409,11 +416,13 @@ def rejected_card(
 ) -> Card:
     "Return a card of the rejected files of a build: counts by reason, then files."
     files = [(r.summary["folder"], x) for r in results for x in r.rejections]
-    counts = format_counts(Counter(x.code for _, x in files), most=len(files))
     shown = [(x.code, f"{show_place(folder, x.path)}: {x.message}") for folder, x in files[:most]]
     if files[most:]:
         shown.append(("more", f"{len(files) - most:,} files, in /rejected of the data sets"))
-    return Card(f"Rejected: {counts or 'none'}", [("", shown)])
+    return Card(
+        f"Rejected: {format_counts(Counter(x.code for _, x in files), most=len(files)) or 'none'}",
+        [("", shown)],
+    )
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
 NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
@@ -434,12 +443,13 @@ def stage_reports(
     run: RunRecord,
 ) -> str:  # paragraphs of text
     "Return the stage table of each data set of a run."
-    reports = []
-    for name, timeline in run.timelines.items():
-        facts = {key: run.reports[name][key] for key in ("found", "rows", "rejected", "seconds")}
-        split = run.reports[name]["span_name"]
-        reports.append(report_text(timeline, title=split, split=split, **facts))
-    return "\n\n".join(reports) or NO_TIMELINE
+    counts = ("found", "rows", "rejected", "seconds")
+    texts = [
+        report_text(timeline, title=split, split=split, **{key: run.reports[name][key] for key in counts})
+        for name, timeline in run.timelines.items()
+        for split in [run.reports[name]["span_name"]]
+    ]
+    return "\n\n".join(texts) or NO_TIMELINE
 
 # %% ../../nbs/insight/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]
@@ -493,8 +503,9 @@ def mel_pictures(
         typical = ds.typical_rows()
         scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
         rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-        hop_s = ds.spec.hop_length / ds.spec.sample_rate
-        return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
+        return mels_by_label(
+            rows, list(typical), ds.spec.mel_hz, hop_s=ds.spec.hop_length / ds.spec.sample_rate, **scales
+        )
 
     return _figure_of_file(path, typical_mels)
 

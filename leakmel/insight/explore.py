@@ -42,8 +42,7 @@ from leakmel.insight.plots import (
     whole_db,
 )
 from leakmel.mel.engines import Engine, open_engine
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec, preset_values
+from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd

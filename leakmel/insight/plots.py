@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
 import html, textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,16 @@ from numpy.typing import ArrayLike
 from leakmel.audio.problems import label_auc
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.monitor import mean, peak
-from leakmel.core.timeline import STAGES, Timeline, lane_pieces, merge_lanes
-from leakmel.insight.diagnose import attribute, interval_s, percent_text, spans_of
+from leakmel.core.timeline import (
+    STAGES,
+    Timeline,
+    attribute,
+    covered_s,
+    interval_s,
+    merge_lanes,
+    percent_text,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -297,7 +304,6 @@ def level_by_label(
     has_level = np.isfinite(given) & (given > SILENT_DB)
     if not has_level.any():
         return styled_figure([], "No level to show", height=200)
-    silent = f"{np.count_nonzero(~has_level):,} silent recordings are not drawn"
     level = given[has_level]
     first, last = np.floor(np.array([level.min(), level.max()]) / LEVEL_STEP_DB)
     edges = np.arange(first, last + 2) * LEVEL_STEP_DB
@@ -328,7 +334,8 @@ def level_by_label(
     return styled_figure(
         traces,
         title,
-        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; {silent}",
+        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; "
+        f"{np.count_nonzero(~has_level):,} silent recordings are not drawn",
         height=300,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
@@ -346,23 +353,25 @@ def classes_by_split(
     "Draw how many recordings of each label a split has."
     if not len(labels):
         return styled_figure([], "No recording to show", height=120)
-    in_cell = Counter(zip(splits, labels))
-    names = {split: plain_text(split or "one folder") for split in dict.fromkeys(splits)}
-    parts = {label: np.array([in_cell[split, label] for split in names]) for label in sorted(set(labels))}
-    shown = {plain_text(label): counts for label, counts in parts.items()}
-    colours = [label_colour(k) for k in range(len(parts))]
-    title = _class_title(list(shown), list(names.values()), np.stack([*parts.values()], axis=1))
-    note = f"{len(labels):,} recordings that became rows"
-    return _divided_bars(list(names.values()), shown, colours, "%{x:,}", title, note, "recordings")
+    import pandas as pd
 
-
-def _class_title(labels: list[str], splits: list[str], counts: np.ndarray) -> str:
-    "Return the share of the largest class, in the splits in which it differs most."
-    k = int(counts.sum(0).argmax())
-    share = 100 * counts[:, k] / counts.sum(1)
-    low, high = int(share.argmin()), int(share.argmax())
-    most = f" and {share[high]:.0f} % of {splits[high]}" if high != low else ""
-    return f"{labels[k]} is {share[low]:.0f} % of {splits[low]}{most}"
+    names = [plain_text(split or "one folder") for split in splits]
+    counts = pd.crosstab(np.array(names), np.array([plain_text(label) for label in labels]))
+    counts = counts.reindex(list(dict.fromkeys(names)))  # the splits as they come
+    largest = counts.sum().idxmax()
+    share = 100 * counts[largest] / counts.sum(axis=1)
+    title = f"{largest} is {share.min():.0f} % of {share.idxmin()}"
+    if share.idxmin() != share.idxmax():
+        title += f" and {share.max():.0f} % of {share.idxmax()}"
+    return _divided_bars(
+        list(counts.index),
+        {str(label): counts[label].to_numpy() for label in counts},
+        [label_colour(k) for k in range(counts.shape[1])],
+        "%{x:,}",
+        title,
+        f"{len(labels):,} recordings that became rows",
+        "recordings",
+    )
 
 # %% ../../nbs/insight/plots.ipynb #a81ae172
 def recording_spectra(
@@ -484,7 +493,7 @@ def batch_timeline(
         n_slices = max(10, min(400, MAX_POINTS // len(lanes)))
         bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
         how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
-    busy = sum(b - a for own in by_lane.values() for a, b, _ in lane_pieces(own)) / (seconds or 1)
+    busy = sum(covered_s(s for s in own if s.stage != "wait") for own in by_lane.values()) / (seconds or 1)
     traces: list[Trace] = []
     for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
         own = [s for s in bars if s.stage == stage]
@@ -537,26 +546,26 @@ def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
     "Draw the measured load of CPU, memory, disk and GPU over time."
-    rows: dict[str, list[Trace]] = {row: [] for row, *_ in _CURVES}
+    import pandas as pd
+
+    columns = ["time_s", *(key for _, key, *_ in _CURVES)]
+    load = pd.DataFrame(timeline.samples, columns=columns, dtype=float).set_index("time_s")
+    counters = load.filter(like="disk_")  # become rates
+    load[counters.columns] = counters.diff().div(load.index.to_series().diff(), axis=0)
+    rows: dict[str, list[Trace]] = {}
     for row, key, name, factor, colour in _CURVES:
-        pairs = [(s["time_s"], s[key]) for s in timeline.samples if s.get(key) is not None]
-        t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-        if key.startswith("disk_"):  # a counter becomes a rate
-            v, t = np.diff(v) / np.diff(t), t[1:]
-        if not len(t):
-            continue
-        step = -(-len(t) // MAX_POINTS)
-        rows[row].append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(t[::step]),
-                y=f32(factor * v[::step]),
-                mode="lines" if len(t) > 2 else "lines+markers",
-                line=dict(color=colour, width=1.6),
-                hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
-            )
+        values = factor * load[key].dropna()
+        values = values.iloc[:: -(-len(values) // MAX_POINTS) or 1]
+        trace = dict(
+            type="scatter",
+            name=name,
+            x=f32(values.index),
+            y=f32(values),
+            mode="lines" if len(values) > 2 else "lines+markers",
+            line=dict(color=colour, width=1.6),
+            hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
         )
+        rows.setdefault(row, []).extend([trace] if len(values) else [])
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}

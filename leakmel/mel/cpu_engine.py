@@ -16,8 +16,7 @@ from leakmel.core.errors import EngineError
 from leakmel.core.machine_code import BoundCall, CompiledFunction, load_compiled
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import DeviceOptions, Engine, UnsupportedSpec
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec, frame_places
+from leakmel.mel.spec import MelSpec, frame_places, hann_periodic
 
 if sys.byteorder != "little":
     raise ImportError("the compiled kernel needs a little-endian machine")

@@ -43,8 +43,7 @@ from leakmel.mel.engines import (
     load_class,
     log_skipped_engine,
 )
-from leakmel.mel.reference import reference_features
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, reference_features
 
 # %% ../../nbs/mel/device_engine.ipynb #f3704894
 MAX_BLOCK_RECORDINGS = 1024  # of a block

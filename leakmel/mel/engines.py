@@ -26,8 +26,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.timeline import Timeline
-from leakmel.mel.reference import Reference, compare, reference_features, reference_log_mel
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, Reference, compare, reference_features, reference_log_mel
 
 # %% ../../nbs/mel/engines.ipynb #da029a2f
 # samples [B, N] int16 or float32, and the array [B, L, S, M, T] to fill

@@ -24,8 +24,7 @@ from leakmel.core.monitor import usable_cores
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable, UnsupportedSpec, check_recording
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, hann_periodic
 
 # %% ../../nbs/mel/torch_engine.ipynb #269de9a7
 FRAME_ALIGN = 16  # frames of a recording are padded to a multiple of this

@@ -21,8 +21,7 @@ from leakmel.core.errors import EngineError
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec, frame_places
+from leakmel.mel.spec import MelSpec, frame_places, hann_periodic
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b3050d86
 def folded_dft(

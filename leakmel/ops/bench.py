@@ -51,7 +51,7 @@ from leakmel.dataset.run.config import (
 from leakmel.dataset.run.config import open_chosen
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.dataset.run.publish import BuildResult
-from leakmel.insight.diagnose import aligned
+from leakmel.core.timeline import aligned
 from leakmel.insight.plots import f32, label_colour, styled_figure
 
 if TYPE_CHECKING:

@@ -230,8 +230,7 @@ def measure_engine(
     "Compare an engine with the reference; raises EngineUnavailable."
     import numpy as np
     from leakmel.mel.engines import check_recording, compute_in_lane, load_class
-    from leakmel.mel.reference import compare, reference_features
-    from leakmel.mel.spec import MelSpec
+    from leakmel.mel.spec import MelSpec, compare, reference_features
 
     began, compared = time.perf_counter(), list[Any]()
     for preset in ("disjoint", "overlap"):

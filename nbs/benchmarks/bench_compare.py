@@ -13,8 +13,7 @@ import numpy as np
 from leakmel.audio.synth import WAV_BYTES
 from leakmel.core.errors import LeakmelError, OutputError, UsageError, write_error
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
-from leakmel.mel.reference import compare, reference_features
-from leakmel.mel.spec import MelSpec, spec_from_dict
+from leakmel.mel.spec import MelSpec, compare, reference_features, spec_from_dict
 from leakmel.ops.bench import (
     evict,
     read_into_cache,

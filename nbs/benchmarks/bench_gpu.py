@@ -17,7 +17,7 @@ from typing import Any
 
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.core.timeline import covered_s, read_timeline
-from leakmel.insight.diagnose import aligned
+from leakmel.core.timeline import aligned
 from leakmel.mel.engines import may_have_cuda
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import (

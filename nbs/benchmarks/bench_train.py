@@ -28,7 +28,7 @@ import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
 from leakmel.core.monitor import Monitor, _gpu_handle, mean
 from leakmel.core.timeline import Timeline
-from leakmel.insight.diagnose import aligned
+from leakmel.core.timeline import aligned
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.spectral import fit_spectral, spectral_features

@@ -16,8 +16,7 @@ import numpy as np
 from leakmel.core.errors import SpecError
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import EngineUnavailable
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, hann_periodic
 from bench_gpu import geometry_spec
 
 

@@ -40,7 +40,7 @@ from leakmel.dataset.run.job import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.run.targets import Ring
 from leakmel.dataset.source import loader
-from leakmel.mel import engines, reference
+from leakmel.mel import engines, spec as mel_spec
 from leakmel.mel.engines import ReferenceEngine
 from independent import check, content, leftovers, log_mel, walk
 
@@ -739,11 +739,11 @@ def shift_a_frame(engine, samples, out) -> None:
 
 
 def shift_a_sample(engine, samples, out) -> None:
-    out[...] = reference.reference_log_mel(np.roll(samples, 1, axis=1), engine.spec)
+    out[...] = mel_spec.reference_log_mel(np.roll(samples, 1, axis=1), engine.spec)
 
 
 def other_scale(engine, samples, out) -> None:
-    out[...] = reference.reference_log_mel(samples, lm.MelSpec(duration_s=1.0, mel_scale="slaney"))
+    out[...] = mel_spec.reference_log_mel(samples, lm.MelSpec(duration_s=1.0, mel_scale="slaney"))
 
 
 def small_bias(engine, samples, out) -> None:

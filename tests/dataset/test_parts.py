@@ -54,8 +54,8 @@ from leakmel.dataset.run import (
 )
 from leakmel.dataset.run.pipeline import build_part, finished_parts, join, parts_folder
 from leakmel.dataset.source.loader import BadFilesError
-from leakmel.insight.diagnose import analysis_text
-from leakmel.insight.diagnose import attribute, interval_s
+from leakmel.core.timeline import analysis_text
+from leakmel.core.timeline import attribute, interval_s
 from leakmel.insight.plots import batch_timeline
 
 QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}

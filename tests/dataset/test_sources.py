@@ -19,7 +19,7 @@ from leakmel.dataset.run.job import Job
 from leakmel.dataset.check.consistency import Sources, expected_bounds, read_source
 from leakmel.dataset.check.verify import check_data_set, pick_rows
 from leakmel.mel.engines import ReferenceEngine
-from leakmel.mel.reference import bounds_of, reference_features
+from leakmel.mel.spec import bounds_of, reference_features
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1)
 QUIET: dict[str, Any] = {

@@ -27,7 +27,7 @@ from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.dataset.check.verify import VerifyReport, pick_rows
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
-from leakmel.mel.reference import reference_log_mel
+from leakmel.mel.spec import reference_log_mel
 from independent import fit, leftovers, log_mel, read
 
 N = 30
@@ -487,7 +487,7 @@ def test_verify_imports_no_code_of_the_builder():
                 if p.is_file()
             ]
     names = {"/".join(p.relative_to(package).with_suffix("").parts) for p in seen}
-    assert {"dataset/check/verify", "dataset/file/schema", "mel/reference", "audio/conform"} <= names
+    assert {"dataset/check/verify", "dataset/file/schema", "mel/spec", "audio/conform"} <= names
     assert not {
         n
         for n in names

@@ -17,7 +17,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.insight import diagnose
+from leakmel.core import timeline as diagnose
 from leakmel.insight.dashboard import (
     NO_TIMELINE,
     advice,

@@ -22,7 +22,7 @@ from leakmel.learn.model.detector import Detector, load_detector, image_shape
 from leakmel.learn.model.onnx_graph import MelFeatures, SamplesToProbability
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.data.segments import make_task
-from leakmel.mel.reference import compare, reference_features, reference_log_mel
+from leakmel.mel.spec import compare, reference_features, reference_log_mel
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

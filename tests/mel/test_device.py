@@ -31,9 +31,7 @@ from leakmel.mel import device as module, device_engine, engines
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
-from leakmel.mel.reference import compare, reference_features, reference_log_mel
-
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, compare, reference_features, reference_log_mel
 from leakmel.mel.torch_engine import TorchEngine
 
 

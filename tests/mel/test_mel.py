@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from leakmel.audio.conform import even_step, moments_of
 from leakmel.core.errors import EngineError, SpecError, UsageError
-from leakmel.mel import engines, reference, spec as spec_module
+from leakmel.mel import engines, spec as spec_module
 from leakmel.mel.engines import (
     CPU_ENGINES,
     DEVICE_ENGINES,
@@ -31,16 +31,19 @@ from leakmel.mel.engines import (
     open_engine,
     self_check,
 )
-from leakmel.mel.reference import (
+from leakmel.mel.spec import (
+    PRESETS,
     Bounds,
+    MelSpec,
     bounds_of,
     compare,
     compare_each,
     hann_periodic,
+    mel_filterbank,
     reference_features,
     reference_log_mel,
+    spec_from_dict,
 )
-from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
 ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *COMPARISON_ENGINES)]
@@ -717,7 +720,7 @@ def realistic_noise(spec: MelSpec) -> np.ndarray:
 
 def symmetric_window(x: np.ndarray, spec: MelSpec, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     "Features with the window that divides by n - 1."
-    monkeypatch.setattr(reference, "hann_periodic", np.hanning)
+    monkeypatch.setattr(spec_module, "hann_periodic", np.hanning)
     return reference_log_mel(x, spec)
 
 

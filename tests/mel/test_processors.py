@@ -142,8 +142,7 @@ import json
 import numpy as np
 from leakmel.mel.cpu_engine import LANES, CpuEngine
 from leakmel.mel.engines import check_recording
-from leakmel.mel.reference import compare, reference_features
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, compare, reference_features
 ok, rows = [], []
 for changes in ({}, {"n_fft": 128, "hop_length": 32, "n_mels": 16}, {"n_fft": 256, "hop_length": 100, "n_mels": 17}):
     for preset in ("disjoint", "overlap"):

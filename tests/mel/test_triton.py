@@ -30,8 +30,7 @@ from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
-from leakmel.mel.reference import compare, hann_periodic, reference_features
-from leakmel.mel.spec import PRESETS, MelSpec
+from leakmel.mel.spec import PRESETS, MelSpec, compare, hann_periodic, reference_features
 
 Compute = Callable[..., np.ndarray]
 

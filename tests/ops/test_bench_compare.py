@@ -52,7 +52,7 @@ if wrong == "missing": sys.exit(print(json.dumps({"missing": "No module named 'f
 if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
-from leakmel.mel.reference import reference_log_mel
+from leakmel.mel.spec import reference_log_mel
 from bench_gpu import geometry_spec
 from contestants import list_split
 began = time.perf_counter()

@@ -51,8 +51,7 @@ from leakmel.dataset.file.schema import (
     scales,
     write_metadata,
 )
-from leakmel.mel.reference import Bounds, bounds_of, reference_features
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #7f2e7605
 def _full_scale(samples: np.ndarray) -> np.ndarray:

@@ -55,8 +55,7 @@ from leakmel.dataset.file.schema import (
     stored_spec,
     unsafe_parts,
 )
-from leakmel.mel.reference import compare_each
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, compare_each
 
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
 @dataclass

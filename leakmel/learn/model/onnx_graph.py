@@ -23,8 +23,7 @@ from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.metrics.metrics import Calibration, segments_needed
 from leakmel.learn.model.detector import Detector, required_spec
 from leakmel.learn.model.spectral import SpectralClassifier
-from leakmel.mel.reference import hann_periodic
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, hann_periodic
 
 if TYPE_CHECKING:
     import onnx
