@@ -25,7 +25,7 @@ from leakmel.insight.plots import (
     plain_text,
 )
 from leakmel.learn.data.segments import conform_recording, covered_samples, cut_into_rows
-from leakmel.learn.evaluate.cross_validation import CrossValidation
+from leakmel.learn.evaluate.resampling import CrossValidation
 from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
 from leakmel.learn.metrics.significance import figure_title
 from leakmel.learn.evaluate.evaluation import Evaluation

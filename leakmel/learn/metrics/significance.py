@@ -53,9 +53,14 @@ class Groups:
         used, code = np.unique(self.code[chosen], return_inverse=True)
         return Groups(self.by, code.astype(np.int64), tuple(self.names[k] for k in used.tolist()), self.note)
 
+    @property
+    def word(self) -> str:
+        "Noun of a group."
+        return _WORDS.get(self.by, "group")
+
     def counted(self, n: int) -> str:
         "Format a number of groups with their noun."
-        return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
+        return f"{n:,} {self.word}{'s' * (n != 1)}"
 
 
 def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
