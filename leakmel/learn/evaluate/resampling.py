@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -64,7 +65,6 @@ from leakmel.learn.train.folds import (
     compare_with_baselines,
     joined_groups,
     make_folds,
-    quality,
     run_fits,
 )
 from leakmel.learn.train.inputs import Sources, TrainingData, open_training
@@ -111,14 +111,37 @@ class Resampled(RowTable):
         "Return pairs of a name and a text: the time and the files, which end each result."
         n_read = self.n_fits - self.n_done
         again = f", {n_read:,} of them read from an earlier run" if n_read else ""
-        time_row = ("time", f"{self.n_fits:,} fits{again}, {self.seconds:,.1f} s")
-        files = f"{show_path(self.out or '')}: {', '.join(result_files(self.name))}"
-        return [time_row, ("written", files)] if self.out else [time_row]
+        rows = [("time", f"{self.n_fits:,} fits{again}, {self.seconds:,.1f} s")]
+        if self.out is not None:
+            rows.append(("written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"))
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
-        found = {"task": repr(self.task), "detector": self.asked, "fits": self.n_fits}
-        return found | {"fits_of_this_run": self.n_done, "seconds": self.seconds}
+        return {
+            "task": repr(self.task),
+            "detector": self.asked,
+            "fits": self.n_fits,
+            "fits_of_this_run": self.n_done,
+            "seconds": self.seconds,
+        }
+
+    def plots(self) -> "dict[str, go.Figure]":
+        "Draw figures, by name."
+        raise NotImplementedError
+
+    def written(self) -> Self:  # raises OutputError, SpaceError
+        "Write the table, the page and the summary, where a folder was given."
+        if self.out is not None:
+            shown = [n for n in ("path", "label", "sensor", "group") if n in self.table]
+            table = self.table.assign(**{n: [show_path(v) for v in self.table[n]] for n in shown})
+            write_whole(self.out / f"{self.name}.csv", table.to_csv(index=False))
+            if head := result_files(self.name).get(f"{self.name}.html"):
+                figure = self.plots()[self.name].to_html(full_html=False, config={"displaylogo": False})
+                page = f"{head.decode()}{self._repr_html_()}{figure}\n"
+                write_whole(self.out / f"{self.name}.html", page)
+            write_summary(self.out, self.to_dict())
+        return self
 
 
 def plain_rows(table: pd.DataFrame) -> Any:
@@ -142,7 +165,7 @@ def auc_figure(
     "Draw lines of AUC with their intervals as bars; a figure without an interval has no bar."
     traces = []
     for k, (name, own) in enumerate(points.groupby("line", sort=False)):
-        colour, ends = label_colour(k), zip(own["text"], own["low"], own["high"])
+        colour = label_colour(k)
         traces.append(
             dict(
                 type="scatter",
@@ -153,7 +176,7 @@ def auc_figure(
                 line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
                 marker=dict(color=colour, size=6 if k else 9),
                 error_y=error_bars(own["auc"], own["low"], own["high"], colour),
-                customdata=[f"{text}{Interval(low, high)}" for text, low, high in ends],
+                customdata=[f"{p['text']}{Interval(p['low'], p['high'])}" for p in own.to_dict("records")],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
         )
@@ -258,8 +281,9 @@ class CrossValidation(Resampled):
             "folds": plain_rows(self.folds),
             "seeds": plain_rows(self.seeds),
         }
-        people = {"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {}
-        return found | super().to_dict() | people
+        if self.labels_by_people:
+            found["labels_by_people"] = dict(self.labels_by_people)
+        return found | super().to_dict()
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
@@ -348,22 +372,22 @@ class Resampling:
         truth, facts = self.data.training.is_leak, recordings_of(self.data.training)
         boot = Bootstrap(truth, groups, n_draws=self.n_draws, seed=self.settings.seed)
         is_spectral = set(rows["kind"]) == {"spectral"}
-        folds = scores["fold"].astype(np.int64)
-        each = {"fold": folds, "score": scores["detector"]}
-        table = facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
-            group=text_column(groups.names[k] for k in groups.code),
-            leak=truth,
-            fold=folds[0],
-            score=scores["detector"].mean(0),
-            **{f"score_{n}": scores[n].mean(0) for n in BASELINE_TITLES},
-            **{f"{n}_{k + 1}": v[k] for k in range(self.seeds) for n, v in each.items() if self.seeds > 1},
-        )
+        each = {"fold": scores["fold"].astype(np.int64), "score": scores["detector"]}
         return CrossValidation(
-            table=table,
+            table=facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
+                group=text_column(groups.names[k] for k in groups.code),
+                leak=truth,
+                fold=each["fold"][0],
+                score=scores["detector"].mean(0),
+                **{f"score_{n}": scores[n].mean(0) for n in BASELINE_TITLES},
+                **{
+                    f"{n}_{k + 1}": v[k] for k in range(self.seeds) for n, v in each.items() if self.seeds > 1
+                },
+            ),
             groups=groups,
             scores=scores,
             folds=rows.sort_values(["seed", "fold"], ignore_index=True).drop(columns=["of", "n_done"]),
-            seeds=pd.DataFrame([quality(truth, own) for own in scores["detector"]]),
+            seeds=pd.DataFrame([leak_metrics(truth, own) for own in scores["detector"]])[[*QUALITY]],
             labels_by_people=self.data.labels_by_people,
             **compare_with_baselines(boot, scores, self.settings.detector, is_spectral),
             **self.facts(rows),
@@ -371,25 +395,14 @@ class Resampling:
 
     def facts(self, rows: pd.DataFrame) -> dict[str, Any]:
         "Return what all results have."
-        facts = {"task": self.data.task, "asked": self.settings.detector, "out": self.folder}
-        counts = {name: int(rows[name].sum()) for name in ("n_fits", "n_done")}
-        return facts | counts | {"seconds": time.perf_counter() - self.began}
-
-    def write(
-        self,
-        found: Any,  # result with `table`, `plots` and `to_dict`
-    ) -> None:  # raises OutputError, SpaceError
-        "Write the table, the page and the summary of a result, where a folder was given."
-        if self.folder is None:
-            return
-        name = self.name
-        shown = [n for n in ("path", "label", "sensor", "group") if n in found.table]
-        table = found.table.assign(**{n: [show_path(v) for v in found.table[n]] for n in shown})
-        write_whole(self.folder / f"{name}.csv", table.to_csv(index=False))
-        if head := result_files(name).get(f"{name}.html"):
-            figure = found.plots()[name].to_html(full_html=False, config={"displaylogo": False})
-            write_whole(self.folder / f"{name}.html", f"{head.decode()}{found._repr_html_()}{figure}\n")
-        write_summary(self.folder, found.to_dict())
+        return {
+            "task": self.data.task,
+            "asked": self.settings.detector,
+            "out": self.folder,
+            "n_fits": int(rows["n_fits"].sum()),
+            "n_done": int(rows["n_done"].sum()),
+            "seconds": time.perf_counter() - self.began,
+        }
 
 
 @contextmanager
@@ -422,9 +435,21 @@ def open_resampling(
             stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
-        table = recordings_table(opened.training.sources, progress="none")
-        how_many = (n_folds, seeds, n_draws)
-        yield Resampling(name, opened, table, settings, on, show, folder, jobs, cluster, *how_many, began)
+        yield Resampling(
+            name=name,
+            data=opened,
+            table=recordings_table(opened.training.sources, progress="none"),
+            settings=settings,
+            device=on,
+            show=show,
+            folder=folder,
+            jobs=jobs,
+            cluster=cluster,
+            n_folds=n_folds,
+            seeds=seeds,
+            n_draws=n_draws,
+            began=began,
+        )
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #cv000016
 def cross_validate(
@@ -471,9 +496,7 @@ def cross_validate(
     ) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
-        found = run.cross_validation(groups, scores[""], rows)
-        run.write(found)
-    return found
+        return run.cross_validation(groups, scores[""], rows).written()
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000005
 GROUPINGS = ("recording", "session", "sensor", "site")
@@ -591,7 +614,8 @@ class Generalisation(Resampled):
             rows.append(("by", f"{title}: {g['groups']:,} groups, {figures_text(found.detector)}"))
             simple = (f"{m.title} {m.figures['auc']:.3f}" for m in found.baselines.values())
             rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
-            rows += [("", f"{g['note']}.")] * bool(g["note"])
+            if g["note"]:
+                rows.append(("", f"{g['note']}."))
         return [*rows, ("answer", self.answer["text"]), *super().rows()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -621,8 +645,12 @@ class Generalisation(Resampled):
             range=[-0.4, len(shown) - 0.6],
             showgrid=False,
         )
-        note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-        fig = auc_figure(pd.DataFrame(points), re.split(r"[.:] ", self.answer["text"])[0], note, axis)
+        fig = auc_figure(
+            pd.DataFrame(points),
+            re.split(r"[.:] ", self.answer["text"])[0],
+            "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
+            axis,
+        )
         return {"generalisation": fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000019
@@ -652,11 +680,10 @@ def _plan_groupings(
         row["left_out"] = left_out or None
         rows.append(row)
     if not planned:
-        reasons = (f"{show_path(row['by'])}: {row['left_out']['reason']}" for row in rows)
         raise DataError(
             "no grouping allows cross-validation",
             code="no-group",
-            found="; ".join(reasons),
+            found="; ".join(f"{show_path(row['by'])}: {row['left_out']['reason']}" for row in rows),
             remedy="group by another column, or build the data set with a table that has one",
         )
     return sorted(rows, key=lambda row: row["left_out"] is not None), planned, fits
@@ -742,15 +769,13 @@ def generalisation(
             for row, (name, groups) in zip(rows, planned.items())
         ]
         truth, seed = run.data.training.is_leak, run.settings.seed
-        found = Generalisation(
+        return Generalisation(
             table=pd.DataFrame(map(_table_row, rows)),
             groupings=rows,
             tested=tested,
             answer=new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
             **run.facts(facts),
-        )
-        run.write(found)
-    return found
+        ).written()
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000005
 CURVES = {"recordings": "fewer recordings of each group", "groups": "fewer groups"}
@@ -779,9 +804,8 @@ def smaller_part(
     place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
     drawn = drawn[np.argsort(place, kind="stable")]
     first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
-    drawn = np.array(sorted(drawn, key=lambda g: g not in first))
-    n = max(len(first), round(share * len(numbers)))
-    return np.flatnonzero(np.isin(each, drawn[:n]))
+    chosen = sorted(drawn, key=lambda g: g not in first)[: max(len(first), round(share * len(numbers)))]
+    return np.flatnonzero(np.isin(each, chosen))
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000008
 NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help
@@ -805,8 +829,11 @@ def describe_gain(
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
         finding, answer = "hardly", f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
-    text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
-    return gain.summary | {"share": share, "finding": finding, "text": text}
+    return gain.summary | {
+        "share": share,
+        "finding": finding,
+        "text": f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
+    }
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000011
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -830,35 +857,33 @@ class LearningCurve(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        points = [
-            (
-                p["curve"],
-                f"{p['share']:.0%}, {p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s: "
-                f"AUC {p['auc']:.3f}{Interval(p['auc_low'], p['auc_high']).in_brackets()}",
-            )
-            for p in self.table.to_dict("records")
-        ]
         n_all = f"{len(self.groups.code):,} recordings of {self.groups.counted(len(self.groups))}"
-        notes = [("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text]
         return [
             ("detector", f"{self.asked}, {n_all}"),
-            *notes,
-            *points,
+            *(("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text),
+            *(
+                (
+                    p["curve"],
+                    f"{p['share']:.0%}, {p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s: "
+                    f"AUC {p['auc']:.3f}{Interval(p['auc_low'], p['auc_high']).in_brackets()}",
+                )
+                for p in self.table.to_dict("records")
+            ),
             ("answer", self.text),
             *super().rows(),
         ]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
-        found = {
+        return {
             "learning_curve": plain_rows(self.table),
             "answer": self.text,
             "gains": self.gains,
             "note": self.note,
             "recordings": len(self.groups.code),
             "groups": {"by": self.groups.by, "n": len(self.groups)},
+            **super().to_dict(),
         }
-        return found | super().to_dict()
 
     def plots(self) -> "dict[str, go.Figure]":  # learning_curve
         "Draw both curves, by name."
@@ -867,10 +892,13 @@ class LearningCurve(Resampled):
         points = self.table.rename(columns={"recordings": "x", "auc_low": "low", "auc_high": "high"}).assign(
             line=self.table["curve"].map(names), text=[f"{n:,.0f} {word}s, " for n in self.table["groups"]]
         )
-        title = "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values())
-        note = "The same held-out recordings for every point; bars: 95 % confidence intervals"
-        axis = dict(title=dict(text="labelled recordings in training"), rangemode="tozero")
-        return {"learning_curve": auc_figure(points, title, note, axis)}
+        fig = auc_figure(
+            points,
+            "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values()),
+            "The same held-out recordings for every point; bars: 95 % confidence intervals",
+            dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
+        )
+        return {"learning_curve": fig}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000013
 _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curves
@@ -897,9 +925,9 @@ def _points(
             "auc_high": model.intervals["auc"].high,
             **{f"auc_{k}": area for k, area in enumerate(areas, 1)},
         }
+    enough = 0.95 * values[_WHOLE]["recordings"]
     points, gains = [], {}
     for curve in CURVES:
-        enough = 0.95 * values[_WHOLE]["recordings"]
         smaller = sorted(of for of in found if of[0] == curve and values[of]["recordings"] < enough)
         points += [{"curve": curve, "share": of[1], **values[of]} for of in (*smaller, _WHOLE)]
         if smaller:
@@ -969,13 +997,11 @@ def learning_curve(
     ) as run:
         groups = run.groups(group)
         fits = run.fits(_WHOLE, groups)
-        smaller = [(fit, (curve, share)) for fit in fits for curve in CURVES for share in shares]
-        for fit, of in smaller:
+        for fit, of in list(product(fits, product(CURVES, shares))):
             own, seed = fit.learned, run.settings.seed + fit.seed
             part = smaller_part(run.data.training.labels[own], groups.code[own], *of, seed)
             fits.append(replace(fit, of=of, learned=own[part]))
         scores, rows = run.scores(fits, baselines=False)
         table, gains = _points(run, groups, fits, scores)
-        found = LearningCurve(table=table, note=note, groups=groups, gains=gains, **run.facts(rows))
-        run.write(found)
-    return found
+        facts = run.facts(rows)
+        return LearningCurve(table=table, note=note, groups=groups, gains=gains, **facts).written()

@@ -400,12 +400,14 @@ def _score_fit(
                 lines = {k: line for k, line in zip(wanted, choice.lines) if kind in (k, "blend")}
                 n_fits = len(wanted) * choice.n_folds + len(lines)
         found = [trainer.scores(k, fit.learned, fit.held_out, fit.seed) for k in lines]
-        seed = trainer.settings.seed + fit.seed
-        scores = fold_baselines(features, truth, fit.learned, fit.held_out, seed, n_threads=1)
+        scores = fold_baselines(
+            features, truth, fit.learned, fit.held_out, trainer.settings.seed + fit.seed, n_threads=1
+        )
     # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
     segments = found[0] if kind == wanted[0] else blend_scores(found, list(lines.values()))
     scores |= {"detector": vote_scores(segments), "fold": np.full(len(segments), fit.fold)}
     mine = truth[fit.held_out]
+    figures = leak_metrics(mine, scores["detector"])  # balanced accuracy at the threshold 0.5
     facts = {
         "of": fit.of,
         "seed": fit.seed,
@@ -415,17 +417,11 @@ def _score_fit(
         "kind": kind,
         "reason": reason,
         "n_fits": n_fits,
-        **quality(mine, scores["detector"]),
+        **{name: figures[name] for name in QUALITY},
         "seconds": time.perf_counter() - began,
         "n_done": trainer.n_done - n_before,
     }
     return facts, scores
-
-
-def quality(truth: np.ndarray, score: np.ndarray) -> dict[str, float]:
-    "AUC, and balanced accuracy at the threshold 0.5; NaN of one label only."
-    found = leak_metrics(truth, score)
-    return {name: found[name] for name in QUALITY}
 
 
 WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
@@ -477,8 +473,8 @@ def compare_with_baselines(
     models = {n: score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
     detector = models.pop("detector")
     verdict, notes = judge(boot, detector, models, is_spectral)
-    found = {"detector": detector, "baselines": models, "verdict": verdict}
-    return found | {"cautions": (*cautions(boot.truth, boot.groups), *notes)}
+    notes = (*cautions(boot.truth, boot.groups), *notes)
+    return {"detector": detector, "baselines": models, "verdict": verdict, "cautions": notes}
 
 
 def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
@@ -495,8 +491,15 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     boot = Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
     found = compare_with_baselines(boot, scores, choice.kind, choice.kind == "spectral")
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
-    about = (CROSS_VALIDATION, f"{how} by {choice.groups.by}", boot.truth, choice.groups)
-    return evaluation_record(*about, found["detector"], found["verdict"], found["cautions"])
+    return evaluation_record(
+        CROSS_VALIDATION,
+        f"{how} by {choice.groups.by}",
+        boot.truth,
+        choice.groups,
+        found["detector"],
+        found["verdict"],
+        found["cautions"],
+    )
 
 
 def with_decision(
