@@ -215,9 +215,8 @@ def cross_validation_report(
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a cross-validation."
     table = found.table
-    margin = np.abs(table["score"] - 0.5)
-    wrong = table[(table["score"] >= 0.5) != table["leak"]].assign(margin=margin)
-    wrong = wrong.sort_values("margin", ascending=False, kind="stable").head(_MOST).drop(columns="margin")
+    wrong = table[(table["score"] >= 0.5) != table["leak"]]
+    wrong = wrong.sort_values("score", key=lambda score: -np.abs(score - 0.5), kind="stable").head(_MOST)
     sections = [
         Section("Summary", [found]),
         Section("Figures", [*found.plots().values()]),
