@@ -137,8 +137,7 @@ def segment_features(
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)
-    mels = log_mel(rows, spec, engine="reference")
-    return np.concatenate([x[:n] for x, n in zip(mels, counts)])
+    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
 
 # %% ../../nbs/learn/reports.ipynb #ad064a83
 def suspicious_mels(

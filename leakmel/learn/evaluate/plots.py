@@ -309,8 +309,17 @@ def worst_errors(
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
         n = ds.segment_counts[k]
         path, label = (str(table[name].iloc[k]) if name in table else "" for name in ("path", "label"))
-        about = (path, label, bool(truth[k]), float(model.score[k]), model.threshold)
-        found.append(Misclassified(*about, segments[k][:n], mels[:n]))
+        found.append(
+            Misclassified(
+                path=path,
+                label=label,
+                is_leak=bool(truth[k]),
+                score=float(model.score[k]),
+                threshold=model.threshold,
+                segment_scores=segments[k][:n],
+                mels=mels[:n],
+            )
+        )
     return tuple(found)
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da115

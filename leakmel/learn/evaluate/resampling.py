@@ -241,8 +241,8 @@ class CrossValidation(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        compared = {title for title, _ in self.verdict.against}
-        names = {m.title: "baseline" if m.title in compared else "reference" for m in self.baselines.values()}
+        names = dict.fromkeys((m.title for m in self.baselines.values()), "reference")
+        names |= dict.fromkeys((title for title, _ in self.verdict.against), "baseline")
         spread = {"folds": list[str](), "seeds": list[str]()}
         for (name, _, figure), v in ((key.partition("_"), v) for key, v in self.spread.items() if v["n"]):
             spread[name].append(f"{figure_title(figure)} {v['low']:.3f} to {v['high']:.3f} in {v['n']}")
@@ -259,7 +259,7 @@ class CrossValidation(Resampled):
             ),
             ("", NO_CHOICE if NO_CHOICE in set(self.folds["reason"]) else ""),
         ]
-        return [row for row in rows if row[1]] + super().rows()
+        return [(name, text) for name, text in rows if text] + super().rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -290,9 +290,11 @@ class CrossValidation(Resampled):
         leak = self.table["leak"].to_numpy(bool)
         truth = np.tile(leak, len(self.seeds))
         own, *models = (replace(m, score=self.scores[n].ravel()) for n, m in self.models.items())
-        facts = (leak, self.groups.code, self.groups.by, self.method)
         p = np.concatenate(  # of each seed by its own calibration
-            [cross_calibrated(HeldOutScores(score, *facts)) for score in self.scores["detector"]]
+            [
+                cross_calibrated(HeldOutScores(score, leak, self.groups.code, self.groups.by, self.method))
+                for score in self.scores["detector"]
+            ]
         )
         known = np.isfinite(p)
         calibrated = reliability(truth[known], p[known]) if known.any() else None
@@ -331,7 +333,8 @@ class Resampling:
 
     def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError where no folds are possible
         "List the fits of cross-validations by groups, one for each seed: one group is left out where they are few."
-        classes, code, found = self.data.training.labels, groups.code, list[Fit]()
+        found = list[Fit]()
+        classes, code = self.data.training.labels, groups.code
         few = len(groups) <= MOST_LEFT_OUT and can_be_left_out(label_counts(code, classes)).all()
         for seed in range(self.seeds):
             fold = code if few else make_folds(classes, code, self.n_folds, self.settings.seed + seed)
@@ -353,9 +356,11 @@ class Resampling:
         features = baseline_features(trainer.ds, progress="none") if baselines else {}
         if self.settings.detector != "cnn":
             _ = trainer.features  # read once, not in each process
-        shape, names = (self.seeds, len(trainer.ds.rows)), ("fold", "detector", *features)
+        shape = (self.seeds, len(trainer.ds.rows))
+        names = ("fold", "detector", *features)
         found = {of: {name: np.full(shape, np.nan) for name in names} for of in {fit.of for fit in fits}}
-        rows, label = [], self.name.replace("_", " ")
+        rows = []
+        label = self.name.replace("_", " ")
         total = sum(len(fit.held_out) for fit in fits)
         with Progress(total, unit="recordings", label=label, show=self.show) as bar:
             for k, (facts, scores) in run_fits(trainer, features, fits, self.jobs, self.cluster):
@@ -427,7 +432,8 @@ def open_resampling(
             raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder, title = None if out is None else user_path(out), name.replace("_", "-")
+    folder = None if out is None else user_path(out)
+    title = name.replace("_", "-")
     unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     with ExitStack() as stack:
         opened = stack.enter_context(open_training(data, settings=unloaded, progress=show, **how))
@@ -560,7 +566,8 @@ def new_group_answer(
         score_model(boot, score, name=name, title=_group_noun(name))
         for name, _, score in (tested[enough[0]], tested[enough[-1]])
     )
-    auc, i, words = hard.figures["auc"], hard.intervals["auc"], (".2f", "95 % interval ")
+    auc, i = hard.figures["auc"], hard.intervals["auc"]
+    words = (".2f", "95 % interval ")
     found |= {"hardest": hard.name, "easiest": easy.name}
     found |= {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
     text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
@@ -659,7 +666,9 @@ def _plan_groupings(
 ) -> tuple[list[dict[str, Any]], dict[str, Groups], list[Fit]]:
     "Sort groupings by their number of groups; return plain values of all, the groups of those to test, and their fits."
     table = run.table.iloc[run.data.training.rows].reset_index(drop=True)
-    rows, planned, fits = list[dict[str, Any]](), dict[str, Groups](), list[Fit]()
+    rows = list[dict[str, Any]]()
+    planned = dict[str, Groups]()
+    fits = list[Fit]()
     first = dict[bytes, dict[str, Any]]()  # by the groups, numbered by their first recordings
     found = [(name, *find_grouping(table, name)) for name in names]
     for name, groups, left_out in sorted(found, key=lambda g: -len(g[1])):
@@ -675,8 +684,7 @@ def _plan_groupings(
                 first[code] = row
                 planned[name] = groups
             except DataError as e:
-                reason = f"A label would be missing in training: {e.found}."
-                left_out = {"code": e.code, "reason": reason}
+                left_out = {"code": e.code, "reason": f"A label would be missing in training: {e.found}."}
         row["left_out"] = left_out or None
         rows.append(row)
     if not planned:
@@ -768,12 +776,13 @@ def generalisation(
             ([row["by"], *row["same_groups"]][-1], groups, scores[name]["detector"])
             for row, (name, groups) in zip(rows, planned.items())
         ]
-        truth, seed = run.data.training.is_leak, run.settings.seed
         return Generalisation(
             table=pd.DataFrame(map(_table_row, rows)),
             groupings=rows,
             tested=tested,
-            answer=new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
+            answer=new_group_answer(
+                run.data.training.is_leak, hardest, n_draws=n_draws, seed=run.settings.seed
+            ),
             **run.facts(facts),
         ).written()
 
@@ -823,11 +832,16 @@ def describe_gain(
     """
     i = gain.interval
     what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
-    finding, answer = "unknown", f"Whether more {what} would help cannot be told"
+    finding = "unknown"
     if i.known and i.low > 0 and i.high > NEGLIGIBLE:
-        finding, answer = "helps", f"More {what} would probably help"
+        finding = "helps"
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
-        finding, answer = "hardly", f"More {what} would hardly help"
+        finding = "hardly"
+    answer = {
+        "helps": f"More {what} would probably help",
+        "hardly": f"More {what} would hardly help",
+        "unknown": f"Whether more {what} would help cannot be told",
+    }[finding]
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
     return gain.summary | {
         "share": share,
@@ -1003,5 +1017,4 @@ def learning_curve(
             fits.append(replace(fit, of=of, learned=own[part]))
         scores, rows = run.scores(fits, baselines=False)
         table, gains = _points(run, groups, fits, scores)
-        facts = run.facts(rows)
-        return LearningCurve(table=table, note=note, groups=groups, gains=gains, **facts).written()
+        return LearningCurve(table=table, note=note, groups=groups, gains=gains, **run.facts(rows)).written()

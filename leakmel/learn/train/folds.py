@@ -385,7 +385,8 @@ def _score_fit(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:  # facts; [m] fold and scores of detector and baselines
     "Train without the recordings of a fold, and score them; runs in any process, with one thread, so that scores do not depend on their number."
     began, n_before = time.perf_counter(), trainer.n_done
-    truth, asked = trainer.ds.is_leak, trainer.settings.detector
+    truth = trainer.ds.is_leak
+    asked = trainer.settings.detector
     wanted = kinds_to_fit(asked, len(fit.learned))
     kind, reason = wanted[0], ONE_KIND if asked == "auto" else f"{asked} was asked for."
     lines = {kind: (1.0, 0.0)}  # calibration of each kind that is fitted
@@ -443,7 +444,8 @@ def run_fits(
         with open_cluster(cluster) as client:
             yield from run_tasks(client, _score_fit, tasks, names)
         return
-    n, most = len(trainer.ds.rows), jobs or min(len(fits), usable_cores())
+    n = len(trainer.ds.rows)
+    most = jobs or min(len(fits), usable_cores())
     is_short = kinds_to_fit(trainer.settings.detector, n) == ("spectral",) and len(fits) * n < LONG_WORK
     if trainer.device != "cpu" or (jobs is None and is_short):
         most = 1
