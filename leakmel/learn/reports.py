@@ -25,7 +25,7 @@ from leakmel.insight.plots import (
     plain_text,
 )
 from leakmel.learn.data.segments import conform_recording, covered_samples, cut_into_rows
-from leakmel.learn.evaluate.cross_validation import CrossValidation
+from leakmel.learn.evaluate.resampling import CrossValidation
 from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
 from leakmel.learn.metrics.significance import figure_title
 from leakmel.learn.evaluate.evaluation import Evaluation
@@ -137,8 +137,7 @@ def segment_features(
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)
-    mels = log_mel(rows, spec, engine="reference")
-    return np.concatenate([x[:n] for x, n in zip(mels, counts)])
+    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
 
 # %% ../../nbs/learn/reports.ipynb #ad064a83
 def suspicious_mels(
@@ -215,9 +214,8 @@ def cross_validation_report(
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a cross-validation."
     table = found.table
-    margin = np.abs(table["score"] - 0.5)
-    wrong = table[(table["score"] >= 0.5) != table["leak"]].assign(margin=margin)
-    wrong = wrong.sort_values("margin", ascending=False, kind="stable").head(_MOST).drop(columns="margin")
+    wrong = table[(table["score"] >= 0.5) != table["leak"]]
+    wrong = wrong.sort_values("score", key=lambda score: -np.abs(score - 0.5), kind="stable").head(_MOST)
     sections = [
         Section("Summary", [found]),
         Section("Figures", [*found.plots().values()]),

@@ -123,7 +123,7 @@ def _measure(found: FetchedSet, work: Path, detector: str) -> dict[str, Any]:
         "rows": built.rows,
         "verified": built.verified.ok,
         "groupings": made.to_dict()["generalisation"],
-        "answer": made.answer.text,
+        "answer": made.answer["text"],
     }
 
 

@@ -24,8 +24,7 @@ from tiny_training import use_few_trees
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn.evaluate import cross_validation as module
-from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
+from leakmel.learn.evaluate.resampling import CrossValidation
 from leakmel.learn.metrics.significance import Bootstrap
 from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.core.operation import Run, make
@@ -33,7 +32,7 @@ from leakmel.learn.operations import Train
 from leakmel.learn.reports import training_report
 from leakmel.learn.model import spectral
 from leakmel.learn.train import folds
-from leakmel.learn.train.folds import FoldTrainer
+from leakmel.learn.train.folds import FoldTrainer, joined_groups
 from leakmel.cli import main
 
 pytestmark = [
@@ -153,7 +152,7 @@ def processes_of_joblib() -> list[int]:
 def test_scores_do_not_depend_on_the_number_of_processes(
     small_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WORKER_IDLE_S", 1)
+    monkeypatch.setattr(folds, "WORKER_IDLE_S", 1)
     monkeypatch.setattr(spectral, "N_TREES", N_TREES)  # as in those processes
     one = cross_validated(small_sets, n_folds=2)
     two = cross_validated(small_sets, n_folds=2, jobs=2, out=tmp_path)
@@ -259,10 +258,10 @@ def test_pieces_of_two_sensors_with_one_name_are_not_joined() -> None:
     assert len(joined_groups(unknown)) == 1  # the last piece may be of any sensor
 
 
-def test_group_that_alone_has_a_label_is_not_left_out() -> None:
-    classes, code = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 1, 2, 3, 4, 4])
+def test_group_that_alone_has_a_label_is_not_left_out(small_sets: Path, found: CrossValidation) -> None:
+    group = ["leaks" if is_leak else f"pipe {k % 4}" for k, is_leak in enumerate(found.table["leak"])]
     with pytest.raises(DataError) as error:
-        outer_folds(classes, code)
+        cross_validated(small_sets, group=group)
     assert error.value.code == "label-in-one-part"
 
 

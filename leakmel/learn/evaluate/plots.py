@@ -123,13 +123,16 @@ def roc_figure(
             None: "comparison with the baselines not possible",
         }[verdict.beats]
     place = dict(x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper")
-    alarms = "false alarm rate (share of recordings without a leak)"
     return styled_figure(
         traces,
         f"{names[0]}, {result}",
         f"{stamp}Diamonds: decision threshold. In brackets: 95 % confidence interval",
         height=520,
-        xaxis=dict(title=dict(text=alarms), range=[-0.01, 1.01], tickformat=".0%"),
+        xaxis=dict(
+            title=dict(text="false alarm rate (share of recordings without a leak)"),
+            range=[-0.01, 1.01],
+            tickformat=".0%",
+        ),
         yaxis=dict(title=dict(text="sensitivity (share of leaks)"), range=[-0.01, 1.02], tickformat=".0%"),
         legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
     )
@@ -200,11 +203,10 @@ def reliability_figure(
                     hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
                 )
             )
-    note = "Bins of 0.1; on the diagonal, values are probabilities of a leak"
     return styled_figure(
         lines,
         texts.pop(),
-        stamp + ". ".join([note, *texts]),
+        stamp + ". ".join(["Bins of 0.1; on the diagonal, values are probabilities of a leak", *texts]),
         height=420,
         xaxis=dict(title=dict(text="score or probability"), range=[-0.03, 1.03]),
         yaxis=dict(title=dict(text="share of leaks"), range=[-0.06, 1.06], tickformat=".0%"),
@@ -307,8 +309,17 @@ def worst_errors(
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
         n = ds.segment_counts[k]
         path, label = (str(table[name].iloc[k]) if name in table else "" for name in ("path", "label"))
-        about = (path, label, bool(truth[k]), float(model.score[k]), model.threshold)
-        found.append(Misclassified(*about, segments[k][:n], mels[:n]))
+        found.append(
+            Misclassified(
+                path=path,
+                label=label,
+                is_leak=bool(truth[k]),
+                score=float(model.score[k]),
+                threshold=model.threshold,
+                segment_scores=segments[k][:n],
+                mels=mels[:n],
+            )
+        )
     return tuple(found)
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f23da115
@@ -363,8 +374,14 @@ def spectrogram_figure(
         domain = [top - 0.74 / n_rows, top - 0.53 / n_rows]
         fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], domain=domain, **lower)
         fig.layout.annotations[k].y = top
-    bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
-    fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
+    fig.update_layout(
+        coloraxis=dict(
+            colorscale="Viridis",
+            cmin=low,
+            cmax=high,
+            colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5),
+        )
+    )
     return apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
@@ -427,12 +444,11 @@ def errors_figure(
         shown.append(ScoredSpectrogram(title, w.mels, w.segment_scores, colour=colour))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
-    note = "Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold"
     return spectrogram_figure(
         shown,
         spec,
         threshold=worst[0].threshold,
         title=f"The worst errors: {errors}",
-        note=f"{stamp}{note}",
+        note=f"{stamp}Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold",
         n_cols=2,
     )

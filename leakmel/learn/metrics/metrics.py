@@ -222,8 +222,9 @@ def reliability(
     truth, scores = check_scores(y_true, score)
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
     n = np.bincount(bins, minlength=n_bins)
-    means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
-    return Reliability(n, *means)
+    return Reliability(
+        n, *(_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth))
+    )
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #a3a9fa64
 VOTES = ("mean", "long_vote", "any_long", "frac_vote")
@@ -320,8 +321,9 @@ def choose_rule(
         areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]
         rule, needed = CANDIDATES[int(np.argmax(np.round(areas, 6)))]
     thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
-    source = f"highest F1 on {len(segment_scores):,} validation recordings"
-    return DecisionRule(rule, needed, thresholds, source)
+    return DecisionRule(
+        rule, needed, thresholds, f"highest F1 on {len(segment_scores):,} validation recordings"
+    )
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #de000004
 @dataclass(frozen=True, eq=False)
@@ -440,8 +442,8 @@ def _budget_threshold(
     "Return the conformal threshold, or the lowest one with at most a share of false alarms; and whether it is conformal."
     if (conformal := conformal_threshold(normal, group, share)) is not None:
         return min(1.0, conformal), conformal <= 1
-    n_allowed = int(share * len(normal) + 1e-9)
-    highest = float(np.sort(normal)[::-1][n_allowed])  # the highest score that must not be an alarm
+    # the highest score that must not be an alarm
+    highest = float(np.sort(normal)[::-1][int(share * len(normal) + 1e-9)])
     above = scores[scores > highest]
     middle = (highest + float(above.min(initial=1.0))) / 2  # of a gap between scores
     return min(1.0, middle if middle > highest else float(np.nextafter(highest, np.inf))), False

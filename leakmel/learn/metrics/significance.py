@@ -53,9 +53,14 @@ class Groups:
         used, code = np.unique(self.code[chosen], return_inverse=True)
         return Groups(self.by, code.astype(np.int64), tuple(self.names[k] for k in used.tolist()), self.note)
 
+    @property
+    def word(self) -> str:
+        "Noun of a group."
+        return _WORDS.get(self.by, "group")
+
     def counted(self, n: int) -> str:
         "Format a number of groups with their noun."
-        return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
+        return f"{n:,} {self.word}{'s' * (n != 1)}"
 
 
 def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
@@ -276,20 +281,19 @@ class ScoredModel:
     @property
     def summary(self) -> dict:
         "Return plain values."
-        figures = {
-            n: {
-                "value": plain(v),
-                "low": plain(self.intervals[n].low),
-                "high": plain(self.intervals[n].high),
-                "note": self.undefined.get(n, self.intervals[n].note),
-            }
-            for n, v in self.figures.items()
-        }
         return {
             "title": self.title,
             "threshold": self.threshold,
             "threshold_from": self.threshold_from,
-            "figures": figures,
+            "figures": {
+                n: {
+                    "value": plain(v),
+                    "low": plain(self.intervals[n].low),
+                    "high": plain(self.intervals[n].high),
+                    "note": self.undefined.get(n, self.intervals[n].note),
+                }
+                for n, v in self.figures.items()
+            },
             "counts": vars(self.counts),
         }
 
@@ -355,10 +359,11 @@ class Difference:
     @property
     def summary(self) -> dict[str, Any]:
         "Return plain values."
-        i = self.interval
-        ends = {"value": self.value, "low": i.low, "high": i.high}
-        return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
-            "note": i.note,
+        return {
+            "value": plain(self.value),
+            "low": plain(self.interval.low),
+            "high": plain(self.interval.high),
+            "note": self.interval.note,
             "better": self.is_better,
         }
 
@@ -568,18 +573,15 @@ def permutation_test(
         areas.append(roc(other.truth, score).auc)
         intervals.append(interval_from_draws(other.auc_draws(score), *other.group_support("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
-    n_at_least = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
-    n_covering = sum(i.low <= 0.5 <= i.high for i in known)
-    between = groups.counted(len(groups)) if len(groups) < len(truth) else ""
     return PermutationTest(
         n_permutations,
-        n_covering,
+        sum(i.low <= 0.5 <= i.high for i in known),
         len(known),
         float(np.mean(areas)),
         (low_high[0], low_high[1]),
         intervals[0],
-        n_at_least,
-        between,
+        int(np.count_nonzero(np.array(areas) >= own - 1e-12)),
+        groups.counted(len(groups)) if len(groups) < len(truth) else "",
     )
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
@@ -592,11 +594,10 @@ def group_rows(
     code = groups.code
     counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups))
     figures = figures_of_counts(counts)
-    order = np.argsort(code, kind="stable")
-    ends = np.cumsum(counts.sum(1))
+    of_group = np.split(np.argsort(code, kind="stable"), np.cumsum(counts.sum(1))[:-1])
     areas = [
         roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
-        for c, mine in zip(counts, np.split(order, ends[:-1]))
+        for c, mine in zip(counts, of_group)
     ]
     rows = [
         {

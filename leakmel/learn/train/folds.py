@@ -9,8 +9,8 @@ __all__ = []
 import io
 import json
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
+from threadpoolctl import threadpool_limits
 
 from leakmel import __version__
 from leakmel.audio.wav import digest_of
+from leakmel.core.cluster import Cluster, open_cluster, run_tasks
 from leakmel.core.errors import DataError
 from leakmel.core.files import read_own, sealed, write_whole
+from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
+from leakmel.core.threads import safe_module_path
 from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordings_of
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
@@ -64,11 +69,9 @@ def joined_groups(
     names = tuple(
         " + ".join(part) if len(part) <= 3 else f"{part[0]} and {len(part) - 1:,} others" for part in parts
     )
-    note = found.note
-    if n_joined := len(found) - len(names):
-        text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
-        note = "; ".join(filter(None, [note, text]))
-    return Groups(found.by, code, names, note)
+    n_joined = len(found) - len(names)
+    text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
+    return Groups(found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""])))
 
 
 def make_folds(
@@ -85,11 +88,8 @@ def make_folds(
     most = int((counts > 0).sum(0)[counts.sum(0) > 0].min())  # groups of the rarest class
     for k in range(min(n_folds, len(numbers)), 1, -1):
         fold = divide_groups(counts, np.full(k, 1 / k), seed)[group]
-        complete = all(
-            len(np.unique(classes[fold != i])) == len(np.unique(classes)) and (fold == i).any()
-            for i in range(k)
-        )
-        if complete:
+        learned = (len(np.unique(classes[fold != i])) for i in range(k))
+        if len(np.unique(fold)) == k and all(n == len(np.unique(classes)) for n in learned):
             return fold
     raise DataError(
         "cross-validation is not possible: a label would be missing in training",
@@ -166,9 +166,13 @@ class FoldTrainer:
         "Fit a detector; a network is trained for all its steps."
         seed += self.settings.seed
         if kind == "spectral":
-            n_classes = len(self.data.task.model_names)
-            given: dict[str, Any] = {"seed": seed, "n_threads": self.n_threads}
-            classifier = fit_spectral(self.features.of(chosen), self.ds.labels[chosen], n_classes, **given)
+            classifier = fit_spectral(
+                self.features.of(chosen),
+                self.ds.labels[chosen],
+                len(self.data.task.model_names),
+                seed=seed,
+                n_threads=self.n_threads,
+            )
             return Detector(classifier, **detector_facts(self.data))
         learned = self._segments(chosen, "long")
         settings = with_length(self.settings, len(learned))
@@ -190,13 +194,13 @@ class FoldTrainer:
     ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
         # kinds share their fits, and another version may fit otherwise
-        settings = {n: v for n, v in asdict(self.settings).items() if n not in (*SPEED_ONLY, "detector")}
-        identity = {n: v for n, v in self.data.identity.items() if n != "validation"}
         about = {
             "kind": kind,
             "seed": seed,
-            "identity": identity,
-            "settings": settings,
+            "identity": {n: v for n, v in self.data.identity.items() if n != "validation"},
+            "settings": {
+                n: v for n, v in asdict(self.settings).items() if n not in (*SPEED_ONLY, "detector")
+            },
             "leakmel": __version__,
         }
         rows = [self.data.training.rows[some].tobytes() for some in (learned, held_out)]
@@ -215,7 +219,6 @@ class FoldTrainer:
         return found
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000010
-KINDS = ("spectral", "cnn", "blend")  # the simplest first
 MOST_FOR_FOLDS = 500  # recordings
 MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
 ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
@@ -277,10 +280,10 @@ def choose_kind(
 ) -> Choice | None:  # None: no folds are possible; raises DataError where a blend needs them
     "Score recordings by cross-validation with each kind, and choose the simplest kind within one standard error."
     chosen = np.arange(len(trainer.ds.rows)) if chosen is None else chosen
-    groups = groups or trainer.groups
+    groups = (groups or trainer.groups).of(chosen)
     is_leak = trainer.ds.is_leak[chosen]
     try:
-        fold = make_folds(trainer.ds.labels[chosen], groups.code[chosen], 5, seed)
+        fold = make_folds(trainer.ds.labels[chosen], groups.code, 5, seed)
     except DataError:
         if detector == "blend":
             raise
@@ -296,30 +299,29 @@ def choose_kind(
         for kind in wanted:
             began = time.perf_counter()
             out = np.full((len(chosen), trainer.ds.row_shape[0]), np.nan, np.float32)
-            for n, k in enumerate(parts):
-                bar.update(bar.n_done, f"{kind}, fold {n + 1} of {len(parts)}")
-                held_out = fold == k
-                out[held_out] = trainer.scores(kind, chosen[~held_out], chosen[held_out], seed)
+            for k in parts:
+                bar.update(bar.n_done, f"{kind}, fold {k + 1}")
+                out[fold == k] = trainer.scores(kind, chosen[fold != k], chosen[fold == k], seed)
                 bar.update(bar.n_done + 1)
             found[kind] = out[scored]
             seconds[kind] = time.perf_counter() - began
-    truth = is_leak[scored]
+    own, truth = groups.of(scored), is_leak[scored]
     lines: list[tuple[float, float]] = []
     if len(wanted) > 1:
-        lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
-        found["blend"] = blend_scores([found[kind] for kind in wanted], lines)
+        lines = [calibration_line(vote_scores(member), truth) for member in found.values()]
+        found["blend"] = blend_scores(list(found.values()), lines)
         seconds["blend"] = sum(seconds.values())
-    own = groups.of(chosen[scored])
-    tried = [_evaluate_kind(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
-    kind, reason = detector, f"{detector} was asked for."
-    if detector == "auto" and len(wanted) == 1:
-        kind, reason = "spectral", ONE_KIND
-    elif detector == "auto":
-        best = max(tried, key=lambda t: t["auc"])
-        kind = next(t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"])
-        reason = f"{kind} is the best kind in cross-validation."
-        if kind != best["kind"]:
-            reason = f"{kind} is the simplest kind within one standard error ({best['error']:.3f}) of the best, {best['kind']}."
+    tried = [_evaluate_kind(kind, scores, truth, own, seconds[kind]) for kind, scores in found.items()]
+    best = max(tried, key=lambda t: t["auc"])
+    kind = detector
+    if detector == "auto":
+        kind = next((t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"]), wanted[0])
+    reasons = {
+        f"{kind} was asked for.": detector != "auto",
+        ONE_KIND: len(wanted) == 1,
+        f"{kind} is the best kind in cross-validation.": kind == best["kind"],
+        f"{kind} is the simplest kind within one standard error ({best['error']:.3f}) of the best, {best['kind']}.": True,
+    }
     return Choice(
         kind=kind,
         tried=tuple(tried),
@@ -329,7 +331,7 @@ def choose_kind(
         fold=fold[scored],
         segment_scores=found[kind],
         lines=tuple(lines),
-        reason=reason,
+        reason=next(text for text, holds in reasons.items() if holds),
     )
 
 
@@ -340,9 +342,13 @@ def _evaluate_kind(
     score = vote_scores(segment_scores)
     figures = leak_metrics(truth, score)
     draws = Bootstrap(truth, groups, n_draws=200).auc_draws(score)
-    error = float(np.nanstd(draws)) if np.isfinite(draws).any() else 0.0
-    found = {"kind": kind, "auc": figures["auc"], "error": error}
-    return found | {"balanced_accuracy": figures["balanced_accuracy"], "seconds": seconds}
+    return {
+        "kind": kind,
+        "auc": figures["auc"],
+        "error": float(np.nanstd(draws)) if np.isfinite(draws).any() else 0.0,
+        "balanced_accuracy": figures["balanced_accuracy"],
+        "seconds": seconds,
+    }
 
 
 def blend_of(
@@ -355,31 +361,147 @@ def blend_of(
     settings = BlendSettings(spectral.task.leak_in_model, tuple(slopes), tuple(offsets))
     return BlendClassifier(settings, [spectral.classifier, cnn.classifier])  # type: ignore[list-item]
 
+# %% ../../../nbs/learn/train/folds.ipynb #cv000011
+QUALITY = ("auc", "balanced_accuracy")  # figures of a fold
+NO_CHOICE = "Where training recordings have too few groups to choose a kind, it is spectral."
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    "A fit of a resampling: the recordings it learns from, and those that it scores."
+
+    of: Any  # what it belongs to: name of a grouping, or curve and share of a learning curve
+    groups: Groups  # of all recordings
+    seed: int  # number of the repetition, from 0
+    fold: int
+    learned: np.ndarray  # [k] int
+    held_out: np.ndarray  # [m] int
+
+
+def _score_fit(
+    trainer: FoldTrainer,
+    features: Mapping[str, np.ndarray],  # of the baselines
+    fit: Fit,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:  # facts; [m] fold and scores of detector and baselines
+    "Train without the recordings of a fold, and score them; runs in any process, with one thread, so that scores do not depend on their number."
+    began, n_before = time.perf_counter(), trainer.n_done
+    truth = trainer.ds.is_leak
+    asked = trainer.settings.detector
+    wanted = kinds_to_fit(asked, len(fit.learned))
+    kind, reason = wanted[0], ONE_KIND if asked == "auto" else f"{asked} was asked for."
+    lines = {kind: (1.0, 0.0)}  # calibration of each kind that is fitted
+    n_fits = 1
+    with ExitStack() as stack, threadpool_limits(1):
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        if len(wanted) > 1:  # the kind is part of what is evaluated: chosen on the training recordings
+            reason = NO_CHOICE
+            if choice := choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed):
+                kind, reason = choice.kind, choice.reason
+                lines = {k: line for k, line in zip(wanted, choice.lines) if kind in (k, "blend")}
+                n_fits = len(wanted) * choice.n_folds + len(lines)
+        found = [trainer.scores(k, fit.learned, fit.held_out, fit.seed) for k in lines]
+        scores = fold_baselines(
+            features, truth, fit.learned, fit.held_out, trainer.settings.seed + fit.seed, n_threads=1
+        )
+    # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
+    segments = found[0] if kind == wanted[0] else blend_scores(found, list(lines.values()))
+    scores |= {"detector": vote_scores(segments), "fold": np.full(len(segments), fit.fold)}
+    mine = truth[fit.held_out]
+    figures = leak_metrics(mine, scores["detector"])  # balanced accuracy at the threshold 0.5
+    facts = {
+        "of": fit.of,
+        "seed": fit.seed,
+        "fold": fit.fold,
+        "recordings": len(mine),
+        "leaks": int(mine.sum()),
+        "kind": kind,
+        "reason": reason,
+        "n_fits": n_fits,
+        **{name: figures[name] for name in QUALITY},
+        "seconds": time.perf_counter() - began,
+        "n_done": trainer.n_done - n_before,
+    }
+    return facts, scores
+
+
+WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
+LONG_WORK = 10_000  # recordings of all fits: more take longer than the start of processes
+_PROCESS_BYTES = 1 << 30  # of a process without the rows
+
+
+def run_fits(
+    trainer: FoldTrainer,
+    features: Mapping[str, np.ndarray],
+    fits: Sequence[Fit],
+    jobs: int | None,  # processes, as given to `cross_validate`; each may hold all rows
+    cluster: Cluster | None,  # None: processes of this machine
+) -> Iterator[tuple[int, tuple[dict[str, Any], dict[str, np.ndarray]]]]:
+    "Score fits in processes of this machine, in order, or on a cluster, as they come; yield numbers and results."
+    tasks = [(trainer, features, fit) for fit in fits]
+    if cluster is not None:
+        names = [f"leakmel-fold-{fit.seed + 1}-{fit.fold + 1}" for fit in fits]
+        with open_cluster(cluster) as client:
+            yield from run_tasks(client, _score_fit, tasks, names)
+        return
+    n = len(trainer.ds.rows)
+    most = jobs or min(len(fits), usable_cores())
+    is_short = kinds_to_fit(trainer.settings.detector, n) == ("spectral",) and len(fits) * n < LONG_WORK
+    if trainer.device != "cpu" or (jobs is None and is_short):
+        most = 1
+    room = free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES)
+    run = Parallel(
+        n_jobs=max(1, min(most, room)),
+        return_as="generator",
+        pre_dispatch="all",
+        idle_worker_timeout=WORKER_IDLE_S,
+    )
+    with safe_module_path():
+        yield from enumerate(run(delayed(_score_fit)(*task) for task in tasks))
+
 # %% ../../../nbs/learn/train/folds.ipynb #dc000004
 _N_DRAWS = 1000  # of groups
 
 
+def compare_with_baselines(
+    boot: Bootstrap,  # of the scored recordings
+    # out-of-fold scores, [n] or [seeds, n], of "detector" and of each of BASELINE_TITLES, in the same folds
+    scores: Mapping[str, np.ndarray],
+    title: str,  # of the detector
+    is_spectral: bool,  # as for `judge`
+) -> dict[str, Any]:  # detector, baselines, verdict and cautions of a result
+    "Compare a detector with baselines."
+    titles = {"detector": title, **BASELINE_TITLES}
+    models = {n: score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
+    detector = models.pop("detector")
+    verdict, notes = judge(boot, detector, models, is_spectral)
+    notes = (*cautions(boot.truth, boot.groups), *notes)
+    return {"detector": detector, "baselines": models, "verdict": verdict, "cautions": notes}
+
+
 def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
-    every, numbers = trainer.ds.is_leak, np.arange(len(trainer.ds.rows))
+    truth, seed = trainer.ds.is_leak, trainer.settings.seed
     features = baseline_features(trainer.ds, progress="none")
-    simple = {name: np.empty(len(numbers)) for name in features}
+    scores = {name: np.empty(len(choice.scored)) for name in features}
     for k in np.unique(choice.fold):
         held_out = choice.scored[choice.fold == k]
-        learned = np.setdiff1d(numbers, held_out)
-        for name, values in fold_baselines(features, every, learned, held_out, trainer.settings.seed).items():
-            simple[name][held_out] = values
-    truth = every[choice.scored]
-    groups = choice.groups
-    boot = Bootstrap(truth, groups, n_draws=_N_DRAWS, seed=trainer.settings.seed)
-    own = score_model(boot, vote_scores(choice.segment_scores), name=choice.kind, title=choice.kind)
-    against = {
-        n: score_model(boot, s[choice.scored], name=n, title=BASELINE_TITLES[n]) for n, s in simple.items()
-    }
-    verdict, notes = judge(boot, own, against, choice.kind == "spectral")
-    notes = (*cautions(truth, groups), *notes)
+        learned = np.setdiff1d(np.arange(len(truth)), held_out)
+        for name, values in fold_baselines(features, truth, learned, held_out, seed).items():
+            scores[name][choice.fold == k] = values
+    scores["detector"] = vote_scores(choice.segment_scores)
+    boot = Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
+    found = compare_with_baselines(boot, scores, choice.kind, choice.kind == "spectral")
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
-    return evaluation_record(CROSS_VALIDATION, f"{how} by {groups.by}", truth, groups, own, verdict, notes)
+    return evaluation_record(
+        CROSS_VALIDATION,
+        f"{how} by {choice.groups.by}",
+        boot.truth,
+        choice.groups,
+        found["detector"],
+        found["verdict"],
+        found["cautions"],
+    )
 
 
 def with_decision(
@@ -387,26 +509,23 @@ def with_decision(
     data: TrainingData,
     settings: TrainSettings,
     choice: Choice | None,  # None: no cross-validation
-    trainer: FoldTrainer
-    | None,  # of the choice; None: a network was asked for, and its best epoch chose the rule
+    # of the choice; None: a network was asked for, and its best epoch chose the rule
+    trainer: FoldTrainer | None,
     device: str,
 ) -> Detector:
     "Choose vote and threshold on recordings that were not trained on, and add their scores and the evaluation."
-    found: list[
-        tuple[np.ndarray, np.ndarray, Groups, str]
-    ] = []  # segment scores, truth, groups, and their name
+    found: list[tuple[np.ndarray, np.ndarray, Groups, str]] = []  # segment scores, truth, groups, and a name
     evaluations: tuple[EvaluationRecord, ...] = ()
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
         if choice is not None:
             name = f"{len(choice.scored):,} recordings in cross-validation"
-            truth = trainer.ds.is_leak[choice.scored]
-            found.append((choice.segment_scores, truth, choice.groups, name))
+            found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
             evaluations = (_inner_evaluation(choice, trainer),)
     if data.validation is not None:
         name = f"{len(data.validation.rows):,} validation recordings"
-        scores = score_rows(detector, data.validation, device=device)
         groups = recording_groups(recordings_of(data.validation))
+        scores = score_rows(detector, data.validation, device=device)
         found.append((scores, data.validation.is_leak, groups, name))
     if not found:
         return detector
