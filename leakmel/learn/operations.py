@@ -20,9 +20,8 @@ from leakmel.core.run_plan import RowTable, run_folder, runs_folder, user_path, 
 from leakmel.learn.model.settings import CheckpointSettings, Metric, RoundRules, TrainSettings
 
 if TYPE_CHECKING:
-    from leakmel.learn.evaluate.cross_validation import CrossValidation
     from leakmel.learn.evaluate.evaluation import Evaluation
-    from leakmel.learn.evaluate.generalisation import Generalisation, LearningCurve
+    from leakmel.learn.evaluate.resampling import CrossValidation, Generalisation, LearningCurve
     from leakmel.learn.plans import DataSets
     from leakmel.learn.train.loop import TrainResult
 

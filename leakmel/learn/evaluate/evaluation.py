@@ -153,14 +153,16 @@ class Evaluation:
 
     def figures(self) -> pd.DataFrame:
         "Return a table with a row for each figure and a column for each rule and baseline."
-        cells = {
-            j.title: [
-                f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}".replace("nan", "undefined")
-                for f in FIGURES
-            ]
-            for j in self.ways
-        }
-        return pd.DataFrame(cells, index=[figure_title(f) for f in FIGURES])
+        return pd.DataFrame(
+            {
+                j.title: [
+                    f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}".replace("nan", "undefined")
+                    for f in FIGURES
+                ]
+                for j in self.ways
+            },
+            index=[figure_title(f) for f in FIGURES],
+        )
 
     def by_group(self) -> pd.DataFrame:
         "Return a table with a row for each sensor (or other group), the worst first."
@@ -174,9 +176,10 @@ class Evaluation:
         truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         rules, baselines = list(self.votes.values()), list(self.baselines.values())
-        verdict = self.verdict if baselines else None
         found = {
-            "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamp=stamp),
+            "roc": roc_figure(
+                truth, rules, baselines, verdict=self.verdict if baselines else None, stamp=stamp
+            ),
             "confusion": confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
             "reliability": reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
@@ -255,8 +258,9 @@ class Evaluation:
         for name, path in written.items():
             require_result(path, "result of an evaluation", _MARKS[name].encode())
         rows = self.table.assign(stamp=" ".join(self.stamps)) if self.leaky else self.table
-        names = [n for n in ("path", "label", "sensor") if n in rows]
-        rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in names})
+        rows = rows.assign(
+            **{n: [show_path(v) for v in rows[n]] for n in ("path", "label", "sensor") if n in rows}
+        )
         content = {
             "summary.json": json.dumps(self.summary, indent=1, allow_nan=False) + "\n",
             "report.txt": self.report() + "\n",
@@ -275,8 +279,8 @@ class Evaluation:
     def __repr__(self) -> str:
         result = {True: "beats", False: "does not beat", None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
-        auc = f"AUC {self.detector.figures['auc']:.3f}"
-        return f"Evaluation({len(self.table):,} recordings: {auc}; {result} the baselines{leaky})"
+        auc = self.detector.figures["auc"]
+        return f"Evaluation({len(self.table):,} recordings: AUC {auc:.3f}; {result} the baselines{leaky})"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.report())}</pre>"
@@ -305,8 +309,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
                 reasons.setdefault(why, []).append(f"{figure_title(f)} of {j.title}")
     for why, where in reasons.items():
         yield f"{', '.join(where) if len(where) <= 3 else f'{len(where)} figures'}: {why}."
-    n_leaks = int(e.table["leak"].sum())
-    yield f"{len(e):,} recordings, {n_leaks:,} of them leaks; 95 % confidence intervals by bootstrap over {e.groups.counted(len(e.groups))}."
+    yield f"{len(e):,} recordings, {e.table['leak'].sum():,} of them leaks; 95 % confidence intervals by bootstrap over {e.groups.counted(len(e.groups))}."
     if text := e.details.get("silence"):
         yield f"{text}."
     for j in e.ways:
@@ -400,8 +403,12 @@ def _open_parts(
         if split is not None:
             split.require(sum(map(len, opened[part])), part)
             rows = {n: own for n, own in split.parts.items() if n in (part, "training", "validation")}
-        how: dict[str, Any] = {"level": "recording", "task": task, "preload_to_ram": False}
-        yield {n: Segments(opened.get(n, opened[part]), rows=own, **how) for n, own in rows.items()}
+        yield {
+            n: Segments(
+                opened.get(n, opened[part]), rows=own, level="recording", task=task, preload_to_ram=False
+            )
+            for n, own in rows.items()
+        }
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #1d21fc1a
 def _leakage_warnings(
@@ -435,19 +442,17 @@ def _other_findings(
     is_known = known is not None and detector.provenance.is_complete
     if training is None and not is_known:
         yield "Leakage was not checked: no training recordings were given, and the model does not store which recordings it was trained on."
-    if training is not None and is_known:
-        learned = find_overlap(detector.provenance, training)
-        if learned is not None and learned.n_new:
-            yield (
-                f"{learned.n_new:,} of {learned.n:,} recordings given as training were not used to train the detector: "
-                "the baselines were trained on other recordings, and leakage found in this split may not concern the detector."
-            )
+    learned = find_overlap(detector.provenance, training) if training is not None and is_known else None
+    if learned is not None and learned.n_new:
+        yield (
+            f"{learned.n_new:,} of {learned.n:,} recordings given as training were not used to train the detector: "
+            "the baselines were trained on other recordings, and leakage found in this split may not concern the detector."
+        )
     sources = {id(s): s for ds in parts.values() for s in ds.sources}
     if by_people := [s.relabelled for s in sources.values() if s.relabelled is not None]:
         yield f"Labels by people replace those of the data sets: {counts_text(joint_counts(by_people))}."
-    for name, ds in parts.items():
-        if text := too_short(ds):
-            yield f"In {name} {text}."
+    notes = {name: too_short(ds) for name, ds in parts.items()}
+    yield from (f"In {name} {note}." for name, note in notes.items() if note)
     if detector.record.get("round"):
         yield "The detector was selected in retraining rounds: figures on the recordings that selected it are slightly too optimistic."
     if detector.threshold_from != UNCHOSEN and "validation" not in parts and training is not None:
@@ -561,9 +566,12 @@ def evaluate(
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
     for what, asked, choices in (("voting rule", votes, VOTES), ("metric", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
-            expected = ", ".join(choices)
-            code = "unknown-choice"
-            raise UsageError(f"the {what} is unknown", code=code, found=repr(unknown[0]), expected=expected)
+            raise UsageError(
+                f"the {what} is unknown",
+                code="unknown-choice",
+                found=repr(unknown[0]),
+                expected=", ".join(choices),
+            )
     given = {"training": training, "validation": validation}
     twice = [name for name, own in given.items() if own is not None and (split is not None or name == part)]
     if twice:
@@ -635,7 +643,7 @@ def record_evaluation(
         evaluation.stamps,
         evaluation.table.attrs.get("data_set", ""),
     )
-    others = [e for e in detector.evaluations if not record.replaces(e)]
+    others = (e for e in detector.evaluations if not record.replaces(e))
     detector = replace(detector, evaluations=(*others, record))
     detector.save(path)
     update_card(detector, path)
