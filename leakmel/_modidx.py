@@ -4184,8 +4184,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search.changes_text': ( 'learn/search/search.html#changes_text',
                                                                                            'leakmel/learn/search/search.py'),
-                                             'leakmel.learn.search.search.contains': ( 'learn/search/search.html#contains',
-                                                                                       'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search.create_study': ( 'learn/search/search.html#create_study',
                                                                                            'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search.import_optuna': ( 'learn/search/search.html#import_optuna',

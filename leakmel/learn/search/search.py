@@ -45,8 +45,7 @@ from leakmel.learn.train.history import F1_COLOR, LOSS_COLOR, EpochFigures, shou
 from leakmel.learn.train.inputs import Sources, TooShortWarning, differences, open_training, training_identity
 from leakmel.learn.train.loop import folder_lock, train
 
-Study = Any  # of Optuna, which need not be installed
-Space = dict[str, Any]  # setting -> distribution of Optuna
+Space = dict[str, Any]  # setting -> distribution of Optuna, which need not be installed
 
 
 def import_optuna() -> Any:  # the module; raises UsageError where it is not installed
@@ -108,14 +107,6 @@ def _distribution(name: str, given: Any) -> Any:
             found=repr(given),
             expected=_SPACE_SYNTAX,
         ) from e
-
-
-def contains(
-    d: Any,  # distribution
-    value: Any,  # of a setting
-) -> bool:
-    "Test whether a value lies in a range or is one of the choices."
-    return value in d.choices if hasattr(d, "choices") else value is not None and d.low <= value <= d.high
 
 
 def space_to_json(
@@ -201,15 +192,12 @@ def read_space(
     return space
 
 # %% ../../../nbs/learn/search/search.ipynb #8f59b590
-_LOSS_SHARE = 1e-7
-
-
 def objective_of(
     f1: float,
     val_loss: float,
 ) -> float:  # higher is better
     "Compute the objective that a search maximises; an undefined F1 counts as 0."
-    return (0.0 if math.isnan(f1) else f1) - _LOSS_SHARE * (20.0 if math.isnan(val_loss) else val_loss)
+    return (0.0 if math.isnan(f1) else f1) - 1e-7 * (20.0 if math.isnan(val_loss) else val_loss)
 
 
 def changes_text(
@@ -222,15 +210,12 @@ def changes_text(
     )
 
 
-State = Literal["complete", "pruned", "failed", "running"]
-
-
 @dataclass(frozen=True)
 class Trial:
     "A training of a search, with the seed of the search or with another one."
 
     number: int  # from 0: the initial settings
-    state: State  # pruned: ended early, below the median
+    state: Literal["complete", "pruned", "failed", "running"]  # pruned: ended early, below the median
     changes: dict[str, Any]  # searched setting -> value, plain
     f1s: tuple[float, ...]  # of validation, after each epoch
     val_losses: tuple[float, ...]
@@ -282,22 +267,25 @@ def create_study(
     *,
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
-) -> Study:  # raises UsageError where Optuna is not installed
+) -> Any:  # raises UsageError where Optuna is not installed
     "Create an Optuna study of the earlier trials that proposes and prunes the next one."
     optuna = import_optuna()
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # a search reports its own steps
     seed = int(digest_of(f"search {base.seed} {len(trials)}".encode())[:8], 16)
-    n_before = prune_after or 1 << 62
     study = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=seed),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=n_before, n_warmup_steps=prune_epochs),
+        pruner=optuna.pruners.MedianPruner(prune_after or 1 << 62, n_warmup_steps=prune_epochs),
     )
     optuna.logging.set_verbosity(level)
     for t in trials:
         values = vars(trial_settings(base, t.changes))
-        own = {n: d for n, d in space.items() if contains(d, values[n])}
+        own = {
+            n: d
+            for n, d in space.items()
+            if (values[n] in d.choices if hasattr(d, "choices") else d.low <= values[n] <= d.high)
+        }
         over = optuna.trial.create_trial(
             state=optuna.trial.TrialState["FAIL" if t.state == "failed" else t.state.upper()],
             value=t.objective if t.state == "complete" else None,
@@ -309,16 +297,13 @@ def create_study(
     return study
 
 # %% ../../../nbs/learn/search/search.ipynb #d6d99bac
-MIN_TRIALS = 20
-
-
 def importances(
-    study: Study,
+    study: Any,  # of `create_study`
     names: Sequence[str],  # searched settings
 ) -> dict[str, float]:  # setting -> share, the largest first, sum 1; empty: too few trials
     "Compute the PED-ANOVA importance of each setting."
     complete = [t for t in study.trials if t.state.name == "COMPLETE" and set(t.params) == set(names)]
-    if len(complete) < MIN_TRIALS or len({t.value for t in complete}) < 2:
+    if len(complete) < 20 or len({t.value for t in complete}) < 2:
         return {}
     tools = import_optuna().importance
     with warnings.catch_warnings(action="ignore"):  # it is experimental
@@ -438,6 +423,9 @@ def verdict(
     )
 
 # %% ../../../nbs/learn/search/search.ipynb #d4f37636
+_SYMBOLS = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
@@ -484,13 +472,12 @@ class SearchResult(RowTable):
         "Draw the F1 of each trial, and the best one so far."
         shown = [t for t in self.trials if t.f1s]
         numbers = [t.number for t in shown]
-        symbols = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
         points = go.Scatter(
             name="trials",
             x=numbers,
             y=f32([t.f1 for t in shown]),
             mode="markers",
-            marker=dict(color=F1_COLOR, symbol=[symbols[t.state] for t in shown], size=8),
+            marker=dict(color=F1_COLOR, symbol=[_SYMBOLS[t.state] for t in shown], size=8),
             customdata=[
                 plain_text(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown
             ],
@@ -505,12 +492,12 @@ class SearchResult(RowTable):
             line=dict(color=LOSS_COLOR, width=2, shape="hv"),
             hoverinfo="skip",
         )
-        title = f"None of {len(self.trials):,} trials is better than the initial settings"
-        if self.best.number:
-            title = f"F1 {self.base.f1:.3f} with the initial settings, {self.best.f1:.3f} in trial {self.best.number} of {len(self.trials):,}"
+        best = self.best
+        n = f"{len(self.trials):,}"
+        gain = f"F1 {self.base.f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {n}"
         figure = styled_figure(
             [points, best_line],
-            title,
+            gain if best.number else f"None of {n} trials is better than the initial settings",
             "F1 on validation, which also selected the best trial: the highest of many is too optimistic",
             height=360,
             xaxis=dict(title=dict(text="trial")),
@@ -522,13 +509,16 @@ class SearchResult(RowTable):
         "Yield titles and values of the summary."
         s = self.summary
         best = self.best
-        ended = [f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"])]
-        of_which = f", of which {', '.join(ended)}" if ended else ""
+        ended = ", ".join(f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"]))
         f1s = [[a.f1 for a in self.again if a.number == n] for n in (0, best.number)]
         seeds = " for the initial settings, ".join(f"{min(v):.4f} to {max(v):.4f}" for v in f1s if v)
         found = (  # the title, the text, and whether it is shown
             ("BEWARE", s["stamp"], s["stamp"]),
-            ("trials", f"{len(self.trials):,} of {s['trials_wanted']:,}{of_which}", True),
+            (
+                "trials",
+                f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
+                True,
+            ),
             ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
             ("best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}", best.number),
             ("seeds", f"F1 with other seeds: {seeds} for the best ones", s["other_seeds"]),
@@ -549,9 +539,6 @@ class SearchResult(RowTable):
         yield from ((title, text) for title, text, is_shown in found if is_shown)
 
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac2
-_Trained = tuple[Trial, Exception | None]  # result of a training, and the error that ended it
-
-
 def _train(
     trial: Trial,  # running
     folder: Path,  # of the search
@@ -562,7 +549,7 @@ def _train(
     stop_file: Path | None,  # where this file appears, the training ends
     n_together: int,  # trainings at the same time on a cluster; 0: there is none
     note: Callable[[str], object] = str,  # called after each epoch
-) -> _Trained:
+) -> tuple[Trial, Exception | None]:  # result of the training, and the error that ended it
     "Train, or continue an interrupted training; prune the trial where the earlier trials are better."
     import torch
 
@@ -593,8 +580,8 @@ def _train(
                     after_epoch(EpochFigures(**e))
             for kind in (LeakySplitWarning, TooShortWarning):
                 warnings.simplefilter("ignore", kind)  # reported once, when the search begins
-            given = how | {"device": pick_device(how["device"])}
-            result = train(out=here, settings=settings, progress=False, after_epoch=after_epoch, **given)
+            own = {"out": here, "settings": settings, "device": pick_device(how["device"])}
+            result = train(**how | own, progress=False, after_epoch=after_epoch)
             done = replace(trial, state="complete", best_epoch=result.best_epoch)
         except (DataError, MachineError) as e:
             error = e
@@ -610,9 +597,6 @@ def _train(
     return done, error
 
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac3
-_MAX_FAILURES = 4  # in a row; one more ends the search
-
-
 @dataclass(eq=False)
 class _Search:
     "A search in its folder."
@@ -650,23 +634,32 @@ class _Search:
                 elif path.name not in (HISTORY, MODEL if t is best_of(self.trials) else HISTORY):
                     remove_file(path)
 
-    def trained(self, trials: Iterator[Trial]) -> Iterator[_Trained]:
+    def trained(self, trials: Iterator[Trial]) -> Iterator[tuple[Trial, Exception | None]]:
         "Train here or on the cluster; the next trial is taken after a result was used."
         given = list[Trial]()
-        n = 0 if self.client is None else n_processes(self.client)
 
-        def calls() -> Iterator[tuple]:
+        def calls(*more: Any) -> Iterator[Any]:
             for trial in trials:
                 given.append(trial)
-                yield trial, self.folder, self.base, self.trials, self.pruning, self.how, self.stop_file, n
+                yield (
+                    trial,
+                    self.folder,
+                    self.base,
+                    self.trials,
+                    self.pruning,
+                    self.how,
+                    self.stop_file,
+                    *more,
+                )
 
         if self.client is None:
-            yield from (
-                _train(*call, lambda text: self.bar.update(self.bar.n_done, text)) for call in calls()
+            yield from itertools.starmap(
+                _train, calls(0, lambda text: self.bar.update(self.bar.n_done, text))
             )
             return
+        n = n_processes(self.client)
         names = (f"leakmel-trial-{given[-1].number}" for _ in itertools.count())
-        results = run_tasks(self.client, _train, calls(), names, most=n, yield_deaths=True)
+        results = run_tasks(self.client, _train, calls(n), names, most=n, yield_deaths=True)
         with closing(results):
             for k, result in results:
                 is_dead = isinstance(result, MachineError)
@@ -685,8 +678,8 @@ class _Search:
                     return
             if trial is None:
                 begun = [t for t in self.rows.values() if t.seed is None]
-                study = create_study(begun, self.space, self.base)
-                values = study.ask(self.space).params if number else vars(self.base)
+                proposed = create_study(begun, self.space, self.base).ask(self.space).params
+                values = proposed if number else vars(self.base)
                 changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
                 trial = Trial(number, "running", changes, (), (), 0.0)
                 self.keep(trial)  # so that it is continued with the same settings
@@ -697,10 +690,9 @@ class _Search:
         ends = time.monotonic() + seconds
         for most in (1, n_trials):  # the first trial must succeed before others begin
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
-                # processes that ended accept nothing more: the next search repeats their trials
-                is_broken = error is not None and isinstance(error.__cause__, BrokenExecutor)
-                is_failing = all(t.state == "failed" for t in self.trials[-_MAX_FAILURES:])
-                if error is not None and (is_broken or is_failing):
+                # five failures in a row, or an executor that accepts nothing more: the next search repeats its trials
+                is_failing = all(t.state == "failed" for t in self.trials[-4:])
+                if error is not None and (is_failing or isinstance(error.__cause__, BrokenExecutor)):
                     raise error
                 self.keep(trial)
                 best = best_of(self.trials)
@@ -770,9 +762,9 @@ class _Search:
         table = result.table().reset_index().astype(object)
         write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
         write_whole(self.folder / "summary.json", json.dumps(result.summary, indent=1) + "\n", sync=False)
-        figures = Section("Trials", [*result.plots().values(), table])
+        sections = [Section("Summary", [result]), Section("Trials", [*result.plots().values(), table])]
         title = f"Hyperparameter search, {len(trials):,} trials"
-        write_report(self.folder / "report.html", title, sentence, [Section("Summary", [result]), figures])
+        write_report(self.folder / "report.html", title, sentence, sections)
         for path in self.folder.glob(".*.stop"):  # of interrupted searches, whose trials are finished
             remove_file(path)
         return result
@@ -849,9 +841,8 @@ def search(
                 remedy="pass validation=, or a split with a validation part",
             )
         base = with_length(base, len(data.training))
-        identity = training_identity(data, base)
-        identity |= {"space": space_to_json(found), "pruning": list(pruning.values())}
-        identity = json.loads(json.dumps(identity))
+        own = {"space": space_to_json(found), "pruning": list(pruning.values())}
+        identity = json.loads(json.dumps(training_identity(data, base) | own))
         stamp = "" if data.split is None else data.split.stamp
     # of a cluster, each process picks its own device
     how |= {"device": pick_device(device) if cluster is None else device, "checkpoints": checkpoints}
@@ -873,8 +864,8 @@ def search(
                 with suppress(OSError):
                     stop_file.touch()  # trainings on the cluster end after their epoch
             if not isinstance(e, Exception):
+                # in place of the note of the training
+                same = "the same command" + (" without resume='never'" if resume == "never" else "")
                 done = f"The search was interrupted after {len(s.trials):,} trials"
-                option = " without resume='never'" if resume == "never" else ""
-                note = f"{done}: run the same command{option} to resume it ({show_path(folder)})"
-                e.__notes__ = [note]  # and not that of the interrupted training
+                e.__notes__ = [f"{done}: run {same} to resume it ({show_path(folder)})"]
             raise
