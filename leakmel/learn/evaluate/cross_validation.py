@@ -65,7 +65,7 @@ from leakmel.learn.train.folds import (
     kinds_to_fit,
     make_folds,
 )
-from leakmel.learn.train.inputs import Sources, TrainingData, open_training
+from leakmel.learn.train.state import Sources, TrainingData, open_training
 from leakmel.learn.train.loop import folder_lock
 
 if TYPE_CHECKING:

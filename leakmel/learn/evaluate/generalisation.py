@@ -48,7 +48,7 @@ from leakmel.learn.metrics.metrics import leak_metrics
 from leakmel.learn.model.baselines import BASELINE_TITLES
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import joined_groups
-from leakmel.learn.train.inputs import Sources
+from leakmel.learn.train.state import Sources
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -41,9 +41,18 @@ from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import latest_checkpoint, remove_file
 from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
-from leakmel.learn.train.history import F1_COLOR, LOSS_COLOR, EpochFigures, should_stop
-from leakmel.learn.train.inputs import Sources, TooShortWarning, differences, open_training, training_identity
 from leakmel.learn.train.loop import folder_lock, train
+from leakmel.learn.train.state import (
+    F1_COLOR,
+    LOSS_COLOR,
+    EpochFigures,
+    Sources,
+    TooShortWarning,
+    differences,
+    open_training,
+    should_stop,
+    training_identity,
+)
 
 Space = dict[str, Any]  # setting -> distribution of Optuna, which need not be installed
 
