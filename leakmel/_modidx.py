@@ -4174,6 +4174,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search._Search.trials': ( 'learn/search/search.html#_search.trials',
                                                                                              'leakmel/learn/search/search.py'),
+                                             'leakmel.learn.search.search._check_arguments': ( 'learn/search/search.html#_check_arguments',
+                                                                                               'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search._distribution': ( 'learn/search/search.html#_distribution',
                                                                                             'leakmel/learn/search/search.py'),
                                              'leakmel.learn.search.search._finite': ( 'learn/search/search.html#_finite',

@@ -779,6 +779,30 @@ class _Search:
         return result
 
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
+def _check_arguments(
+    resume: str, numbers: dict[str, Any], settings: TrainSettings
+) -> None:  # raises UsageError
+    if resume not in RESUME:
+        raise UsageError(
+            "the value of resume is unknown",
+            code="unknown-value",
+            found=repr(resume),
+            expected=", ".join(RESUME),
+        )
+    for name, value in numbers.items():
+        kinds = (int, float, type(None)) if name == "hours" else (int,)
+        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
+            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+    if settings.detector not in ("auto", "cnn"):
+        raise UsageError(
+            "a search trains networks only, but another kind of detector was asked for",
+            code="wrong-value",
+            found=f"detector {settings.detector!r}",
+            expected="detector 'cnn', or 'auto' to leave it open",
+            remedy="train this kind without a search (leakmel train)",
+        )
+
+
 def search(
     training: Sources,  # training data sets; with `split` all data sets that the split divides
     validation: Sources | None = None,  # data sets that evaluate the trials
@@ -807,28 +831,11 @@ def search(
     cluster: Cluster | None = None,
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
-    if resume not in RESUME:
-        raise UsageError(
-            "the value of resume is unknown",
-            code="unknown-value",
-            found=repr(resume),
-            expected=", ".join(RESUME),
-        )
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
-    for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
-        kinds = (int, float, type(None)) if name == "hours" else (int,)
-        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
-            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+    given = settings or TrainSettings()
+    _check_arguments(resume, {"trials": trials, "again": again, **pruning, "hours": hours}, given)
     began = time.monotonic()
-    base = replace(settings or TrainSettings(), detector="cnn")
-    if settings is not None and settings.detector not in ("auto", "cnn"):
-        raise UsageError(
-            "a search trains networks only, but another kind of detector was asked for",
-            code="wrong-value",
-            found=f"detector {settings.detector!r}",
-            expected="detector 'cnn', or 'auto' to leave it open",
-            remedy="train this kind without a search (leakmel train)",
-        )
+    base = replace(given, detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = user_path(out)
