@@ -32,7 +32,7 @@ from leakmel.core.timeline import aligned
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.spectral import fit_spectral, spectral_features
-from leakmel.learn.train.inputs import open_training
+from leakmel.learn.train.state import open_training
 from leakmel.learn.model.settings import SMALL_SET, TrainSettings, with_length
 from leakmel.learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (

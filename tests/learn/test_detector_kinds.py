@@ -40,7 +40,7 @@ from leakmel.learn.retrain.rounds import fine_tune, round_settings
 from leakmel.learn.retrain.rounds import SegmentSubset, whole_recordings
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
-from leakmel.learn.train.inputs import TrainingData
+from leakmel.learn.train.state import TrainingData
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SMALL: dict[str, Any] = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}

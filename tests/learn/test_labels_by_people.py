@@ -21,7 +21,7 @@ from leakmel.learn.data.splits import group_split
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
 from leakmel.learn.retrain.rounds import UNLABELLED, read_human_labels
-from leakmel.learn.train.inputs import open_training
+from leakmel.learn.train.state import open_training
 from leakmel.learn.model.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")

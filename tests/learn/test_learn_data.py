@@ -40,7 +40,7 @@ from leakmel.learn.data.segments import (
     make_task,
     open_loader,
 )
-from leakmel.learn.train.inputs import open_training
+from leakmel.learn.train.state import open_training
 from leakmel.learn.data.splits import recordings_table
 from leakmel.learn.model.settings import TrainSettings
 

@@ -21,7 +21,7 @@ from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train
-from leakmel.learn.train.inputs import open_training, trailing_silence
+from leakmel.learn.train.state import open_training, trailing_silence
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train import state as training_state
 from leakmel.learn.train.step import Stepper

@@ -38,14 +38,14 @@ from leakmel.learn.search import search as module
 from leakmel.learn.search.search import (
     DEFAULT_SPACE,
     SearchResult,
-    SearchState,
-    SeedTrial,
     Trial,
+    best_of,
     read_space,
     read_state,
     search,
     trial_settings,
     verdict,
+    write_state,
 )
 from leakmel.learn.train.loop import train
 
@@ -97,11 +97,16 @@ def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     return searched(sets, tmp_path_factory.mktemp("right") / "run")
 
 
+def stored(out: Path, running: bool = False) -> list[Trial]:
+    "The finished or the running trials of a folder, without other seeds."
+    found = read_state(out)
+    assert found is not None
+    return [t for t in found[1] if t.seed is None and (t.state == "running") == running]
+
+
 def plain(out: Path) -> list[tuple]:
     "The trials of a folder, times aside."
-    memory = read_state(out)
-    assert memory is not None
-    return [(t.number, t.state, t.changes, t.f1s, t.val_losses) for t in memory.trials]
+    return [(t.number, t.state, t.changes, t.f1s, t.val_losses) for t in stored(out)]
 
 
 def assert_same(out: Path, right: SearchResult) -> None:
@@ -228,7 +233,7 @@ def test_result_shows_base_and_best_settings(right: SearchResult) -> None:
 def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
     if right.best.number == 0:
         pytest.fail("the staged network finds nothing better: choose another seed of TINY")
-    assert [(a.trial, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
+    assert [(a.number, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
     assert right.summary["other_seeds"]["seeds"] == 1
     assert right.summary["verdict"] in repr(right)
 
@@ -247,11 +252,8 @@ def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
 )
 def test_verdict(before: list[float], after: list[float], better: bool | None) -> None:
     best = Trial(3, "complete", {}, (0.95,), (0.1,), 1.0)
-    told, text = verdict(
-        best,
-        [SeedTrial(0, k, f, 1.0) for k, f in enumerate(before)],
-        [SeedTrial(3, k, f, 1.0) for k, f in enumerate(after)],
-    )
+    others = [[replace(best, f1s=(f,), seed=k) for k, f in enumerate(f1s)] for f1s in (before, after)]
+    told, text = verdict(best, *others)
     assert told is better
     assert ("not shown to be better" in text) == (better is False)
     if better:
@@ -335,9 +337,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     limit = 0.3
     with pytest.raises(DataError, match="astray"):
         searched(sets, tmp_path / "most", **given | {"space": {"dropout": [0.31, 0.9]}}, trials=30)
-    memory = read_state(tmp_path / "most")
-    assert memory is not None
-    assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
+    assert [t.state for t in stored(tmp_path / "most")] == ["complete", *["failed"] * 4]
 
 
 def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,25 +348,24 @@ def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: p
     noted = tmp_path / "run" / "search.json"
     values = json.loads(noted.read_bytes())
     values["trials"][0]["seconds"] = 1000.0
+    del values["digest"]
     noted.write_text(json.dumps(values))
-    right, real = module._Search.propose, time.monotonic
+    right, real = module.create_study, time.monotonic
     late = [0.0]
 
-    def slow(s: Any) -> Any:
-        late[0] += 1000.0
-        return right(s)
+    def slow(*given: Any, **pruning: Any) -> Any:
+        if not pruning:  # to propose
+            late[0] += 1000.0
+        return right(*given, **pruning)
 
     with monkeypatch.context() as m:
-        m.setattr(module._Search, "propose", slow)
+        m.setattr(module, "create_study", slow)
         m.setattr(module.time, "monotonic", lambda: real() + late[0])
         part = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
     assert len(part.trials) == 3
     assert part.again == (), "their turn is that of the call that comes to the last trial"
     done = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
     assert (len(done.trials), len(done.again)) == (6, 4)
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert module.seconds_for_seeds(memory, 2) == 0, "what is there need not be waited for"
 
 
 def test_time_limit_and_more_trials_are_the_same_search(
@@ -420,9 +419,7 @@ def test_processes_train_several_trials(
         before = (tmp_path / "run" / "search.json").read_bytes()
         searched(sets, tmp_path / "run", cluster=pool)
     assert (tmp_path / "run" / "search.json").read_bytes() == before
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert memory.running == {}
+    assert not stored(tmp_path / "run", running=True)
     alone = train(*files(sets), out=tmp_path / "one", settings=result.settings, device="cpu", progress=False)
     assert result.best.f1s == tuple(e.f1 for e in alone.epochs), "training is the same in each process"
 
@@ -448,21 +445,18 @@ class DyingPool(ThreadPoolExecutor):
 @pytest.mark.parametrize(
     "lost", ["simulated", pytest.param("killed", marks=(pytest.mark.slow, pytest.mark.long))]
 )
-def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
+def test_trial_of_a_killed_process_is_repeated(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pool: Executor = DeadlyPool(1, get_context("spawn")) if lost == "killed" else DyingPool(1)
-    with pool, raises("worker-died", MachineError):
+    with pool, raises("worker-died", MachineError, says="leakmel-trial-2"):
         searched(sets, tmp_path / "run", cluster=pool, again=0)
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert [t.state for t in memory.trials] == ["complete", "complete", "failed"]
-    assert "leakmel-trial-2" in memory.trials[2].error
+    assert [t.number for t in stored(tmp_path / "run")] == [0, 1]
+    assert [t.number for t in stored(tmp_path / "run", running=True)] == [2]
     with ThreadPoolExecutor(1) as other:
-        result = searched(sets, tmp_path / "run", cluster=other, again=0)
-    assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
-    assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
+        searched(sets, tmp_path / "run", cluster=other)
+    assert_same(tmp_path / "run", right)
 
 
 class BrokenPool(ThreadPoolExecutor):
@@ -479,19 +473,13 @@ def break_pool(*args: Any) -> None:
 def test_trials_of_a_broken_pool_are_repeated_if_several_were_running(sets: Path, tmp_path: Path) -> None:
     with BrokenPool(2) as pool, raises("worker-died", MachineError):
         searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert [t.number for t in memory.trials] == [0]
-    assert sorted(memory.running) == ["1", "2"]
-    recent, old = tmp_path / "run" / ".1.stop", tmp_path / "run" / ".2.stop"
-    for path in (recent, old):
-        path.touch()
-    os.utime(old, (0, 0))
+    assert [t.number for t in stored(tmp_path / "run")] == [0]
+    assert [t.number for t in stored(tmp_path / "run", running=True)] == [1, 2]
+    assert list((tmp_path / "run").glob(".*.stop")), "trainings that go on end after their epoch"
     with ThreadPoolExecutor(2) as pool:
         result = searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
     assert [t.state for t in result.trials] == ["complete"] * 4
-    assert recent.exists(), "a training of the interrupted search may not have seen it"
-    assert not old.exists()
+    assert not list((tmp_path / "run").glob(".*.stop"))
 
 
 class KilledWorker(Exception):
@@ -553,12 +541,12 @@ def arm() -> None:
     "Let this process die when it begins the second trial."
     from leakmel.learn.search import search as module
 
-    right = module._train_on_worker
+    right = module._train
 
-    def deadly(task: Any, n_together: int) -> Any:
-        return kill() if task.number == 1 else right(task, n_together)
+    def deadly(trial: Trial, *more: Any) -> Any:
+        return kill() if trial.number == 1 else right(trial, *more)
 
-    module._train_on_worker = deadly
+    module._train = deadly  # type: ignore[assignment]
 
 
 @pytest.mark.slow
@@ -588,8 +576,8 @@ def copy_without_a_trial(right: SearchResult, out: Path) -> None:
     shutil.rmtree(out / "trials" / "0002")
     noted = out / "search.json"
     values = json.loads(noted.read_bytes())
-    lost = values["trials"].pop(2)
-    values["running"] = {"2": lost["changes"]}
+    values["trials"][2] |= {"state": "running", "f1s": [], "val_losses": [], "seconds": 0.0, "best_epoch": 0}
+    del values["digest"]
     noted.write_text(json.dumps(values))
 
 
@@ -599,9 +587,7 @@ def test_trial_that_was_running_when_a_search_ended_is_continued(
     copy_without_a_trial(right, tmp_path / "run")
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert memory.running == {}
+    assert not stored(tmp_path / "run", running=True)
 
 
 def test_interrupted_search_stops_the_trainings_of_the_cluster(
@@ -618,9 +604,9 @@ def test_interrupted_search_stops_the_trainings_of_the_cluster(
         wait_until(lambda: list(out.glob(".*.stop")))
         return 0.5
 
-    def interrupt(s: Any, done: Any) -> None:
-        if done.number == 0:
-            return kept(s, done)
+    def interrupt(s: Any, *trials: Any) -> None:
+        if all(t.number == 0 or t.state == "running" for t in trials):
+            return kept(s, *trials)
         wait_until(lambda: len(came) == 2)
         raise KeyboardInterrupt
 
@@ -737,8 +723,12 @@ def test_ctrl_c_reports_how_to_resume(
 def test_finished_trial_without_record_is_not_trained_again(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dying(self: Any, done: Trial) -> None:
-        raise ZeroDivisionError
+    real_keep = module._Search.keep
+
+    def dying(self: Any, *trials: Trial) -> None:
+        if len(trials) == 1:
+            raise ZeroDivisionError
+        real_keep(self, *trials)
 
     copy_without_a_trial(right, tmp_path / "run")
     with monkeypatch.context() as m:
@@ -882,10 +872,10 @@ def test_restarted_search_gives_one_hint_when_interrupted(
         raise e
 
     monkeypatch.setattr(module, "train", dying)
-    for resume, n in (("never", 1), ("auto", 2)):
+    for resume in ("never", "auto"):
         with pytest.raises(KeyboardInterrupt) as raised:
             searched(sets, tmp_path / resume, resume=resume)
-        assert len(raised.value.__notes__) == n
+        assert len(raised.value.__notes__) == 1
         assert ("without resume='never'" in raised.value.__notes__[-1]) == (resume == "never")
 
 
@@ -899,7 +889,7 @@ def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResul
     for text in (
         "{}",
         "no JSON",
-        '{"format": "leakmel search 2", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
+        '{"format": "leakmel search 3", "identity": {}, "trials": [{"number": 0, "f1s": [], "val_losses": []}]}',
     ):
         (tmp_path / "spoilt" / "search.json").write_text(text)
         for resume in ("auto", "never"):
@@ -1051,17 +1041,17 @@ def test_ties_prefer_lower_loss_then_earlier_trial() -> None:
         trial(3, 0.8, 0.0),
         trial(4, 1.0, 0.0, "pruned"),
     ]
-    assert SearchState({}, trials).best.number == 1
-    assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0
+    assert best_of(trials).number == 1
+    assert best_of([trial(0, math.nan, 0.3)]).number == 0
 
 
 def test_a_trial_has_the_f1_of_the_epoch_that_was_kept(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A training keeps the lowest loss of epochs that differ by chance, which need not have the highest F1."
-    found = Trial(0, "complete", {}, (0.9, 0.8), (0.3, 0.1), 1.0, kept_epoch=2)
-    assert (found.f1, found.best_epoch) == (0.8, 2)
-    assert SearchState({}, [found, Trial(1, "complete", {}, (0.85,), (0.2,), 1.0)]).best.number == 1
+    found = Trial(0, "complete", {}, (0.9, 0.8), (0.3, 0.1), 1.0, best_epoch=2)
+    assert found.f1 == 0.8
+    assert best_of([found, Trial(1, "complete", {}, (0.85,), (0.2,), 1.0)]).number == 1
     real = module.train
 
     def first_kept(**how: Any) -> Any:
@@ -1069,11 +1059,13 @@ def test_a_trial_has_the_f1_of_the_epoch_that_was_kept(
 
     monkeypatch.setattr(module, "train", first_kept)
     searched(sets, tmp_path / "run", trials=1, again=0)
-    memory = read_state(tmp_path / "run")
-    assert memory is not None
-    assert [t.best_epoch for t in memory.trials] == [1]
-    assert [t.f1 for t in memory.trials] == [t.f1s[0] for t in memory.trials]
-    changed = (tmp_path / "run" / "search.json").read_text().replace('"kept_epoch": 1', '"kept_epoch": 9')
+    (only,) = stored(tmp_path / "run")
+    assert (only.best_epoch, only.f1) == (1, only.f1s[0])
+    changed = re.sub(
+        '"digest".*|(?<="best_epoch": )1',
+        lambda m: "9" * (m[0] == "1"),
+        (tmp_path / "run" / "search.json").read_text(),
+    )
     (tmp_path / "run" / "search.json").write_text(changed)
     with raises("not-a-search"):
         read_state(tmp_path / "run")
@@ -1081,15 +1073,12 @@ def test_a_trial_has_the_f1_of_the_epoch_that_was_kept(
 
 def test_an_undefined_figure_is_null_in_the_file(tmp_path: Path) -> None:
     "JSON has no NaN: other programs could not read the file."
-    memory = SearchState({}, [Trial(0, "complete", {}, (math.nan, 0.5), (math.nan, 0.1), 1.0)])
-    memory.again.append(SeedTrial(0, 1, math.nan, 1.0))
-    memory.write(tmp_path)
+    write_state(tmp_path, {}, [Trial(0, "complete", {}, (math.nan, 0.5), (math.nan, 0.1), 1.0)])
     assert b"NaN" not in (tmp_path / "search.json").read_bytes()
-    found = read_state(tmp_path)
-    assert found is not None
-    assert math.isnan(found.trials[0].f1s[0])
-    assert math.isnan(found.again[0].f1)
-    assert found.trials[0].f1 == 0.5
+    (found,) = stored(tmp_path)
+    assert math.isnan(found.f1s[0])
+    assert math.isnan(found.val_losses[0])
+    assert found.f1 == 0.5
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.inputs import TooShortWarning, open_training, trailing_silence
+from leakmel.learn.train.state import TooShortWarning, open_training, trailing_silence
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 RATE = 4096

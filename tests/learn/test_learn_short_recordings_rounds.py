@@ -19,7 +19,7 @@ from leakmel.learn.retrain.rounds import UNLABELLED, read_human_labels, recordin
 from leakmel.learn.retrain.rounds import draw_replay, select_segments, confident_segments
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.retrain.rounds import SegmentSubset
-from leakmel.learn.train.inputs import TooShortWarning
+from leakmel.learn.train.state import TooShortWarning
 from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.model.settings import TrainSettings
 

@@ -33,8 +33,8 @@ from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.model.files import latest_checkpoint, list_checkpoints, save_checkpoint
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.learn.train import loop
-from leakmel.learn.train.history import EpochFigures, is_better
-from leakmel.learn.train.inputs import open_training
+from leakmel.learn.train.state import EpochFigures, is_better
+from leakmel.learn.train.state import open_training
 from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.step import Stepper
 

@@ -34,7 +34,7 @@ from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
 from leakmel.learn.model.files import model_file
 from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.run import nightly
-from leakmel.learn.search.search import SearchState, Trial, read_state as read_search
+from leakmel.learn.search.search import Trial, read_state as read_search, write_state as write_search
 from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,7 +121,7 @@ def embeddings(tmp: Path) -> Case:
 
 def search(tmp: Path) -> Case:
     trials = [Trial(0, "complete", {"learning_rate": 0.01}, (0.25, 0.5), (0.75, float("nan")), 1.5)]
-    SearchState({"seed": 3}, trials).write(tmp)
+    write_search(tmp, {"seed": 3}, trials)
     return Case(path=tmp / "search.json", use=lambda: repr(read_search(tmp)))
 
 

@@ -76,7 +76,7 @@ from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import require_result
 from leakmel.learn.model.card import Overlap, find_overlap
 from leakmel.learn.model.files import CHAMPION_FILE, model_file
-from leakmel.learn.train.inputs import Sources, row_digests, too_short, trailing_silence
+from leakmel.learn.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:

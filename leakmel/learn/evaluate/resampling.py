@@ -67,7 +67,7 @@ from leakmel.learn.train.folds import (
     make_folds,
     run_fits,
 )
-from leakmel.learn.train.inputs import Sources, TrainingData, open_training
+from leakmel.learn.train.state import Sources, TrainingData, open_training
 from leakmel.learn.train.loop import folder_lock
 
 if TYPE_CHECKING:

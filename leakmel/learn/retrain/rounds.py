@@ -60,7 +60,7 @@ from leakmel.learn.model.card import provenance_of
 from leakmel.learn.model.card import Provenance, find_overlap
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.learn.train.inputs import TooShortWarning, TrainingData, row_digests, too_short
+from leakmel.learn.train.state import TooShortWarning, TrainingData, row_digests, too_short
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.learn.train.state import TrainingState
 

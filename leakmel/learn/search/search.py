@@ -7,14 +7,15 @@ __all__ = ['SearchResult', 'search']
 
 # %% ../../../nbs/learn/search/search.ipynb #3b96ed78
 import itertools, json, math, os, time, uuid, warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -32,27 +33,28 @@ from leakmel.core.errors import (
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
-from leakmel.core.run_plan import RowTable
-from leakmel.insight.plots import f32, styled_figure, plain_text, seconds_text
+from leakmel.core.run_plan import RowTable, user_path
+from leakmel.insight.page_figures import Section, write_report
+from leakmel.insight.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.learn.data.splits import LeakySplitWarning, Split
-from leakmel.learn.metrics.significance import plain
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.model.files import latest_checkpoint, remove_file
-from leakmel.learn.train.history import (
+from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
+from leakmel.learn.train.loop import folder_lock, train
+from leakmel.learn.train.state import (
     F1_COLOR,
     LOSS_COLOR,
     EpochFigures,
+    Sources,
+    TooShortWarning,
+    differences,
+    open_training,
     should_stop,
+    training_identity,
 )
-from leakmel.insight.page_figures import Section, write_report
-from leakmel.learn.train.inputs import Sources, TooShortWarning, differences, open_training, training_identity
-from leakmel.learn.train.loop import folder_lock, train
 
-Distribution = Any  # of Optuna, which need not be installed
-Study = Any
-Space = dict[str, Distribution]  # by setting
+Space = dict[str, Any]  # setting -> distribution of Optuna, which need not be installed
 
 
 def import_optuna() -> Any:  # the module; raises UsageError where it is not installed
@@ -78,50 +80,42 @@ _NOT_SEARCHED = {
 _SPACE_SYNTAX = '[low, high], {"low": ..., "high": ..., "log": true}, a list of values, or {"choices": [...]}'
 
 
-def _distribution(name: str, given: Any) -> Distribution:
+def _distribution(name: str, given: Any) -> Any:
     "Parse a range or a list of choices; raises UsageError."
     kinds = field_kinds(TrainSettings)[name]
     is_number = bool not in kinds and (int in kinds or float in kinds)
     tools = import_optuna().distributions
-    problem = "it is neither a range nor a list of at least two choices"
+    written = given
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
-        given = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
+        written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
     try:
-        match given:
+        match written:
             case {"choices": [_, _, *_] as values, **more} if not more:
                 choices = [tuple(v) if isinstance(v, list) else v for v in values]
-                if not any(v in choices[:k] for k, v in enumerate(choices)):
-                    with warnings.catch_warnings():  # lists cannot be stored in a database: they are not
-                        warnings.simplefilter("ignore")
-                        return tools.CategoricalDistribution(choices)
-                problem = "a choice is listed twice"
+                if any(v in choices[:k] for k, v in enumerate(choices)):
+                    raise ValueError("a choice is listed twice")
+                with warnings.catch_warnings(
+                    action="ignore"
+                ):  # lists cannot be stored in a database: they are not
+                    return tools.CategoricalDistribution(choices)
             case {"low": int() | float() as low, "high": int() | float() as high, **more} if is_number:
                 log = more.pop("log", name in LOG_SCALE_SETTINGS and low > 0)
-                if more or not isinstance(log, bool) or not low < high:
-                    raise ValueError("low must be below high, and log must be true or false")
-                if float in kinds:
-                    return tools.FloatDistribution(low, high, log=log)
-                if low % 1 or high % 1:
-                    raise ValueError("low and high must be whole numbers")
-                return tools.IntDistribution(int(low), int(high), log=log)
+                is_whole = float in kinds or not (low % 1 or high % 1)
+                if more or not isinstance(log, bool) or not low < high or not is_whole:
+                    raise ValueError(
+                        "low must be below high, both whole for a whole number, and log true or false"
+                    )
+                make = tools.FloatDistribution if float in kinds else tools.IntDistribution
+                return make(low, high, log=log)
+        raise ValueError("it is neither a range nor a list of at least two choices")
     except ValueError as e:
-        problem = f"the range cannot be used ({e})"
-    raise UsageError(
-        f"the search space of {name} is invalid: {problem}",
-        code="invalid-range",
-        found=repr(given),
-        expected=_SPACE_SYNTAX,
-    )
-
-
-def contains(
-    d: Distribution,
-    value: Any,  # of a setting
-) -> bool:
-    "Test whether a value lies in a range or is one of the choices."
-    choices = getattr(d, "choices", None)
-    return value in choices if choices else isinstance(value, (int, float)) and d.low <= value <= d.high
+        raise UsageError(
+            f"the search space of {name} is invalid: {e}",
+            code="invalid-range",
+            found=repr(given),
+            expected=_SPACE_SYNTAX,
+        ) from e
 
 
 def space_to_json(
@@ -160,10 +154,8 @@ DEFAULT_SPACE: dict[str, Any] = {
 
 
 def read_space(
-    given: Mapping[str, Any]
-    | str
-    | os.PathLike
-    | None,  # setting -> range or choices, JSON text of that, or a JSON file; None: `DEFAULT_SPACE`
+    # setting -> range or choices, JSON text of that, or a JSON file; None: `DEFAULT_SPACE`
+    given: Mapping[str, Any] | str | os.PathLike | None,
     base: TrainSettings,  # initial settings, and settings that are not searched
 ) -> Space:  # raises UsageError, DataError
     "Read and check a search space."
@@ -176,11 +168,15 @@ def read_space(
             written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
             cause, remedy = explain(e, given)
-            text = f"the search space cannot be read ({cause})"
-            raise DataError(text, code="cannot-be-read", path=given, remedy=remedy) from e
+            raise DataError(
+                f"the search space cannot be read ({cause})", code="cannot-be-read", path=given, remedy=remedy
+            ) from e
         except (ValueError, RecursionError) as e:
-            text = f"the search space is not valid JSON ({str(e)[:80]})"
-            raise UsageError(text, code="not-json", found=show_path(given)[:60]) from e
+            raise UsageError(
+                f"the search space is not valid JSON ({str(e)[:80]})",
+                code="not-json",
+                found=show_path(given)[:60],
+            ) from e
     if not isinstance(written, Mapping) or not written:
         raise UsageError(
             "the search space is empty or not a dictionary",
@@ -205,15 +201,12 @@ def read_space(
     return space
 
 # %% ../../../nbs/learn/search/search.ipynb #8f59b590
-_LOSS_SHARE = 1e-7
-
-
 def objective_of(
     f1: float,
     val_loss: float,
 ) -> float:  # higher is better
     "Compute the objective that a search maximises; an undefined F1 counts as 0."
-    return (0.0 if math.isnan(f1) else f1) - _LOSS_SHARE * (20.0 if math.isnan(val_loss) else val_loss)
+    return (0.0 if math.isnan(f1) else f1) - 1e-7 * (20.0 if math.isnan(val_loss) else val_loss)
 
 
 def changes_text(
@@ -226,25 +219,20 @@ def changes_text(
     )
 
 
-State = Literal["complete", "pruned", "failed", "running"]
-
-
 @dataclass(frozen=True)
 class Trial:
-    "A training of a search: one that is finished, or, for a study, one that is running."
+    "A training of a search, with the seed of the search or with another one."
 
     number: int  # from 0: the initial settings
-    state: State  # pruned: ended early, below the median
+    state: Literal["complete", "pruned", "failed", "running"]  # pruned: ended early, below the median
     changes: dict[str, Any]  # searched setting -> value, plain
     f1s: tuple[float, ...]  # of validation, after each epoch
     val_losses: tuple[float, ...]
     seconds: float  # training and validation
     error: str = ""  # why it failed
-    kept_epoch: int = 0  # number from 1 of the epoch whose weights the model has; 0: not known
-
-    def __post_init__(self):
-        if not 0 <= self.kept_epoch <= len(self.f1s):
-            raise ValueError(f"epoch {self.kept_epoch} of {len(self.f1s)}")
+    # number from 1 of the epoch whose weights the model has, else of the first one with the highest objective; 0: no epoch
+    best_epoch: int = 0
+    seed: int | None = None  # None: the seed of the search
 
     @property
     def objectives(self) -> list[float]:
@@ -252,17 +240,12 @@ class Trial:
         return [objective_of(*pair) for pair in zip(self.f1s, self.val_losses)]
 
     @property
-    def best_epoch(self) -> int:
-        "Number from 1 of the epoch that was kept, else of the first one with the highest objective; 0: no epoch."
-        return self.kept_epoch or (1 + self.objectives.index(max(self.objectives)) if self.f1s else 0)
-
-    @property
     def f1(self) -> float:
         return self.f1s[self.best_epoch - 1] if self.f1s else math.nan
 
     @property
     def objective(self) -> float:
-        return self.objectives[self.best_epoch - 1] if self.f1s else -math.inf
+        return self.objectives[self.best_epoch - 1]
 
     def __repr__(self) -> str:
         ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.error}"}
@@ -271,49 +254,49 @@ class Trial:
         )
 
 
-@dataclass(frozen=True)
-class SeedTrial:
-    "A training with the settings of a trial and another seed."
+def best_of(
+    trials: Iterable[Trial],  # at least one is complete
+) -> Trial:
+    "Return the complete trial with the highest objective, the earliest of equals."
+    return max((t for t in trials if t.state == "complete"), key=lambda t: t.objective)
 
-    trial: int  # its number; 0: the initial settings
-    seed: int
-    f1: float  # of its best epoch
-    seconds: float
+
+def trial_folder(
+    folder: Path,  # of the search
+    trial: Trial,
+) -> Path:
+    "Return the folder in which a trial is trained."
+    return folder / "trials" / (f"{trial.number:04d}" + ("" if trial.seed is None else f"-seed-{trial.seed}"))
 
 # %% ../../../nbs/learn/search/search.ipynb #501f7f2e
 def create_study(
-    trials: Sequence[Trial],  # finished
-    space: Space,
+    trials: Sequence[Trial],  # earlier ones, by number
+    space: Space,  # empty: to prune trials only
     base: TrainSettings,  # initial settings; some may lie outside of the space
     *,
-    number: int | None = None,  # of the trial to propose; None: the number of finished trials
-    running: Sequence[Mapping[str, Any]] = (),  # settings of trials that are being trained
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
-) -> Study:  # raises UsageError where Optuna is not installed
-    "Create an Optuna study of the finished trials that proposes the next one."
+) -> Any:  # raises UsageError where Optuna is not installed
+    "Create an Optuna study of the earlier trials that proposes and prunes the next one."
     optuna = import_optuna()
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # a search reports its own steps
+    seed = int(digest_of(f"search {base.seed} {len(trials)}".encode())[:8], 16)
     study = optuna.create_study(
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(
-            seed=int(
-                digest_of(f"search {base.seed} {len(trials) if number is None else number}".encode())[:8], 16
-            )
-        ),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=prune_after, n_warmup_steps=prune_epochs)
-        if prune_after
-        else optuna.pruners.NopPruner(),
+        sampler=optuna.samplers.TPESampler(seed=seed),
+        pruner=optuna.pruners.MedianPruner(prune_after or 1 << 62, n_warmup_steps=prune_epochs),
     )
     optuna.logging.set_verbosity(level)
-    names = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL", "running": "RUNNING"}
-    begun = [Trial(-1, "running", dict(changes), (), (), 0.0) for changes in running]
-    for t in [*begun, *trials]:
+    for t in trials:
         values = vars(trial_settings(base, t.changes))
-        own = {n: d for n, d in space.items() if contains(d, values[n])}
+        own = {
+            n: d
+            for n, d in space.items()
+            if (values[n] in d.choices if hasattr(d, "choices") else d.low <= values[n] <= d.high)
+        }
         over = optuna.trial.create_trial(
-            state=optuna.trial.TrialState[names[t.state]],
+            state=optuna.trial.TrialState["FAIL" if t.state == "failed" else t.state.upper()],
             value=t.objective if t.state == "complete" else None,
             params={n: values[n] for n in own},
             distributions=own,
@@ -323,26 +306,21 @@ def create_study(
     return study
 
 # %% ../../../nbs/learn/search/search.ipynb #d6d99bac
-MIN_TRIALS = 20
-
-
 def importances(
-    study: Study,
+    study: Any,  # of `create_study`
     names: Sequence[str],  # searched settings
 ) -> dict[str, float]:  # setting -> share, the largest first, sum 1; empty: too few trials
     "Compute the PED-ANOVA importance of each setting."
     complete = [t for t in study.trials if t.state.name == "COMPLETE" and set(t.params) == set(names)]
-    if len(complete) < MIN_TRIALS or len({t.value for t in complete}) < 2:
+    if len(complete) < 20 or len({t.value for t in complete}) < 2:
         return {}
-    optuna = import_optuna()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.25)
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator, params=list(names))
-    return {n: float(v) for n, v in found.items()}
+    tools = import_optuna().importance
+    with warnings.catch_warnings(action="ignore"):  # it is experimental
+        evaluator = tools.PedAnovaImportanceEvaluator(target_quantile=0.25)
+        return tools.get_param_importances(study, evaluator=evaluator, params=list(names))
 
 # %% ../../../nbs/learn/search/search.ipynb #e70106e9
-FORMAT = "leakmel search 2"
+FORMAT = "leakmel search 3"
 STATE = "search.json"
 TRIALS, MODEL, HISTORY = "trials", "model.pt", "history.csv"
 _RESULT_NAMES = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
@@ -353,47 +331,34 @@ def _finite(values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
-@dataclass
-class SearchState:
-    "State from which a search is resumed."
-
-    identity: dict[str, Any]  # data, settings and space, which identify the search
-    trials: list[Trial] = field(default_factory=list)  # finished, by number
-    again: list[SeedTrial] = field(default_factory=list)
-    running: dict[str, dict[str, Any]] = field(default_factory=dict)  # on a cluster: number -> settings
-
-    @property
-    def best(self) -> Trial:
-        "Complete trial with the highest objective, the earliest of equals; the first trial is always complete."
-        return max((t for t in self.trials if t.state == "complete"), key=lambda t: t.objective)
-
-    def write(self, folder: Path) -> None:
-        "Write the state file; raises OutputError."
-        write_whole(folder / STATE, sealed_json(_finite({"format": FORMAT, **asdict(self)})))
-
-
-def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-    return tuple(math.nan if v is None else v for v in values)
+def write_state(
+    folder: Path,
+    identity: Mapping[str, Any],  # data, settings and space, which identify the search
+    trials: Iterable[Trial],  # also those that are running
+) -> None:  # raises OutputError
+    "Write the state of a search."
+    values = {"format": FORMAT, "identity": identity, "trials": [asdict(t) for t in trials]}
+    write_whole(folder / STATE, sealed_json(_finite(values)))
 
 
 def read_state(
     folder: Path,
-) -> SearchState | None:  # None: the folder has no search; raises DataError for another kind of file
-    "Read the state of a search."
+) -> (
+    tuple[dict[str, Any], list[Trial]] | None
+):  # None: the folder has no search; raises DataError for another kind of file
+    "Read identity and trials of a search."
     path = folder / STATE
     if not path.exists():
         return None
     try:
         values = read_own_json(path)
-        if values.pop("format") != FORMAT:
-            raise ValueError("another format")
-        values.pop("digest", None)  # of a file that a person has edited
         for t in values["trials"]:
-            t |= {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])}
-        values["trials"] = [Trial(**t) for t in values["trials"]]
-        values["again"] = [SeedTrial(**a | {"f1": _numbers([a["f1"]])[0]}) for a in values["again"]]
-        return SearchState(**values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            t |= {n: tuple(np.array(t[n], float).tolist()) for n in ("f1s", "val_losses")}  # null is NaN
+        trials = [Trial(**t) for t in values["trials"]]
+        if values["format"] != FORMAT or not all(0 <= t.best_epoch <= len(t.f1s) for t in trials):
+            raise ValueError("another format")
+        return dict(values["identity"]), trials
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
             "the file is not the state of a search",
             code="not-a-search",
@@ -407,9 +372,10 @@ def resume_state(
     folder: Path,
     identity: Mapping[str, Any],  # plain values: `training_identity`, space and pruning
     resume: str,  # "auto", "always" or "never"
-) -> SearchState:  # raises UsageError, OutputError if the folder has another search or training, DataError if it has none to resume
-    "Return the state of the resumed or new search in a folder."
-    now = json.loads(json.dumps(identity))
+) -> list[
+    Trial
+]:  # raises UsageError, OutputError if the folder has another search or training, DataError if it has none to resume
+    "Return the trials of the resumed search in a folder; of a new one there are none."
     found = read_state(folder)
     if found is None and resume == "always":
         raise DataError(
@@ -429,11 +395,11 @@ def resume_state(
     if found is None or resume == "never":
         for path in (folder / TRIALS).glob("[0-9]*"):
             rmtree(path, ignore_errors=True)
-        found = SearchState(now)
-        found.write(folder)
-    own = [n for n in ("space", "pruning") if found.identity.get(n) != now[n]]
-    changed = [f"{n} was {found.identity.get(n)}, is now {now[n]}" for n in own]
-    if changed := changed + differences(found.identity, now):
+        return []
+    then, trials = found
+    own = [n for n in ("space", "pruning") if then.get(n) != identity[n]]
+    changed = [f"{n} was {then.get(n)}, is now {identity[n]}" for n in own] + differences(then, identity)
+    if changed:
         raise UsageError(
             "the folder holds another search",
             code="another-run-in-folder",
@@ -441,61 +407,13 @@ def resume_state(
             found="; ".join(changed),
             remedy="use its data, settings and space to resume it, or choose another folder; resume='never' starts over and replaces it",
         )
-    return found
-
-# %% ../../../nbs/learn/search/search.ipynb #bb280e4c
-def trial_table(
-    trials: Sequence[Trial],
-    names: Sequence[str],  # searched settings
-) -> pd.DataFrame:  # a row for each trial, indexed by its number
-    "Return the trials as a table."
-
-    def row(t: Trial) -> dict[str, Any]:
-        return {
-            "number": t.number,
-            "state": t.state,
-            "f1": t.f1,
-            "val_loss": t.val_losses[t.best_epoch - 1] if t.f1s else math.nan,
-            "best_epoch": t.best_epoch or None,
-            "epochs": len(t.f1s),
-            "seconds": round(t.seconds, 3),
-            **{n: ",".join(map(str, v)) if isinstance(v := t.changes[n], list) else v for n in names},
-            "error": t.error,
-        }
-
-    table = pd.DataFrame(map(row, trials)).set_index("number")
-    return table.astype({"best_epoch": "Int64"})  # missing where a trial failed in its first epoch
-
-
-def trial_folder(
-    folder: Path,  # of the search
-    number: int,
-    seed: int | None = None,  # None: the seed of the search
-) -> Path:
-    "Return the folder in which a trial is trained."
-    return folder / TRIALS / (f"{number:04d}" if seed is None else f"{number:04d}-seed-{seed}")
-
-
-def remove_leftovers(
-    folder: Path,  # of the search
-    state: SearchState,
-) -> None:  # raises OutputError
-    "Remove files that finished trials no longer need."
-    for a in state.again:
-        rmtree(trial_folder(folder, a.trial, a.seed), ignore_errors=True)
-    for t in state.trials:
-        kept = (HISTORY, MODEL) if t == state.best else (HISTORY,)
-        for path in trial_folder(folder, t.number).glob("*"):
-            if path.is_dir():
-                rmtree(path, ignore_errors=True)
-            elif path.name not in kept:
-                remove_file(path)
+    return trials
 
 # %% ../../../nbs/learn/search/search.ipynb #59c27879
 def verdict(
     best: Trial,
-    before: Sequence[SeedTrial],  # with the initial settings
-    after: Sequence[SeedTrial],  # the same seeds with the settings of the best trial
+    before: Sequence[Trial],  # with the initial settings
+    after: Sequence[Trial],  # the same seeds with the settings of the best trial
 ) -> tuple[bool | None, str]:  # whether it is shown to be better (None: not tested), and a sentence
     "Decide whether the best settings are better than the initial settings."
     if best.number == 0:
@@ -508,52 +426,15 @@ def verdict(
             "the best settings are not shown to be better: with other seeds their F1 is lower than that of the initial settings, or the ranges overlap",
         )
     n = len(after)
-    once_in = math.comb(2 * n, n)
     return (
         True,
-        f"the best settings are better with each of {n} other seeds (chance alone gives this once in {once_in:,} searches)",
-    )
-
-# %% ../../../nbs/learn/search/search.ipynb #8c0c9592
-def history_plot(
-    trials: Sequence[Trial],
-    best: Trial,
-) -> go.Figure:
-    "Draw the F1 of each trial, and the best one so far."
-    shown = [t for t in trials if t.f1s]
-    numbers = [t.number for t in shown]
-    symbols = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
-    points = go.Scatter(
-        name="trials",
-        x=numbers,
-        y=f32([t.f1 for t in shown]),
-        mode="markers",
-        marker=dict(color=F1_COLOR, symbol=[symbols[t.state] for t in shown], size=8),
-        customdata=[plain_text(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown],
-        hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
-    )
-    complete = pd.Series([t.f1 if t.state == "complete" else math.nan for t in shown])
-    best_line = go.Scatter(
-        name="best so far",
-        x=numbers,
-        y=f32(complete.cummax().ffill()),
-        mode="lines",
-        line=dict(color=LOSS_COLOR, width=2, shape="hv"),
-        hoverinfo="skip",
-    )
-    title = f"None of {len(trials):,} trials is better than the initial settings"
-    if best.number:
-        title = f"F1 {trials[0].f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {len(trials):,}"
-    return styled_figure(
-        [points, best_line],
-        title,
-        "F1 on validation, which also selected the best trial: the highest of many is too optimistic",
-        height=360,
-        xaxis=dict(title=dict(text="trial")),
-        yaxis=dict(title=dict(text="F1 of recordings")),
+        f"the best settings are better with each of {n} other seeds (chance alone gives this once in {math.comb(2 * n, n):,} searches)",
     )
 
 # %% ../../../nbs/learn/search/search.ipynb #d4f37636
+_SYMBOLS = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
@@ -564,7 +445,7 @@ class SearchResult(RowTable):
     settings: TrainSettings  # settings of the best trial
     detector: Detector  # detector of the best trial; its record stores the search
     model_path: Path  # file of the detector
-    again: tuple[SeedTrial, ...]  # trainings with other seeds
+    again: tuple[Trial, ...]  # trainings with other seeds
     importances: dict[str, float]  # searched setting -> share of the variance; empty: too few trials
     summary: dict[str, Any]  # plain values, as in summary.json
 
@@ -579,31 +460,82 @@ class SearchResult(RowTable):
         return self.summary["is_better"]
 
     def table(self) -> pd.DataFrame:
-        "Return the trials as a table."
-        return trial_table(self.trials, list(self.best.changes))
+        "Return the trials as a table, indexed by their numbers."
+        rows = [
+            {
+                "number": t.number,
+                "state": t.state,
+                "f1": t.f1,
+                "val_loss": t.val_losses[t.best_epoch - 1] if t.f1s else math.nan,
+                "best_epoch": t.best_epoch or None,
+                "epochs": len(t.f1s),
+                "seconds": round(t.seconds, 3),
+                **{n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in t.changes.items()},
+                "error": t.error,
+            }
+            for t in self.trials
+        ]
+        return pd.DataFrame(rows).set_index("number").astype({"best_epoch": "Int64"})
 
     def plots(self) -> dict[str, go.Figure]:
-        "Draw the trials."
-        return {"history": history_plot(self.trials, self.best)}
+        "Draw the F1 of each trial, and the best one so far."
+        shown = [t for t in self.trials if t.f1s]
+        numbers = [t.number for t in shown]
+        points = go.Scatter(
+            name="trials",
+            x=numbers,
+            y=f32([t.f1 for t in shown]),
+            mode="markers",
+            marker=dict(color=F1_COLOR, symbol=[_SYMBOLS[t.state] for t in shown], size=8),
+            customdata=[
+                plain_text(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown
+            ],
+            hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
+        )
+        complete = pd.Series([t.f1 if t.state == "complete" else math.nan for t in shown])
+        best_line = go.Scatter(
+            name="best so far",
+            x=numbers,
+            y=f32(complete.cummax().ffill()),
+            mode="lines",
+            line=dict(color=LOSS_COLOR, width=2, shape="hv"),
+            hoverinfo="skip",
+        )
+        best = self.best
+        n = f"{len(self.trials):,}"
+        gain = f"F1 {self.base.f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {n}"
+        figure = styled_figure(
+            [points, best_line],
+            gain if best.number else f"None of {n} trials is better than the initial settings",
+            "F1 on validation, which also selected the best trial: the highest of many is too optimistic",
+            height=360,
+            xaxis=dict(title=dict(text="trial")),
+            yaxis=dict(title=dict(text="F1 of recordings")),
+        )
+        return {"history": figure}
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield titles and values of the summary."
         s = self.summary
         best = self.best
-        ended = [f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"])]
-        of_which = f", of which {', '.join(ended)}" if ended else ""
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in self.importances.items())
+        ended = ", ".join(f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"]))
+        f1s = [[a.f1 for a in self.again if a.number == n] for n in (0, best.number)]
+        seeds = " for the initial settings, ".join(f"{min(v):.4f} to {max(v):.4f}" for v in f1s if v)
         found = (  # the title, the text, and whether it is shown
-            ("BEWARE", s["stamp"], bool(s["stamp"])),
-            ("trials", f"{len(self.trials):,} of {s['trials_wanted']:,}{of_which}", True),
-            ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
+            ("BEWARE", s["stamp"], s["stamp"]),
             (
-                "best",
-                f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
-                best.number > 0,
+                "trials",
+                f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
+                True,
             ),
-            ("seeds", _seeds_text(s["other_seeds"]), s["other_seeds"] is not None),
-            ("settings", f"importance (PED-ANOVA, approximate): {shares}", bool(shares)),
+            ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
+            ("best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}", best.number),
+            ("seeds", f"F1 with other seeds: {seeds} for the best ones", s["other_seeds"]),
+            (
+                "settings",
+                f"importance (PED-ANOVA, approximate): {', '.join(f'{n} {v:.2f}' for n, v in self.importances.items())}",
+                self.importances,
+            ),
             ("verdict", s["verdict"], True),
             (
                 "note",
@@ -615,300 +547,236 @@ class SearchResult(RowTable):
         )
         yield from ((title, text) for title, text, is_shown in found if is_shown)
 
-
-def _seeds_text(seeds: Mapping[str, Any] | None) -> str:
-    "Say how the trainings with other seeds ended."
-    if seeds is None:
-        return ""
-    n = seeds["seeds"]
-    old, new = (
-        "undefined" if None in seeds[k] else "{:.4f} to {:.4f}".format(*seeds[k]) for k in ("base", "best")
-    )
-    return f"F1 with {n} other seed{'s' * (n != 1)}: {old} for the initial settings, {new} for the best ones"
-
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac2
-class _Pruned(Exception):
-    "The trial was pruned."
-
-
-class _Stopped(Exception):
-    "The search has ended."
-
-
-_MAX_FAILURES = 4  # in a row; one more ends the search
-_STOP_FILE_S = 86_400  # age of stop files that are removed: until then a training of an interrupted search may not have seen it
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Task:
-    "A training of a search, in any process."
-
-    folder: Path  # of the search
-    base: TrainSettings
-    space: Space
-    pruning: dict[str, Any]  # as `create_study` takes it
-    how: dict[str, Any]  # other arguments of `train`
-    stop_file: Path | None  # where this file appears, the training ends; None: this process trains
-    number: int = 0
-    changes: dict[str, Any] = field(default_factory=dict)
-    earlier: tuple[Trial, ...] = ()  # finished trials, with which pruning compares
-    seed: int | None = None  # other seed, and no pruning
-
-    @property
-    def settings(self) -> TrainSettings:
-        own = self.changes if self.seed is None else self.changes | {"seed": self.seed}
-        return trial_settings(self.base, own)
-
-
-_Trained = tuple[Trial, Exception | None]  # result of a training, and the error that ended it
-
-
-def _train(task: _Task, note: Callable[[str], None] = lambda text: None) -> _Trained:
+def _train(
+    trial: Trial,  # running
+    folder: Path,  # of the search
+    base: TrainSettings,
+    earlier: Sequence[Trial],  # finished trials, with which pruning compares
+    pruning: dict[str, int],  # as `create_study` takes it
+    how: dict[str, Any],  # other arguments of `train`
+    stop_file: Path | None,  # where this file appears, the training ends
+    n_together: int,  # trainings at the same time on a cluster; 0: there is none
+    note: Callable[[str], object] = str,  # called after each epoch
+) -> tuple[Trial, Exception | None]:  # result of the training, and the error that ended it
     "Train, or continue an interrupted training; prune the trial where the earlier trials are better."
-    settings, epochs = task.settings, list[EpochFigures]()
-    trial = create_study(task.earlier, task.space, task.base, number=task.number, **task.pruning).ask()
-
-    def after_epoch(e: EpochFigures) -> None:
-        if task.stop_file is not None and task.stop_file.exists():
-            raise _Stopped
-        if task.seed is not None:
-            return
-        epochs.append(e)
-        trial.report(objective_of(e.f1, e.val_loss), len(epochs))
-        note(f"trial {task.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
-        if len(epochs) >= settings.epochs or should_stop(epochs, settings.early_stop_epochs):
-            return  # this was the last epoch
-        if trial.should_prune():
-            raise _Pruned
-
-    state: State = "complete"
-    error: Exception | None = None
-    kept_epoch = 0
-    here = trial_folder(task.folder, task.number, task.seed)
-    try:
-        if task.seed is None and (saved := latest_checkpoint(here / "checkpoints")) is not None:
-            for e in saved[1].get("epochs", []):
-                after_epoch(EpochFigures(**e))
-        how = task.how | {"device": pick_device(task.how["device"])}
-        with warnings.catch_warnings():
-            for kind in (LeakySplitWarning, TooShortWarning):
-                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
-            result = train(out=here, settings=settings, progress=False, after_epoch=after_epoch, **how)
-        epochs = list(result.epochs)
-        kept_epoch = result.best_epoch
-    except _Pruned:
-        state = "pruned"
-    except (DataError, MachineError) as e:
-        state, error = "failed", e
-    f1s = tuple(e.f1 for e in epochs)
-    losses = tuple(e.val_loss for e in epochs)
-    reason = "" if error is None else str(error)
-    seconds = sum(e.seconds for e in epochs)
-    return Trial(task.number, state, task.changes, f1s, losses, seconds, reason, kept_epoch), error
-
-
-def _train_on_worker(task: _Task, n_together: int) -> _Trained:
-    "Train in a process of a cluster."
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, cores_of_task(n_together)))
-    try:
-        return _train(task)
-    finally:
-        torch.set_num_threads(before)
+    optuna = import_optuna()
+    here = trial_folder(folder, trial)
+    settings = trial_settings(base, trial.changes | ({} if trial.seed is None else {"seed": trial.seed}))
+    epochs = list[EpochFigures]()
+    probe = create_study(earlier, {}, base, **pruning).ask()
 
+    def after_epoch(e: EpochFigures) -> None:
+        epochs.append(e)
+        probe.report(objective_of(e.f1, e.val_loss), len(epochs))
+        note(f"trial {trial.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
+        is_stopped = stop_file is not None and stop_file.exists()
+        is_last = len(epochs) >= settings.epochs or should_stop(epochs, settings.early_stop_epochs)
+        if is_stopped or trial.seed is None and not is_last and probe.should_prune():
+            raise optuna.TrialPruned
 
+    done = replace(trial, state="pruned")
+    error: Exception | None = None
+    with ExitStack() as stack, warnings.catch_warnings(), suppress(optuna.TrialPruned):
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if n_together:
+            torch.set_num_threads(min(torch.get_num_threads(), cores_of_task(n_together)))
+        try:
+            if (saved := latest_checkpoint(here / "checkpoints")) is not None:
+                for e in saved[1].get("epochs", []):
+                    after_epoch(EpochFigures(**e))
+            for kind in (LeakySplitWarning, TooShortWarning):
+                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
+            own = {"out": here, "settings": settings, "device": pick_device(how["device"])}
+            result = train(**how | own, progress=False, after_epoch=after_epoch)
+            done = replace(trial, state="complete", best_epoch=result.best_epoch)
+        except (DataError, MachineError) as e:
+            error = e
+            done = replace(trial, state="failed", error=str(e))
+    objectives = [objective_of(e.f1, e.val_loss) for e in epochs]
+    done = replace(
+        done,
+        f1s=tuple(e.f1 for e in epochs),
+        val_losses=tuple(e.val_loss for e in epochs),
+        seconds=sum(e.seconds for e in epochs),
+        best_epoch=done.best_epoch or (1 + objectives.index(max(objectives)) if epochs else 0),
+    )
+    return done, error
+
+# %% ../../../nbs/learn/search/search.ipynb #b7526ac3
 @dataclass(eq=False)
 class _Search:
     "A search in its folder."
 
-    plan: _Task  # what all trainings have in common
-    state: SearchState
+    folder: Path
+    identity: dict[str, Any]  # plain values: data, settings and space
+    base: TrainSettings
+    space: Space
+    pruning: dict[str, int]  # as `create_study` takes it
+    how: dict[str, Any]  # other arguments of `train`
     bar: Progress
     show: str  # as for Progress
     client: Any  # of `open_cluster`; None: this process trains
+    stop_file: Path | None
+    # by number and seed, in the order in which they began
+    rows: dict[tuple[int, int | None], Trial] = field(default_factory=dict)
+    reserve: float = 0.0  # seconds of the trainings with other seeds
 
-    def __post_init__(self):
-        self.folder = self.plan.folder
-        self.submitted = set[int]()  # numbers of the trials of this call
-        self.in_time = True  # time is left for trials after that for other seeds
-        for old in self.folder.glob(".*.stop"):
-            with suppress(OSError):
-                if time.time() - old.stat().st_mtime > _STOP_FILE_S:
-                    old.unlink()
+    @property
+    def trials(self) -> list[Trial]:
+        "Finished trials by number; the first one is always complete."
+        return [t for t in self.rows.values() if t.seed is None and t.state != "running"]
 
-    def study(self, **more: Any) -> Study:
-        return create_study(self.state.trials, self.plan.space, self.plan.base, **self.plan.pruning, **more)
+    def keep(self, *trials: Trial) -> None:
+        "Store trials, and remove files that finished ones no longer need; raises OutputError."
+        self.rows |= {(t.number, t.seed): t for t in trials}
+        write_state(self.folder, self.identity, self.rows.values())
+        for t in self.rows.values():
+            here = trial_folder(self.folder, t)
+            if t.seed is not None:
+                rmtree(here, ignore_errors=True)
+            for path in here.glob("*") if t.state != "running" else ():
+                if path.is_dir():
+                    rmtree(path, ignore_errors=True)
+                elif path.name not in (HISTORY, MODEL if t is best_of(self.trials) else HISTORY):
+                    remove_file(path)
 
-    def trained(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Trained]]:
-        "Train here or on the cluster; the next task is taken after a result was used."
+    def trained(self, trials: Iterator[Trial]) -> Iterator[tuple[Trial, Exception | None]]:
+        "Train here or on the cluster; the next trial is taken after a result was used."
+        given = list[Trial]()
+
+        def calls(*more: Any) -> Iterator[Any]:
+            for trial in trials:
+                given.append(trial)
+                yield (
+                    trial,
+                    self.folder,
+                    self.base,
+                    self.trials,
+                    self.pruning,
+                    self.how,
+                    self.stop_file,
+                    *more,
+                )
+
         if self.client is None:
-            for task in tasks:
-                yield task, _train(task, lambda text: self.bar.update(self.bar.n_done, text))
+            yield from itertools.starmap(
+                _train, calls(0, lambda text: self.bar.update(self.bar.n_done, text))
+            )
             return
-        n, given = n_processes(self.client), list[_Task]()
-
-        def calls() -> Iterator[tuple[_Task, int]]:
-            for task in tasks:
-                given.append(task)
-                yield task, n
-
+        n = n_processes(self.client)
         names = (f"leakmel-trial-{given[-1].number}" for _ in itertools.count())
-        finished = run_tasks(self.client, _train_on_worker, calls(), names, most=n, yield_deaths=True)
-        with closing(finished):
-            for k, result in finished:
-                task = given[k]
-                if isinstance(result, MachineError):
-                    result = Trial(task.number, "failed", task.changes, (), (), 0.0, str(result)), result
-                yield task, result
+        results = run_tasks(self.client, _train, calls(n), names, most=n, yield_deaths=True)
+        with closing(results):
+            for k, result in results:
+                is_dead = isinstance(result, MachineError)
+                yield (replace(given[k], state="failed", error=str(result)), result) if is_dead else result
 
-    def propose(self) -> _Task:
-        "Return the next trial: one that was being trained when a search on a cluster ended, or a new one."
-        used = self.submitted | {t.number for t in self.state.trials}
-        number = next(k for k in itertools.count() if k not in used)
-        changes = self.state.running.get(str(number))
-        if changes is None:
-            running = [self.state.running[str(k)] for k in self.submitted if str(k) in self.state.running]
-            study = self.study(number=number, running=running)
-            values = study.ask(self.plan.space).params if number else vars(self.plan.base)
-            changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.plan.space}
-        self.submitted.add(number)
-        if self.client is not None:  # with other trials at its side, it would not be proposed again
-            self.state.running[str(number)] = changes
-            self.state.write(self.folder)
-        return replace(self.plan, number=number, changes=changes, earlier=tuple(self.state.trials))
+    def proposals(self, n_trials: int, again: int, ends: float, seconds: float) -> Iterator[Trial]:
+        "Yield trials until their number or the time is reached; those that were begun earlier are continued."
+        for number in range(n_trials):
+            trial = self.rows.get((number, None))
+            if trial is not None and trial.state != "running":
+                continue
+            if done := self.trials:
+                n_seeds = sum(seed is not None and n in (0, best_of(done).number) for n, seed in self.rows)
+                self.reserve = max(0, 2 * again - n_seeds) * max(t.seconds for t in done)
+                if time.monotonic() > ends - (self.reserve if self.reserve < seconds else 0.0):
+                    return
+            if trial is None:
+                begun = [t for t in self.rows.values() if t.seed is None]
+                proposed = create_study(begun, self.space, self.base).ask(self.space).params
+                values = proposed if number else vars(self.base)
+                changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
+                trial = Trial(number, "running", changes, (), (), 0.0)
+                self.keep(trial)  # so that it is continued with the same settings
+            yield trial
 
-    def keep(self, done: Trial | SeedTrial) -> None:
-        "Store a finished training."
-        if isinstance(done, Trial):
-            self.state.trials.append(done)
-            self.state.trials.sort(key=lambda t: t.number)
-            self.state.running.pop(str(done.number), None)
-        else:
-            self.state.again.append(done)
-        self.state.write(self.folder)
-        remove_leftovers(self.folder, self.state)
-
-    def proposals(self, trials: int, began: float, seconds: float, again: int) -> Iterator[_Task]:
-        "Yield trials until their number or the time is reached."
-        done = self.state.trials
-        while len({*self.submitted, *(t.number for t in done)}) < trials:
-            reserve = seconds_for_seeds(self.state, again) if done else 0.0
-            self.in_time = reserve < seconds
-            deadline = began + seconds - (reserve if self.in_time else 0.0)
-            if done and time.monotonic() > deadline:
-                return
-            yield self.propose()
-
-    def run(self, trials: int, seconds: float, again: int) -> None:
+    def run(self, n_trials: int, again: int, seconds: float) -> None:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
-        began = time.monotonic()
-        done = self.state.trials
-        for most in (
-            (1, trials) if not done else (trials,)
-        ):  # the first trial must succeed before others begin
-            lost = list[tuple[Trial, Exception]]()  # of processes that ended
-            for _, (trial, error) in self.trained(self.proposals(most, began, seconds, again)):
-                if error is not None and all(t.state == "failed" for t in done[-_MAX_FAILURES:]):
-                    raise error  # the first trial must succeed, and one of several in a row
-                if error is not None and isinstance(error.__cause__, BrokenExecutor):
-                    lost.append((trial, error))
-                    continue
+        ends = time.monotonic() + seconds
+        for most in (1, n_trials):  # the first trial must succeed before others begin
+            for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
+                # five failures in a row, or an executor that accepts nothing more: the next search repeats its trials
+                is_failing = all(t.state == "failed" for t in self.trials[-4:])
+                if error is not None and (is_failing or isinstance(error.__cause__, BrokenExecutor)):
+                    raise error
                 self.keep(trial)
-                so_far = self.state.best
-                self.bar.update(len(done), f"best F1 {so_far.f1:.4f} in trial {so_far.number}")
+                best = best_of(self.trials)
+                self.bar.update(len(self.trials), f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
-            if len(lost) == 1:
-                self.keep(lost[0][0])
-            if (
-                lost
-            ):  # with several, the one that ended the processes is not known: the next search repeats all
-                raise lost[0][1]
-        best = self.state.best.number
-        if not best or not self.in_time and len(done) < trials:
+        best = best_of(self.trials)
+        if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
             return
-        seeds = [(self.plan.base.seed + 1 + k) % (1 << 63) for k in range(again)]
-        have = {(a.trial, a.seed) for a in self.state.again}
-        changes = {trial.number: trial.changes for trial in done}
-        wanted = [(n, seed) for seed in seeds for n in (0, best) if (n, seed) not in have]
-        tasks = (replace(self.plan, number=n, changes=changes[n], seed=seed) for n, seed in wanted)
-        for task, (trial, error) in self.trained(tasks):
+        seeds = [(self.base.seed + 1 + k) % (1 << 63) for k in range(again)]
+        wanted = (replace(t, seed=seed) for seed in seeds for t in (self.rows[0, None], best))
+        for trial, error in self.trained(t for t in wanted if (t.number, t.seed) not in self.rows):
             if error is not None:
                 raise error
-            self.keep(SeedTrial(task.number, task.settings.seed, trial.f1, trial.seconds))
-            announce(f"trial {task.number} with seed {task.settings.seed}: F1 {trial.f1:.4f}", show=self.show)
+            self.keep(trial)
+            announce(f"trial {trial.number} with seed {trial.seed}: F1 {trial.f1:.4f}", show=self.show)
 
-    def conclude(self, trials: int, again: int, stamp: str) -> SearchResult:
+    def conclude(self, n_trials: int, again: int, stamp: str) -> SearchResult:
         "Write model, table, figures and summary from the state."
-        state = self.state
-        best = state.best
-        before, after = (
-            [a for a in state.again if best.number and a.trial == n][:again] for n in (0, best.number)
-        )
+        trials = self.trials
+        best = best_of(trials)
+        seeded = [t for t in self.rows.values() if t.seed is not None and best.number]
+        before, after = ([t for t in seeded if t.number == n][:again] for n in (0, best.number))
         is_better, sentence = verdict(best, before, after)
-        seeds = {
-            name: [plain(min(f1s)), plain(max(f1s))] if not any(map(math.isnan, f1s)) else [None, None]
+        ranges = {
+            name: [float(f([t.f1 for t in own])) for f in (np.min, np.max)]
             for name, own in (("base", before), ("best", after))
-            if (f1s := [a.f1 for a in own])
+            if before and after
         }
         chosen = {
-            "trials": len(state.trials),
+            "trials": len(trials),
             "trial": best.number,
-            "f1": plain(best.f1),
-            "f1_of_base": plain(state.trials[0].f1),
+            "f1": best.f1,
+            "f1_of_base": trials[0].f1,
             "is_better": is_better,
             "verdict": sentence,
-            "other_seeds": {"seeds": len(before), **seeds} if before and after else None,
+            "other_seeds": {"seeds": len(before), **ranges} if ranges else None,
             "note": "selected by its F1 on validation, the highest of all trials: that figure is too optimistic; evaluate the model on test recordings",
         }
-        names = list(self.plan.space)
-        shares = importances(self.study(), names)
-        states = [t.state for t in state.trials]
+        shares = importances(create_study(trials, self.space, self.base), list(self.space))
         summary = {
             "ok": True,
             **chosen,
-            **{f"{name}_trials": states.count(name) for name in ("complete", "pruned", "failed")},
-            "trials_wanted": trials,
+            **{f"{s}_trials": sum(t.state == s for t in trials) for s in ("complete", "pruned", "failed")},
+            "trials_wanted": n_trials,
             "model": show_path(self.folder / MODEL),
             "stamp": stamp,
             "changes": best.changes,
-            "base": state.trials[0].changes,
-            "settings": state.identity["settings"] | best.changes,
+            "base": trials[0].changes,
+            "settings": self.identity["settings"] | best.changes,
             "importances": shares,
-            "device": str(self.plan.how["device"]),
-            "seconds": sum(t.seconds for t in state.trials) + sum(a.seconds for a in state.again),
+            "device": str(self.how["device"]),
+            "seconds": sum(t.seconds for t in self.rows.values()),
         }
-        detector = load_detector(trial_folder(self.folder, best.number) / MODEL)
-        detector.record = detector.record | {"search": chosen}
-        detector.save(self.folder / MODEL)
-        table = trial_table(state.trials, names).reset_index().astype(object)
-        write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
-        write_whole(self.folder / "summary.json", json.dumps(_finite(summary), indent=1) + "\n", sync=False)
+        detector = load_detector(trial_folder(self.folder, best) / MODEL)
+        detector.record = detector.record | {"search": _finite(chosen)}
         result = SearchResult(
             folder=self.folder,
-            trials=tuple(state.trials),
+            trials=tuple(trials),
             best=best,
-            settings=trial_settings(self.plan.base, best.changes),
+            settings=trial_settings(self.base, best.changes),
             detector=detector,
-            model_path=self.folder / MODEL,
-            again=tuple(before + after),
+            model_path=detector.save(self.folder / MODEL),
+            again=(*before, *after),
             importances=shares,
-            summary=summary,
+            summary=_finite(summary),
         )
-        title = f"Hyperparameter search, {len(state.trials):,} trials"
-        figures = Section("Trials", [*result.plots().values(), table])
-        write_report(self.folder / "report.html", title, sentence, [Section("Summary", [result]), figures])
+        table = result.table().reset_index().astype(object)
+        write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
+        write_whole(self.folder / "summary.json", json.dumps(result.summary, indent=1) + "\n", sync=False)
+        sections = [Section("Summary", [result]), Section("Trials", [*result.plots().values(), table])]
+        title = f"Hyperparameter search, {len(trials):,} trials"
+        write_report(self.folder / "report.html", title, sentence, sections)
+        for path in self.folder.glob(".*.stop"):  # of interrupted searches, whose trials are finished
+            remove_file(path)
         return result
-
-
-def seconds_for_seeds(
-    state: SearchState,
-    again: int,  # other seeds
-) -> float:
-    "Estimate the time of the other seeds by the longest trial."
-    done = sum(min(again, sum(a.trial == n for a in state.again)) for n in {0, state.best.number})
-    return max(0, 2 * again - done) * max(t.seconds for t in state.trials)
 
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
 def _check_arguments(
@@ -922,10 +790,9 @@ def _check_arguments(
             expected=", ".join(RESUME),
         )
     for name, value in numbers.items():
-        kinds = (int, float) if name == "hours" else (int,)
-        if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
+        kinds = (int, float, type(None)) if name == "hours" else (int,)
+        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
-
     if settings.detector not in ("auto", "cnn"):
         raise UsageError(
             "a search trains networks only, but another kind of detector was asked for",
@@ -941,12 +808,10 @@ def search(
     validation: Sources | None = None,  # data sets that evaluate the trials
     *,
     out: str | os.PathLike,  # folder of the search; an interrupted search there is resumed
-    space: Mapping[str, Any]
-    | str
-    | os.PathLike
-    | None = None,  # setting -> [low, high] or a list of choices, JSON text or a JSON file of that; None: the default space
-    settings: TrainSettings
-    | None = None,  # initial settings, and settings that are not searched; None: the defaults
+    # setting -> [low, high] or a list of choices, JSON text or a JSON file of that; None: the default space
+    space: Mapping[str, Any] | str | os.PathLike | None = None,
+    # initial settings, and settings that are not searched; None: the defaults
+    settings: TrainSettings | None = None,
     trials: int = 30,  # number of trials, including the initial settings
     hours: float | None = None,  # time limit of this call, after which no trial begins; None: no limit
     again: int = 2,  # number of other seeds with which the best and the initial settings are trained; 0: none
@@ -962,19 +827,18 @@ def search(
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1" ...
     checkpoints: CheckpointSettings | None = None,  # when a trial stores its state; None: the defaults
     progress: bool | str = True,  # True, False, "auto", "notebook", "terminal", "log" or "none"
-    cluster: Cluster
-    | None = None,  # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
+    # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
+    cluster: Cluster | None = None,
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
-    numbers = {"trials": trials, "again": again, **pruning, "hours": 1 if hours is None else hours}
     given = settings or TrainSettings()
-    _check_arguments(resume, numbers, given)
+    _check_arguments(resume, {"trials": trials, "again": again, **pruning, "hours": hours}, given)
     began = time.monotonic()
     base = replace(given, detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
-    folder = Path(os.path.abspath(os.path.expanduser(out)))
+    folder = user_path(out)
     how: dict[str, Any] = dict(
         leak_label=leak_label,
         kind=kind,
@@ -992,34 +856,32 @@ def search(
                 code="validation-missing",
                 remedy="pass validation=, or a split with a validation part",
             )
-        identity = training_identity(data, base := with_length(base, len(data.training)))
-        identity |= {"space": space_to_json(found), "pruning": list(pruning.values())}
+        base = with_length(base, len(data.training))
+        own = {"space": space_to_json(found), "pruning": list(pruning.values())}
+        identity = json.loads(json.dumps(training_identity(data, base) | own))
         stamp = "" if data.split is None else data.split.stamp
-    on = pick_device(device) if cluster is None else device  # of a cluster, each process picks its own
-    how |= dict(device=on, checkpoints=checkpoints)
+    # of a cluster, each process picks its own device
+    how |= {"device": pick_device(device) if cluster is None else device, "checkpoints": checkpoints}
     with (
         nullcontext() if cluster is None else open_cluster(cluster) as client,
         folder_lock(folder, "search or training"),
         Progress(trials, unit="trials", label="search", show=show) as bar,
     ):
         stop_file = None if client is None else folder / f".{uuid.uuid4().hex[:8]}.stop"
-        plan = _Task(folder, base, found, pruning, how, stop_file)
-        s = _Search(plan, resume_state(folder, identity, resume), bar, show, client)
+        before = resume_state(folder, identity, resume)
+        s = _Search(folder, identity, base, found, pruning, how, bar, show, client, stop_file)
         try:
-            remove_leftovers(folder, s.state)
-            bar.update(len(s.state.trials), f"{len(s.state.trials):,} trials finished before")
-            ends = math.inf if hours is None else began + 3600 * hours
-            s.run(trials, ends - time.monotonic(), again)
+            s.keep(*before)
+            bar.update(len(s.trials), f"{len(s.trials):,} trials finished before")
+            s.run(trials, again, math.inf if hours is None else began + 3600 * hours - time.monotonic())
             return s.conclude(trials, again, stamp)
         except BaseException as e:
             if stop_file is not None:
                 with suppress(OSError):
                     stop_file.touch()  # trainings on the cluster end after their epoch
-            if isinstance(e, Exception):
-                raise
-            if resume == "never":
-                e.__notes__ = []  # the interrupted training advises to run the same command
-            option = f" without resume={resume!r}" if resume == "never" else ""
-            done = f"The search was interrupted after {len(s.state.trials):,} trials"
-            e.add_note(f"{done}: run the same command{option} to resume it ({show_path(folder)})")
+            if not isinstance(e, Exception):
+                # in place of the note of the training
+                same = "the same command" + (" without resume='never'" if resume == "never" else "")
+                done = f"The search was interrupted after {len(s.trials):,} trials"
+                e.__notes__ = [f"{done}: run {same} to resume it ({show_path(folder)})"]
             raise

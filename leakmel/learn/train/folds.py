@@ -47,7 +47,7 @@ from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, plat
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.learn.model.spectral import SpectralFeatures, fit_spectral, spectral_features
-from leakmel.learn.train.inputs import TrainingData
+from leakmel.learn.train.state import TrainingData
 from leakmel.learn.train.state import TrainingState, detector_facts, detector_of
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import join, quote
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
+import pandas as pd
 
 from leakmel.audio.labels import LabelTable, counts_text
 from leakmel.audio.wav import digest_of
@@ -49,20 +50,24 @@ from leakmel.learn.train.folds import (
     joined_groups,
     with_decision,
 )
-from leakmel.learn.train.history import EpochFigures, TrainingDisplay, history_table, write_history
-from leakmel.learn.train.inputs import Sources, TrainingData, differences, open_training, training_identity
 from leakmel.learn.train.state import (
+    EpochFigures,
+    Sources,
+    TrainingData,
+    TrainingDisplay,
     TrainingState,
     data_record,
     detector_of,
+    differences,
     end_epoch,
+    history_table,
+    open_training,
     restore_checkpoint,
     to_checkpoint,
+    training_identity,
+    write_history,
 )
 from leakmel.learn.train.step import loader_advice
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _LOG = logging.getLogger("leakmel")
 
@@ -301,7 +306,7 @@ class TrainResult(RowTable):
     seconds: float  # duration of the training, with interrupted runs
 
     @property
-    def history(self) -> "pd.DataFrame":
+    def history(self) -> pd.DataFrame:
         "Return the epochs as a table."
         return history_table(self.epochs)
 
@@ -335,13 +340,13 @@ class TrainResult(RowTable):
         if not choice:
             return []
         groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
-        texts = [f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"]
-        texts += [
+        tried = [
             f"{t['kind']}: AUC {t['auc']:.3f} (standard error {t['error']:.3f}), "
             f"balanced accuracy {t['balanced_accuracy']:.3f}, {t['seconds']:.1f} s"
             for t in choice["tried"]
         ]
-        return [("", text) for text in texts]
+        first = f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"
+        return [("", text) for text in (first, *tried)]
 
     def _epoch_rows(self) -> list[tuple[str, str]]:
         "Return the rows on epochs."
@@ -349,14 +354,13 @@ class TrainResult(RowTable):
             return []
         s = self.summary
         best = self.epochs[self.best_epoch - 1]
-        stopped = ", stopped early" if s["stopped_early"] else ""
         f1 = "not known: there was no validation, so the last epoch was kept"
         if not math.isnan(best.f1):
             n = s["validation"]["recordings"]
             f1 = f"{best.f1:.4f} of {n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
-        planned = s["settings"]["epochs"]
+        of = f"{s['settings']['epochs']}{', stopped early' if s['stopped_early'] else ''}"
         return [
-            ("epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"),
+            ("epochs", f"{len(self.epochs)} of {of}; the best is {self.best_epoch}"),
             ("F1", f1),
         ]
 
