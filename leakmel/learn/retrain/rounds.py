@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from leakmel import __version__
 from leakmel.audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
@@ -78,9 +79,6 @@ from leakmel.learn.train.inputs import TooShortWarning, TrainingData, row_digest
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.learn.train.state import TrainingState
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #910813c8
 _NETWORK_SETTINGS = ("channels", "dropout")
 
@@ -111,8 +109,12 @@ def round_settings(
             "learning_rate": max(before.learning_rate / 4, 1e-9),
         }
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
-    nets = (m.settings for m in champion.members if isinstance(m, LeakNet))
-    fixed = {name: getattr(net, name) for net in nets for name in _NETWORK_SETTINGS}
+    fixed = {
+        name: getattr(member.settings, name)
+        for member in champion.members
+        if isinstance(member, LeakNet)
+        for name in _NETWORK_SETTINGS
+    }
     return settings_from(asdict(settings) | fixed | {"detector": "cnn"})
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #caf108e8
@@ -325,24 +327,6 @@ class Selection:
     by_human: np.ndarray  # [n] bool, whose class a person gave
     predicted: np.ndarray  # [n] int64, class that the detector alone would have given
 
-    @property
-    def n_overruled(self) -> int:
-        "Recordings whose label by a person differs from the prediction."
-        return int(np.count_nonzero(self.by_human & (self.classes != self.predicted)))
-
-    def counts(self, task: Task) -> dict[str, dict[str, int]]:
-        "For each class: recordings and long segments, and those of recordings whose class a person gave."
-        of_class = {name: self.classes == k for k, name in enumerate(task.model_names)}
-        return {
-            name: {
-                "recordings": int(mine.sum()),
-                "by_human": int((mine & self.by_human).sum()),
-                "segments": int(self.kept[mine].sum()),
-                "segments_by_human": int(self.kept[mine & self.by_human].sum()),
-            }
-            for name, mine in of_class.items()
-        }
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #94f0b1c1
 def select_segments(
     detector: Detector,
@@ -396,8 +380,6 @@ def selection_csv(
     task: Task,
 ) -> str:
     "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
-    import pandas as pd
-
     names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
     columns = {
         "path": list(map(show_path, recording_paths(selection.recordings))),
@@ -415,36 +397,9 @@ def weights_digest(
     detector: Detector,
 ) -> str:
     "Return the digest of the weights of a detector."
-    state = detector.classifier.state_dict()
-    values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
-    return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
-
-
-def _fine_tune_net(
-    champion: Detector,  # a network
-    items: SegmentSubset,
-    validation: Segments | None,
-    settings: TrainSettings,
-    folder: Path,
-    resume: str,
-    device: str,
-    checkpoints: CheckpointSettings | None,
-    show: str,
-) -> Detector:
-    "Train a network, starting from the weights of the champion."
-    chosen = digest_of(items.numbers.tobytes() + items.labels.tobytes())
-    learned = " ".join([weights_digest(champion), chosen, *map(source_digest, items.sources)])
-    identity = {
-        "task": json.dumps(asdict(champion.task)),
-        "training": digest_of(learned.encode()),
-        "validation": "" if validation is None else part_digest(validation),
-    }
-    data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
-    run = TrainingRun(
-        TrainingState(data, settings, device, show=show), folder, checkpoints or CheckpointSettings()
-    )
-    run.state.stepper.net.load_state_dict(champion.classifier.state_dict())
-    return train_network(run, resume, show=show).detector
+    state = sorted(detector.classifier.state_dict().items())
+    values = ((name, t.detach().cpu().float().contiguous().numpy()) for name, t in state)
+    return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values))
 
 
 def _refit_spectral(old: SpectralClassifier, items: SegmentSubset, seed: int) -> SpectralClassifier:
@@ -477,7 +432,18 @@ def fine_tune(
             members.append(_refit_spectral(member, items, settings.seed))
             continue
         begin = replace(champion, classifier=member)
-        tuned = _fine_tune_net(begin, items, validation, settings, folder, resume, device, checkpoints, show)
+        chosen = digest_of(items.numbers.tobytes() + items.labels.tobytes())
+        learned = " ".join([weights_digest(begin), chosen, *map(source_digest, items.sources)])
+        identity = {
+            "task": json.dumps(asdict(champion.task)),
+            "training": digest_of(learned.encode()),
+            "validation": "" if validation is None else part_digest(validation),
+        }
+        data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
+        state = TrainingState(data, settings, device, show=show)
+        run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
+        state.stepper.net.load_state_dict(member.state_dict())
+        tuned = train_network(run, resume, show=show).detector
         if champion.kind == "cnn":
             return tuned
         record = tuned.record
@@ -538,12 +504,10 @@ def compare_models(
     champion: Detector,
     challenger: Detector,
     scores: tuple[np.ndarray, np.ndarray],  # [n, L] of champion and challenger
-    *,
-    n_draws: int = 2000,
-    seed: int = 0,
+    rules: RoundRules,  # of which the bootstrap draws count
 ) -> Comparison:
     "Compare two detectors on the same recordings, each with its own vote and threshold."
-    boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
+    boot = Bootstrap(truth, groups, n_draws=rules.n_draws, seed=rules.seed)
     one, other = (
         score_model(
             boot,
@@ -590,10 +554,8 @@ def check_overlap(
     trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
     evaluated: Segments,
     provenance: Provenance | None = None,  # training recordings of the champion
-) -> list[str]:  # sentences on what training and test share; raises DataError for shared recordings
+) -> list[str]:  # stamps on what training and test share; raises DataError for shared recordings
     "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
-    import pandas as pd
-
     parts = [*trained_on.values(), evaluated]
     tables = (recordings_table(ds.sources, progress="none").iloc[ds.rows] for ds in parts)
     both = pd.concat(tables, ignore_index=True)
@@ -607,7 +569,8 @@ def check_overlap(
             remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
     overlap = find_overlap(provenance or Provenance(), evaluated)
-    return [*map(str, found), *([overlap.text] if overlap is not None and overlap.n_in_training else [])]
+    known = [overlap.text] if overlap is not None and overlap.n_in_training else []
+    return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #260442b4
 def _part_record(ds: Segments) -> dict[str, Any]:
@@ -627,7 +590,7 @@ def items_record(
     replayed: np.ndarray,  # [n, L] int64, class of each replayed long segment; -1: none
 ) -> dict[str, Any]:
     "Return the training items and their recordings as plain values."
-    new = parts["new recordings"]
+    new, by_human = parts["new recordings"], selection.by_human
     names = [*map(show_path, task.model_names), ""]  # the last one: left out
     paths, content = recording_paths(new), content_digests(new)
     people = [
@@ -637,18 +600,30 @@ def items_record(
             "predicted": names[selection.predicted[k]],
             "content": content[k],  # which samples that is about, empty where that is not known
         }
-        for k in np.flatnonzero(selection.by_human).tolist()
+        for k in np.flatnonzero(by_human).tolist()
     ]
     sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
-    n_left = int(np.count_nonzero((selection.classes == LEFT_OUT) & ~selection.by_human))
+    of_class = {name: selection.classes == k for k, name in enumerate(task.model_names)}
     is_replayed = replayed != LEFT_OUT
     return {
-        "new": _part_record(new) | {"sources": sources, "left_to_replay": n_left},
+        "new": _part_record(new)
+        | {
+            "sources": sources,
+            "left_to_replay": int(np.count_nonzero((selection.classes == LEFT_OUT) & ~by_human)),
+        },
         "old": _part_record(parts["replay"]),
         "validation": _part_record(parts["validation"]) if "validation" in parts else None,
         "testing": {"testing": _part_record(parts["testing"])},
-        "kept": selection.counts(task),
-        "overruled": selection.n_overruled,
+        "kept": {
+            name: {
+                "recordings": int(mine.sum()),
+                "by_human": int((mine & by_human).sum()),
+                "segments": int(selection.kept[mine].sum()),
+                "segments_by_human": int(selection.kept[mine & by_human].sum()),
+            }
+            for name, mine in of_class.items()
+        },
+        "overruled": int(np.count_nonzero(by_human & (selection.classes != selection.predicted))),
         "replay": {"recordings": int(is_replayed.any(1).sum()), "segments": int(is_replayed.sum())},
         "human_labels": people,
     }
@@ -680,7 +655,7 @@ def earlier_labels(
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
     for champion in lineage.champions[1:] if lineage else ():
         with record_errors(folder, champion.round) as path:
-            given = [(p["content"], p["class"]) for p in read_own_json(path)["human_labels"]]
+            given = ((p["content"], p["class"]) for p in read_own_json(path)["human_labels"])
             found |= {content: known[name] for content, name in given if content and name in known}
     return found
 
@@ -699,10 +674,8 @@ class Round(RowTable):
     duels: dict[str, Comparison]  # "testing" -> challenger against champion
     record: dict[str, Any]  # plain values, as in record.json
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         "Figures of both on the test set, as a table."
-        import pandas as pd
-
         duel = self.duels["testing"]
         rows = {
             figure_title(f): (duel.champion.figures[f], duel.challenger.figures[f], str(d))
@@ -964,8 +937,7 @@ def retrain(
             groups = recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, lineage, holder.task)
             learned = {name: ds for name, ds in parts.items() if name != "testing"}
-            shared = check_overlap(learned, test, holder.provenance)
-            stamps = [f"{LEAKY_SPLIT} testing: {text}" for text in shared]
+            stamps = check_overlap(learned, test, holder.provenance)
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
@@ -1000,6 +972,5 @@ def retrain(
                 scored(score_rows, holder, test, "testing, champion"),
                 scored(score_rows, challenger, test, "testing, challenger"),
             )
-            draws = {"n_draws": rules.n_draws, "seed": rules.seed}
-            found = compare_models(test.is_leak, groups, holder, challenger, both, **draws)
+            found = compare_models(test.is_leak, groups, holder, challenger, both, rules)
             return conclude(folder, number, lineage, holder, challenger, selection, found, facts, show)
