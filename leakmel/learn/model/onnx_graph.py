@@ -303,7 +303,8 @@ _QUANTIZED = ("Conv", "Gemm")  # operators that only the network has
 
 def quantized_model(
     model: "onnx.ModelProto",  # of `onnx_model`
-    recordings: Sequence[np.ndarray],  # each [N] float32: typical ones, from which ranges are measured
+    recordings: Sequence[np.ndarray]
+    | np.ndarray,  # each [N] float32: typical ones, from which ranges are measured
 ) -> "onnx.ModelProto":  # raises UsageError where there is no network
     "Return a model whose network computes with 8-bit integers."
     import onnx

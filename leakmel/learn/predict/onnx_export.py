@@ -7,7 +7,6 @@ __all__ = ['OnnxExport', 'export_onnx']
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0d000002
 import json, os, re, tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,13 @@ from leakmel import __version__
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of, read_wav
 from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.files import write_whole
 from leakmel.core.store import LocalCopies, output_path
 from leakmel.dataset.export.columns import require_package
-from leakmel.learn.data.segments import conform_recording
+from leakmel.learn.data.segments import LEFT_OUT, conform_recording
 from leakmel.learn.metrics.metrics import Calibration, fit_calibration, leak_metrics
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
-from leakmel.core.files import write_whole
-from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.files import model_file
+from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.onnx_graph import INPUT, onnx_model, quantized_model
 from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.readers import find_recordings, label_in
@@ -41,32 +39,23 @@ class CheckRecordings:
     "Recordings, and what `predict` says about them."
 
     source: str  # "recordings" or "synthetic signals"
-    samples: list[np.ndarray]  # each [N] float32, full scale is 1
+    samples: np.ndarray  # [n, N] float32, full scale is 1
     segment_scores: np.ndarray  # [n, L] float32
     score: np.ndarray  # [n] float64
-    truth: np.ndarray | None  # [n] bool; None: not all labels are known, or all are the same
-    n_left_out: int = 0  # shorter than the model's length, or rejected
+    truth: np.ndarray | None = None  # [n] bool; None: not all labels are known
     in_training: np.ndarray | None = None  # [n] bool; None: the detector does not store it
+    n_left_out: int = 0  # shorter than the model's length, or rejected
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.score)
 
     def part(
         self,
         rows: np.ndarray,  # [k] indices
     ) -> "CheckRecordings":  # nothing is left out of it
         "Return some of the recordings."
-        truth = None if self.truth is None else self.truth[rows]
-        has_both = truth is not None and 0 < truth.sum() < len(truth)
-        return replace(
-            self,
-            samples=[self.samples[k] for k in rows.tolist()],
-            segment_scores=self.segment_scores[rows],
-            score=self.score[rows],
-            truth=truth if has_both else None,
-            n_left_out=0,
-            in_training=None if self.in_training is None else self.in_training[rows],
-        )
+        arrays = {name: v[rows] for name, v in vars(self).items() if isinstance(v, np.ndarray)}
+        return replace(self, n_left_out=0, **arrays)
 
     @property
     def n_in_training(self) -> int | None:
@@ -79,15 +68,6 @@ class CheckRecordings:
         return np.arange(len(self)) if self.in_training is None else np.flatnonzero(~self.in_training)
 
 
-def _truth(detector: Detector, labels: Sequence[str]) -> np.ndarray | None:
-    "Return which recordings are leaks, where the folders are labels of the detector."
-    task = detector.task
-    numbers = [task.class_names.index(label) if label in task.class_names else -1 for label in labels]
-    known = {k for k, number in enumerate(task.to_model) if number >= 0}
-    is_leak = np.array([number == task.leak_in_data for number in numbers], bool)
-    return is_leak if set(numbers) <= known and 0 < is_leak.sum() < len(is_leak) else None
-
-
 def check_recordings(
     folder: str | os.PathLike | None,  # recordings in any subfolders, also a URL; None: synthetic signals
     detector: Detector,
@@ -96,7 +76,7 @@ def check_recordings(
     progress: str = "auto",
 ) -> CheckRecordings:  # raises DataError where none is long enough
     "Choose recordings of a folder, and score them with `predict`."
-    spec = required_spec(detector)
+    spec, task = required_spec(detector), detector.task
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="leakmel-") as made:
             write_synthetic(Path(made), spec)
@@ -112,13 +92,13 @@ def check_recordings(
     )
     manifest = Manifest(listing.folder, ("",), (some,))
     done = predict(folder, detector, manifest=manifest, length="spec", device="cpu", progress=progress)
-    samples, rows = list[np.ndarray](), list[int]()
+    samples: dict[int, np.ndarray] = {}
     with LocalCopies(listing.folder) as copies, copies.of(done.scored.paths) as local:
         for i, path in enumerate(done.scored.paths):
             row, _ = conform_recording(read_wav(local[path]), spec, "spec")
             if len(row) == spec.n_samples:
-                rows.append(i)
-                samples.append((row / 32768 if row.dtype == np.int16 else row).astype(np.float32))
+                samples[i] = (row / 32768 if row.dtype == np.int16 else row).astype(np.float32)
+    rows = list(samples)
     if not rows:
         raise DataError(
             "no recording of the folder can be compared with the exported file",
@@ -127,25 +107,40 @@ def check_recordings(
             found=f"{len(chosen):,} recordings, all shorter than {spec.duration_s:g} s or rejected",
             remedy="give a folder of recordings of the model's length",
         )
+    labels = [label_in(done.scored.paths[i]) for i in rows]
+    is_leak = {
+        name: k == task.leak_in_data
+        for k, name in enumerate(task.class_names)
+        if task.to_model[k] != LEFT_OUT
+    }
     marks = done.scored.in_training[rows].tolist()
     return CheckRecordings(
         "recordings",
-        samples,
+        np.stack(list(samples.values())),
         segment_scores=np.stack([done.scored.segment_scores[i] for i in rows]),
         score=done.score[rows],
-        truth=_truth(detector, [label_in(done.scored.paths[i]) for i in rows]),
-        n_left_out=len(chosen) - len(rows),
+        truth=np.array([is_leak[name] for name in labels]) if set(labels) <= is_leak.keys() else None,
         in_training=None if None in marks else np.array(marks, bool),
+        n_left_out=len(chosen) - len(rows),
     )
 
 
 def divide_recordings(
-    given: CheckRecordings,  # two or more; raises DataError for one
-) -> tuple[
-    list[np.ndarray], CheckRecordings
-]:  # samples for the ranges, each [N] float32; recordings for the loss
-    "Divide recordings into those from which the ranges of int8 are measured and others that measure the loss, outside the training where possible."
-    n, rows = len(given), given.not_in_training
+    given: CheckRecordings,
+    apart: CheckRecordings | None = None,  # that measure the loss; None: some of those given
+) -> tuple[np.ndarray, CheckRecordings]:  # [k, N] float32 samples for the ranges; recordings for the loss
+    "Choose recordings from which the ranges of int8 are measured and others that measure the loss, outside the training where possible."
+    n = len(given)
+    if apart is not None:
+        compared = {x.tobytes() for x in apart.samples}
+        ranges = [k for k in range(n) if given.samples[k].tobytes() not in compared]
+        if not ranges:
+            raise UsageError(
+                "the recordings for the ranges of int8 are those of check, so the loss would be measured on them",
+                code="usage",
+                remedy="give other recordings, or leave check out: the recordings are divided then",
+            )
+        return given.samples[ranges], apart
     if n < 2:
         raise DataError(
             "int8 needs one recording for the ranges and another one that measures the loss",
@@ -153,11 +148,10 @@ def divide_recordings(
             found=f"{n} recording",
             remedy="give more recordings",
         )
-    rows = rows if len(rows) else np.arange(n)
+    rows = given.not_in_training if len(given.not_in_training) else np.arange(n)
     if n - len(rows) < n // 2:  # too few others
         rows = rows[::2]
-    others = np.setdiff1d(np.arange(n), rows)
-    return given.part(others).samples, given.part(rows)
+    return given.samples[np.setdiff1d(np.arange(n), rows)], given.part(rows)
 
 
 def write_synthetic(
@@ -170,9 +164,8 @@ def write_synthetic(
     rng = np.random.default_rng(0)
     t = np.arange(spec.n_samples) / spec.sample_rate
     for k in range(16):
-        x = rng.normal(0, 1, spec.n_samples)
-        if k % 2:
-            x = np.convolve(x, np.ones(k + 1) / (k + 1), "same")
+        width = k + 1 if k % 2 else 1
+        x = np.convolve(rng.normal(0, 1, spec.n_samples), np.ones(width) / width, "same")
         x *= 10.0 ** rng.uniform(-4, -0.5)
         if k % 3 == 0:
             x += 0.1 * np.sin(2 * np.pi * spec.sample_rate * rng.uniform(0.01, 0.4) * t)
@@ -191,7 +184,6 @@ TOLERANCE_INT8 = (
     0.1  # of scores: more means that the recordings are not like those that the ranges were measured on
 )
 TOLERANCE_SEGMENT_INT8 = 0.2
-_BATCH = 8  # recordings
 
 
 def tolerance_of(detector: Detector) -> float:
@@ -226,10 +218,8 @@ class OnnxCheck:
     def text(self) -> str:
         "The differences in a sentence."
         what, value = ("score", self.score) if self.probability is None else ("probability", self.probability)
-        part = ""
-        if self.source == "recordings":
-            known = "an unknown number" if self.in_training is None else f"{self.in_training:,}"
-            part = f" ({known} of them part of the training)"
+        known = "an unknown number" if self.in_training is None else f"{self.in_training:,}"
+        part = f" ({known} of them part of the training)" if self.source == "recordings" else ""
         text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
         if self.auc is None:
             return text
@@ -242,21 +232,19 @@ class OnnxCheck:
 
 def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dict[str, Any]:
     "Return AUC and balanced accuracy of a model and of `predict`, outside the training where both labels are among these recordings."
-    rows = right.not_in_training
-    if right.part(rows).truth is None:
-        rows = np.arange(len(right))
-    rated = right.part(rows)
-    if rated.truth is None:
-        return {}
-    found: dict[str, Any] = {"rated": len(rated), "rated_in_training": rated.n_in_training}
-    for suffix, values in (("", score[rows]), ("_predict", rated.score)):
-        figures = leak_metrics(rated.truth, values, threshold)
-        found |= {f"{name}{suffix}": figures[name] for name in ("auc", "balanced_accuracy")}
-    return found
+    for rows in (right.not_in_training, np.arange(len(right))):
+        some = right.part(rows)
+        if some.truth is not None and 0 < some.truth.sum() < len(some):
+            figures = {"": leak_metrics(some.truth, score[rows], threshold)}
+            figures["_predict"] = leak_metrics(some.truth, some.score, threshold)
+            names = ("auc", "balanced_accuracy")
+            found = {f"{n}{of}": values[n] for of, values in figures.items() for n in names}
+            return found | {"rated": len(some), "rated_in_training": some.n_in_training}
+    return {}
 
 
 def compare_model(
-    model: "onnx.ModelProto | bytes",
+    model: "onnx.ModelProto",
     right: CheckRecordings,
     calibration: Calibration | None,
     threshold: float,  # of the score
@@ -267,31 +255,28 @@ def compare_model(
     "Compare a model with `predict`."
     import onnxruntime
 
-    content = model if isinstance(model, bytes) else model.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
-    batches = [np.stack(right.samples[k : k + _BATCH]) for k in range(0, len(right), _BATCH)]
-    found = zip(*(session.run(None, {INPUT: batch}) for batch in batches))
-    outputs = {name: np.concatenate(values) for name, values in zip(names, found)}
+    runs = [session.run(None, {INPUT: right.samples[k : k + 8]}) for k in range(0, len(right), 8)]
+    outputs = {name: np.concatenate(values) for name, values in zip(names, zip(*runs))}
     score = outputs["score"].astype(np.float64)
     worst = {
         "score": np.abs(score - right.score),
         "segment_score": np.abs(outputs["segment_scores"] - right.segment_scores).max(1),
     }
-    allowed = np.full(len(right), tolerance)
+    is_right = (worst["score"] <= tolerance) & (worst["segment_score"] <= segment_tolerance)
     if calibration is not None:
         low, high = (calibration.probability(np.clip(right.score + d, 0, 1)) for d in (-tolerance, tolerance))
         probability = calibration.probability(right.score)
         worst["probability"] = np.abs(outputs["probability"] - probability)
-        allowed += np.maximum(high - probability, probability - low)
-    is_wrong = ~(worst["score"] <= tolerance) | ~(worst.get("probability", worst["score"]) <= allowed)
-    is_wrong |= ~(worst["segment_score"] <= segment_tolerance)
-    if is_wrong.any():
+        allowed = tolerance + np.maximum(high - probability, probability - low)
+        is_right &= worst["probability"] <= allowed
+    if not is_right.all():
         raise DataError(
             "the ONNX model computes other scores than the detector, so the file was not written",
             code="program-differs",
             found=f"scores up to {float(worst['score'].max()):.2g} and scores of segments up to {float(worst['segment_score'].max()):.2g} apart, "
-            f"in {int(is_wrong.sum()):,} of {len(right):,} {right.source}",
+            f"in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
             expected=f"at most {tolerance:g} and {segment_tolerance:g} apart",
             remedy="use the detector itself (leakmel predict), and report this error"
             if tolerance < TOLERANCE_INT8
@@ -331,7 +316,6 @@ def metadata_of(
 ) -> dict[str, str]:
     "Return the metadata of an ONNX file."
     spec = required_spec(detector)
-    task, n_long = detector.task, spec.row_shape[0]
     what = "the score" if calibration is None else "the probability of a leak, and the score"
     texts = {
         "format": ONNX_FORMAT,
@@ -339,20 +323,20 @@ def metadata_of(
         "model_digest": digest,
         "detector_kind": detector.kind,
         "input": f"{INPUT}: float32 [batch, {spec.n_samples}], full scale is 1 (16-bit samples divided by 32768)",
-        "output": f"{what} [batch], and the score of each long segment [batch, {n_long}]; float32, 0 to 1",
+        "output": f"{what} [batch], and the score of each long segment [batch, {spec.row_shape[0]}]; float32, 0 to 1",
         "sample_rate": str(spec.sample_rate),
         "n_samples": str(spec.n_samples),
         "channels": spec.channels,
         "threshold": repr(float(detector.threshold)),
         "threshold_from": detector.threshold_from,
         "verdict": f"a leak where the score is at least the threshold {detector.threshold:.6g}",
-        "leak_label": task.leak_label,
+        "leak_label": detector.task.leak_label,
         "vote": detector.vote,
         "share": repr(detector.share),
         "rounding": "log-mel features are rounded to float16, as in data sets",
     }
     values = {
-        "classes": list(task.model_names),
+        "classes": list(detector.task.model_names),
         "mel_spec": spec.to_dict(),
         "calibration": None if calibration is None else asdict(calibration),
         "check": asdict(check),
@@ -403,48 +387,6 @@ class OnnxExport:
         return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"
 
 
-def _target(
-    model: str | os.PathLike | Detector, out: str | os.PathLike | None, int8: bool
-) -> tuple[Detector, str, Path]:
-    "Return detector, digest of its file and path of the ONNX file."
-    if isinstance(model, Detector):
-        if out is None:
-            raise UsageError("a detector in memory has no file name", code="usage", expected="out")
-        return model, "", output_path(out)
-    file = model_file(model)
-    detector = load_detector(file)
-    named = file.with_suffix(".int8.onnx" if int8 else ".onnx")
-    return detector, digest_of(file.read_bytes()), output_path(named if out is None else out)
-
-
-def _for_int8(
-    given: CheckRecordings, check: str | os.PathLike | None, detector: Detector, most: int, progress: str
-) -> tuple[list[np.ndarray], CheckRecordings]:
-    "Return samples for the ranges, and recordings for the loss."
-    if check is None:
-        return divide_recordings(given)
-    right = check_recordings(check, detector, most=most, progress=progress)
-    compared = {x.tobytes() for x in right.samples}
-    ranges = [x for x in given.samples if x.tobytes() not in compared]
-    if not ranges:
-        raise UsageError(
-            "the recordings for the ranges of int8 are those of check, so the loss would be measured on them",
-            code="usage",
-            remedy="give other recordings, or leave check out: the recordings are divided then",
-        )
-    return ranges, right
-
-
-def _write(path: Path, model: "onnx.ModelProto", metadata: Mapping[str, str]) -> int:
-    "Write a model with its metadata as a whole; returns the number of bytes."
-    from onnx import helper
-
-    helper.set_model_props(model, dict(metadata))
-    content = model.SerializeToString()
-    write_whole(path, content, look=partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel))
-    return len(content)
-
-
 def export_onnx(
     model: str
     | os.PathLike
@@ -480,17 +422,31 @@ def export_onnx(
         )
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require_package(package)  # a missing package is an error now, not after the work
-    detector, digest, path = _target(model, out, int8)
-    require_kind(path, "ONNX file of leakmel", is_onnx_of_leakmel)
+    from onnx.helper import set_model_props
+
+    if isinstance(model, Detector):
+        detector, digest = model, ""
+        if out is None:
+            raise UsageError("a detector in memory has no file name", code="usage", expected="out")
+    else:
+        file = model_file(model)
+        detector, digest = load_detector(file), digest_of(file.read_bytes())
+        out = file.with_suffix(".int8.onnx" if int8 else ".onnx") if out is None else out
+    path = output_path(out)
+    look = partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel)
+    look()
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
     made = onnx_model(detector, calibration, version=__version__)
     right = check_recordings(recordings, detector, most=most, progress=progress)
-    compare = partial(compare_model, calibration=calibration, threshold=detector.threshold)
-    whole, small = compare(made, right, tolerance=tolerance_of(detector)), None
+    facts = (calibration, detector.threshold)
+    whole, small = compare_model(made, right, *facts, tolerance_of(detector)), None
     if int8:
-        ranges, right = _for_int8(right, check, detector, most, progress)
+        apart = None if check is None else check_recordings(check, detector, most=most, progress=progress)
+        ranges, right = divide_recordings(right, apart)
         made = quantized_model(made, ranges)
-        compare = partial(compare, segment_tolerance=TOLERANCE_SEGMENT_INT8, ranges=len(ranges))
-        small = compare(made, right, tolerance=TOLERANCE_INT8)
-    metadata = metadata_of(detector, calibration, digest, whole, small)
-    return OnnxExport(path, detector.kind, _write(path, made, metadata), whole, small)
+        allowed = (TOLERANCE_INT8, TOLERANCE_SEGMENT_INT8)
+        small = compare_model(made, right, *facts, *allowed, ranges=len(ranges))
+    set_model_props(made, metadata_of(detector, calibration, digest, whole, small))
+    content = made.SerializeToString()
+    write_whole(path, content, look=look)
+    return OnnxExport(path, detector.kind, len(content), whole, small)

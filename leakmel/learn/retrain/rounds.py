@@ -159,8 +159,6 @@ def open_parts(
                 )
             if note := too_short(found):
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
-        # the record names them: what has no names is refused before the training
-        recording_paths(parts["new recordings"])
         yield parts
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #80f9b7a7
@@ -431,12 +429,14 @@ def fine_tune(
         if isinstance(member, SpectralClassifier):
             members.append(_refit_spectral(member, items, settings.seed))
             continue
-        begin = replace(champion, classifier=member)
-        chosen = digest_of(items.numbers.tobytes() + items.labels.tobytes())
-        learned = " ".join([weights_digest(begin), chosen, *map(source_digest, items.sources)])
+        learned = [
+            weights_digest(replace(champion, classifier=member)),
+            digest_of(items.numbers.tobytes() + items.labels.tobytes()),
+            *map(source_digest, items.sources),
+        ]
         identity = {
             "task": json.dumps(asdict(champion.task)),
-            "training": digest_of(learned.encode()),
+            "training": digest_of(" ".join(learned).encode()),
             "validation": "" if validation is None else part_digest(validation),
         }
         data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
@@ -556,8 +556,10 @@ def check_overlap(
     provenance: Provenance | None = None,  # training recordings of the champion
 ) -> list[str]:  # stamps on what training and test share; raises DataError for shared recordings
     "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
-    parts = [*trained_on.values(), evaluated]
-    tables = (recordings_table(ds.sources, progress="none").iloc[ds.rows] for ds in parts)
+    tables = (
+        recordings_table(ds.sources, progress="none").iloc[ds.rows]
+        for ds in (*trained_on.values(), evaluated)
+    )
     both = pd.concat(tables, ignore_index=True)
     part = (np.arange(len(both)) >= len(both) - len(evaluated.rows)).astype(np.int64)
     found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
@@ -764,8 +766,7 @@ def choose_items(
     )
     held = set(content_digests(old)) - {""}
     left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
-    classes = np.where(left, LEFT_OUT, found.classes)
-    found = replace(found, kept=found.kept & ~left[:, None], classes=classes)
+    found = replace(found, kept=found.kept & ~left[:, None], classes=np.where(left, LEFT_OUT, found.classes))
     if not found.kept.any():
         raise DataError(
             "no new recording is left to train on",
@@ -936,12 +937,20 @@ def retrain(
             new, test = parts["new recordings"], parts["testing"]
             groups = recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, lineage, holder.task)
-            learned = {name: ds for name, ds in parts.items() if name != "testing"}
-            stamps = check_overlap(learned, test, holder.provenance)
+            stamps = check_overlap(
+                {name: ds for name, ds in parts.items() if name != "testing"}, test, holder.provenance
+            )
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
-            scores = scored(class_scores, holder, new, "predicting")
-            selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
+            selection, again = choose_items(
+                holder,
+                parts,
+                scored(class_scores, holder, new, "predicting"),
+                human_labels,
+                earlier,
+                rules,
+                number,
+            )
             facts = {
                 "stamps": stamps,
                 "rules": asdict(rules),
