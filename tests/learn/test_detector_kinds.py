@@ -23,7 +23,7 @@ from leakmel.learn.data import segments
 from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task
 from leakmel.learn.data.splits import Split
 from leakmel.learn.metrics.significance import Groups
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
+from leakmel.learn.model.detector import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.files import load_plain
 from leakmel.learn.model.net import LeakNet, NetSettings

@@ -23,7 +23,7 @@ from leakmel.learn.embed import embed as module
 from leakmel.learn.embed.embed import embed_recordings, embed_rows, open_embedder
 from leakmel.learn.embed.similar import SAME_CONTENT, SAME_FEATURES, nearest
 from leakmel.learn.data.segments import Segments, make_task
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, from_plain, to_plain
+from leakmel.learn.model.detector import BlendClassifier, BlendSettings, from_plain, to_plain
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.predict.readers import find_recordings

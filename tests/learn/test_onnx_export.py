@@ -25,10 +25,10 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.metrics import HeldOutScores, fit_calibration, leak_metrics
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, Classifier
+from leakmel.learn.model.detector import BlendClassifier, BlendSettings, Classifier
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.model.onnx_graph import SamplesToProbability, onnx_model, tree_attributes
+from leakmel.learn.predict.onnx_export import SamplesToProbability, onnx_model, tree_attributes
 from leakmel.learn.model.card import Provenance, _short_digests
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralFeatures, SpectralSettings, fit_spectral
 from leakmel.learn.predict import onnx_export

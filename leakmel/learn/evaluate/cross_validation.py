@@ -52,9 +52,8 @@ from leakmel.learn.metrics.metrics import (
     reliability,
     vote_scores,
 )
-from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
-from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import require_result
+from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
+from leakmel.learn.model.files import pick_device, require_result
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import (
     ONE_KIND,

@@ -45,7 +45,7 @@ from leakmel.learn.metrics.significance import (
     score_model,
 )
 from leakmel.learn.metrics.metrics import leak_metrics
-from leakmel.learn.model.baselines import BASELINE_TITLES
+from leakmel.learn.model.spectral import BASELINE_TITLES
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import joined_groups
 from leakmel.learn.train.inputs import Sources

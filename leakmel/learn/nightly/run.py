@@ -29,9 +29,8 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.file.schema import Rejected
-from leakmel.learn.model import classifiers
 from leakmel.learn.model.card import evaluation_result, evaluation_text
-from leakmel.learn.model.detector import Detector, load_detector, required_spec
+from leakmel.learn.model.detector import Detector, load_detector, required_spec, to_plain
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.files import model_file
 from leakmel.learn.nightly.drift import Drift, drift_of, keep_reference, stored_reference
@@ -72,7 +71,7 @@ def model_digest(
     detector: Detector,
 ) -> str:  # 32 hexadecimal digits
     "Return the digest of all parts of a detector that its scores depend on."
-    head, tensors = classifiers.to_plain(detector.classifier)
+    head, tensors = to_plain(detector.classifier)
     decision = [detector.vote, detector.share, detector.task.leak_in_model]
     parts = [head, required_spec(detector).to_dict(), *decision]
     found = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)

@@ -50,8 +50,9 @@ from leakmel.learn.metrics.significance import (
 )
 from leakmel.learn.model.card import Provenance, find_overlap, provenance_of
 from leakmel.learn.model.cards import update_card
-from leakmel.learn.model.classifiers import BlendClassifier, Classifier
 from leakmel.learn.model.detector import (
+    BlendClassifier,
+    Classifier,
     Detector,
     check_features,
     class_scores,
@@ -59,7 +60,6 @@ from leakmel.learn.model.detector import (
     load_detector,
     score_rows,
 )
-from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import (
     MODEL,
     RECORD,
@@ -67,6 +67,7 @@ from leakmel.learn.model.files import (
     Lineage,
     finished_rounds,
     model_file,
+    pick_device,
     read_lineage,
     require_digest,
     round_folder,

@@ -37,9 +37,8 @@ from leakmel.insight.plots import f32, styled_figure, plain_text, seconds_text
 from leakmel.learn.data.splits import LeakySplitWarning, Split
 from leakmel.learn.metrics.significance import plain
 from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.devices import pick_device
+from leakmel.learn.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
-from leakmel.learn.model.files import latest_checkpoint, remove_file
 from leakmel.learn.train.history import (
     F1_COLOR,
     LOSS_COLOR,

@@ -22,7 +22,7 @@ from leakmel.core.timeline import Timeline
 from leakmel.learn.data.segments import Segments, open_loader
 from leakmel.learn.metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
 from leakmel.learn.model.detector import Detector, image_shape, score_rows
-from leakmel.learn.model.devices import memory_guard
+from leakmel.learn.model.files import memory_guard
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import TrainSettings, with_length
 from leakmel.learn.train.history import EpochFigures, is_better, should_stop
