@@ -248,10 +248,8 @@ def model_card(
 
 def _names(path: Path, is_model: bool) -> tuple[str, str]:
     "Return the names of card and metadata."
-    if is_model:
-        stem = "model" if path.name == "model.pt" else path.stem
-        return f"{stem}_card.md", f"{stem}_croissant.json"
-    return f"{path.name}.card.md", f"{path.name}.croissant.json"
+    begin = f"{path.stem}_" if is_model else f"{path.name}."
+    return f"{begin}card.md", f"{begin}croissant.json"
 
 
 def is_card(f: BinaryIO) -> bool:

@@ -28,9 +28,6 @@ from leakmel.learn.model.card import (
     EvaluationRecord,
     Provenance,
     held_out_from_plain,
-    held_out_to_plain,
-    provenance_from_plain,
-    provenance_to_plain,
     record_from_plain,
 )
 from leakmel.learn.model.files import (
@@ -79,10 +76,8 @@ class BlendClassifier(nn.Module):
     ):
         super().__init__()
         sizes = [member.settings.n_classes for member in members]
-        lines = (*settings.slopes, *settings.offsets)
-        is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0 and all(
-            map(math.isfinite, lines)
-        )
+        is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0
+        is_whole &= all(map(math.isfinite, (*settings.slopes, *settings.offsets)))
         if not is_whole or not 0 <= settings.leak < min(sizes):
             raise UsageError(
                 "the members of a blend do not fit its calibrations or its leak class",
@@ -128,11 +123,10 @@ def to_plain(
 
 def _unfitted(head: Mapping[str, Any], n_bytes: int) -> Classifier:
     "Make a classifier of stored settings, without its tensors; raises ValueError, TypeError, LookupError."
-    kind, values = head["kind"], dict(head["settings"])
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    if kind == "cnn":
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in head["settings"].items()}
+    if head["kind"] == "cnn":
         return LeakNet(NetSettings(**values))
-    if kind == "spectral":
+    if head["kind"] == "spectral":
         sizes = SpectralSettings(**values)
         if sizes.n_bytes > n_bytes:  # before memory is taken for what a file only claims to hold
             raise ValueError(f"{n_bytes:,} bytes of tensors, not {sizes.n_bytes:,}")
@@ -311,10 +305,14 @@ class Detector:
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": provenance_to_plain(self.provenance),
+            "seen": {
+                "recordings": torch.from_numpy(self.provenance.recordings),
+                "is_all": self.provenance.is_complete,
+            },
         }
         if self.held_out is not None:
-            values["held_out"] = held_out_to_plain(self.held_out)
+            held_out = vars(self.held_out).items()
+            values["held_out"] = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out}
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
         write_whole(target, plain_bytes(values), sync=sync, look=look)
@@ -324,9 +322,10 @@ class Detector:
         features = "features of the earlier system"
         if self.spec is not None:
             features = f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
-        size = f"{self.classifier.n_parameters:,} parameters"
-        rule = f"{self.vote} >= {self.threshold:.3f} ({self.threshold_from})"
-        return f"Detector({self.kind}; {self.task}; {features}; {size}; {rule})"
+        return (
+            f"Detector({self.kind}; {self.task}; {features}; {self.classifier.n_parameters:,} parameters; "
+            f"{self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
+        )
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -365,12 +364,12 @@ def load_detector(
         )
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
-            head = json.loads(values["detector"])
+            head, seen = json.loads(values["detector"]), values["seen"]
             return Detector(
                 classifier=from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
-                provenance=provenance_from_plain(values["seen"]),
+                provenance=Provenance(np.setdiff1d(seen["recordings"].numpy(), [0]), seen["is_all"] is True),
                 held_out=held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(record_from_plain, head["evaluations"])),
                 **{name: head[name] for name in _PLAIN_FIELDS},
@@ -415,12 +414,11 @@ def check_features(
     ds: Segments,
 ) -> None:  # raises DataError where the net was trained on other features
     "Check that a data set holds the features that a detector was trained on."
-    nets = [m for m in detector.members if isinstance(m, LeakNet)]
-    n_mels = detector.members[0].settings.n_mels
+    bands, width = image_shape(ds.row_shape)
+    settings = [member.settings for member in detector.members]
     for source in ds.sources:
         if detector.spec is None or source.legacy:
-            bands, width = image_shape(ds.row_shape)
-            if bands != n_mels or any(net.settings.width != width for net in nets):
+            if any(s.n_mels != bands or getattr(s, "width", width) != width for s in settings):
                 raise DataError(
                     "the rows do not have the shape that the detector expects",
                     code="features-differ",
@@ -537,5 +535,6 @@ def score_rows(
     progress: Callable[[int], object] | None = None,
 ) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
     "Compute the probability of a leak in each long segment of each recording."
-    found = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
-    return found[..., detector.task.leak_in_model]
+    return class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)[
+        ..., detector.task.leak_in_model
+    ]

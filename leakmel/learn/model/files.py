@@ -148,13 +148,9 @@ class AdaptiveBatches:
         "Process rows batch by batch."
         found = list[T]()
         start = 0
-
-        def portion(size: int) -> tuple[int, T]:
-            return start + size, work(slice(start, start + size))
-
         while start < n:
-            start, done = self.fit(portion, n - start)
-            found.append(done)
+            found.append(self.fit(lambda size: work(slice(start, start + size)), n - start))  # noqa: B023
+            start += min(self.most, n - start)
         return found
 
 # %% ../../../nbs/learn/model/files.ipynb #51051de5
@@ -285,8 +281,8 @@ def save_checkpoint(
     write_whole(new.path, plain_bytes(values), sync=sync)
     found = list_checkpoints(folder)
     kept = [c for c in found if c <= new][-keep:]
-    torn = Path(folder).glob(".step-*.pt.new")  # of a process that was killed
-    for old in (*(c.path for c in found if c not in kept), *torn):
+    # and what a process that was killed left
+    for old in (*(c.path for c in found if c not in kept), *Path(folder).glob(".step-*.pt.new")):
         remove_file(old)
     return new
 
@@ -453,13 +449,12 @@ def model_file(
         return champion_file(where)
     if (where / MODEL).is_file():
         return where / MODEL
-    early = Path("checkpoints", "best.pt")
     raise DataError(
         "the folder holds no detector",
         code="no-detector",
         path=where,
         expected=f"{MODEL} of a training, or {CHAMPION_FILE} of rounds",
-        remedy=f"the training is not finished: resume it, or name {early}"
-        if (where / early).is_file()
+        remedy="the training is not finished: resume it, or name checkpoints/best.pt"
+        if (where / "checkpoints" / "best.pt").is_file()
         else None,
     )

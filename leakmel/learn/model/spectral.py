@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,11 +44,11 @@ def segment_statistics(
 
 def window_numbers(
     mask: Tensor,  # [B, L] bool, segments that count
-    window: int,  # long segments of a window; 0: the whole recording
+    window: int,  # long segments of a window
 ) -> Tensor:  # [B, L] int64, number of each segment's window in its recording
     "Divide the segments of each recording into windows of equal length."
     n = mask.sum(1, keepdim=True).clamp_min(1)
-    n_windows = torch.ones_like(n) if window == 0 else (n / window).round().long().clamp_min(1)
+    n_windows = (n / window).round().long().clamp_min(1)
     at = (mask.cumsum(1) - 1).clamp_min(0)
     return torch.minimum(at * n_windows // n, n_windows - 1)
 
@@ -222,10 +222,14 @@ class SpectralClassifier(nn.Module):
                 self.get_buffer("share").numpy().copy(),  # the buffer moves when another process gets it
             )
         total = np.zeros((len(features), s.n_classes))
-        roots = self.get_buffer("root")[forest].numpy().astype(np.uint32)
-        rows = features.detach().float().contiguous().numpy().ravel()
-        work = np.empty(code.constants["ROWS"], np.uint32)
-        code.functions["add_leaves"](rows, *self._nodes, roots, np.array([s.depth]), work, total)
+        code.functions["add_leaves"](
+            features.detach().float().contiguous().numpy().ravel(),
+            *self._nodes,
+            self.get_buffer("root")[forest].numpy().astype(np.uint32),
+            np.array([s.depth]),
+            np.empty(code.constants["ROWS"], np.uint32),  # work space
+            total,
+        )
         return torch.from_numpy((total / s.n_trees).astype(np.float32))
 
     def class_probabilities(
@@ -241,8 +245,8 @@ class SpectralClassifier(nn.Module):
         whole, _ = window_features(
             mean, variance, mask, torch.zeros_like(mask, dtype=torch.long), 1, s.keep_level
         )
-        weight, bias = self.get_buffer("weight"), self.get_buffer("bias")
-        linear = (whole.double() @ weight.T + bias).softmax(2).float()  # [B, 1, K]
+        logits = whole.double() @ self.get_buffer("weight").T + self.get_buffer("bias")
+        linear = logits.softmax(2).float()  # [B, 1, K]
         numbers = window_numbers(mask, s.window)
         n_windows = max(1, -(-rows.shape[1] // s.window))
         windows, _ = window_features(mean, variance, mask, numbers, n_windows, s.keep_level)
@@ -250,8 +254,7 @@ class SpectralClassifier(nn.Module):
         of_segment = trees.gather(1, numbers[:, :, None].expand(-1, -1, s.n_classes))
         of_whole = self.tree_probabilities(whole[:, 0], 0)[:, None]  # [B, 1, K]
         of_line, of_recordings, of_windows = s.weights
-        total = of_line * linear + of_recordings * of_whole + of_windows * of_segment
-        return total / sum(s.weights)
+        return (of_line * linear + of_recordings * of_whole + of_windows * of_segment) / sum(s.weights)
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000010
 _BLOCK_RECORDINGS = 256  # recordings that are read at once
@@ -277,9 +280,7 @@ class SpectralFeatures:
         "Choose recordings."
         mine = np.isin(self.recording, chosen)
         recording = np.searchsorted(chosen, self.recording[mine])
-        return SpectralFeatures(
-            self.whole[chosen], self.windows[mine], recording, self.window, self.keep_level
-        )
+        return replace(self, whole=self.whole[chosen], windows=self.windows[mine], recording=recording)
 
 
 def spectral_features(
@@ -347,6 +348,15 @@ def fit_trees(
     return trees.set_params(n_jobs=1)  # several threads would add the shares of the trees in any order
 
 
+def logistic_regression(**options: Any) -> "Pipeline":
+    "Return a logistic regression of scikit-learn on standardised features; classes have equal weight."
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", **options))
+
+
 def fit_spectral(
     features: SpectralFeatures,
     classes: np.ndarray,  # [n] int, class of each recording, 0 to K - 1
@@ -356,18 +366,13 @@ def fit_spectral(
     n_threads: int | None = None,  # None: as many as there are cores; the result is the same
 ) -> SpectralClassifier:  # raises DataError where a class has no recording
     "Fit a spectral classifier."
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     if len(np.unique(classes)) < n_classes:
         raise DataError(
             "some classes have no training recording",
             code="one-class",
             found=f"{len(np.unique(classes))} of {n_classes} classes",
         )
-    line = LogisticRegression(C=REGULARISATION, class_weight="balanced", max_iter=5000)
-    linear = make_pipeline(StandardScaler(), line).fit(features.whole, classes)
+    linear = logistic_regression(C=REGULARISATION, max_iter=5000).fit(features.whole, classes)
     weight = 1 / np.bincount(features.recording, minlength=len(classes))[features.recording]
     forests = [
         fit_trees(features.whole, classes, seed=seed, n_threads=n_threads),
@@ -392,8 +397,7 @@ def _from_fitted(
     children = {}
     for name in ("left", "right"):
         found = np.concatenate([getattr(p, f"children_{name}") for p in parts])
-        shifted = found + np.repeat(starts[:-1], np.diff(starts))
-        children[name] = np.where(found < 0, own, shifted)
+        children[name] = np.where(found < 0, own, found + np.repeat(starts[:-1], np.diff(starts)))
     feature = np.concatenate([p.feature for p in parts])
     values = np.concatenate([p.value[:, 0] for p in parts])
     scaler, line = linear
@@ -480,9 +484,8 @@ def baseline_features(
         found = [_band_statistics(ds, count) for ds in parts]
     mean, shape = (np.concatenate(own) for own in zip(*found))
     level = [own for own in map(levels, parts) if own is not None]
-    is_known = len(level) == len(parts)
     return {
-        "level": np.concatenate(level) if is_known else mean.mean(1, keepdims=True),
+        "level": np.concatenate(level) if len(level) == len(parts) else mean.mean(1, keepdims=True),
         "mean_mels": mean,
         "trees": shape,
     }
@@ -493,18 +496,13 @@ def fit_logistic(
     y_true: np.ndarray,  # [B] bool
 ) -> "Pipeline":  # `predict_proba(features)[:, 1]` is the probability of a leak; raises DataError
     "Fit a logistic regression on standardised features; classes have equal weight."
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     x, y = np.asarray(features, np.float64), np.asarray(y_true, bool)
     if not 0 < y.sum() < len(y):
         counts = f"{int(y.sum()):,} leaks in {len(y):,} recordings"
         raise DataError("a baseline needs recordings of both labels", code="one-class", found=counts)
     if not np.isfinite(x).all():
         raise DataError("some features of the baseline are not finite", code="scores-not-finite")
-    line = LogisticRegression(solver="newton-cholesky", tol=1e-9, class_weight="balanced")
-    return make_pipeline(StandardScaler(), line).fit(x, y)
+    return logistic_regression(solver="newton-cholesky", tol=1e-9).fit(x, y)
 
 
 def fold_baselines(
@@ -516,14 +514,12 @@ def fold_baselines(
     n_threads: int | None = None,  # None: as many as there are cores; the result is the same
 ) -> dict[str, np.ndarray]:  # [m] probability of a leak, for each baseline; raises DataError
     "Fit the baselines on some recordings, and score others."
-    found = {}
-    for name, values in features.items():
-        if name == "trees":
-            model = fit_trees(values[learned], truth[learned], seed=seed, n_threads=n_threads)
-        else:
-            model = fit_logistic(values[learned], truth[learned])
-        found[name] = model.predict_proba(values[held_out])[:, 1]
-    return found
+    trees = partial(fit_trees, seed=seed, n_threads=n_threads)
+    fits = {name: trees if name == "trees" else fit_logistic for name in features}
+    return {
+        name: fits[name](values[learned], truth[learned]).predict_proba(values[held_out])[:, 1]
+        for name, values in features.items()
+    }
 
 
 def judge(

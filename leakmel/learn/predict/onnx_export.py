@@ -107,12 +107,10 @@ class SamplesToProbability(nn.Module):
         self.leak = detector.task.leak_in_model
         self.classifier = deepcopy(detector.classifier).cpu().eval().requires_grad_(False)
         self.classifier.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        n_long = required_spec(detector).row_shape[0]
         self.vote = detector.vote
         share = {"any_long": 1e-9, "long_vote": 0.5}.get(self.vote, detector.share)
-        self.n_needed = segments_needed(
-            n_long, share
-        )  # segments that must be leaks, of votes other than mean
+        # segments that must be leaks, of votes other than mean
+        self.n_needed = segments_needed(self.features.spec.row_shape[0], share)
         self.method = "" if calibration is None else calibration.method
         for name in ("x", "y"):
             values = () if calibration is None else getattr(calibration, name)
@@ -239,14 +237,13 @@ def _put_trees(model: "onnx.ModelProto", classifiers: Sequence[SpectralClassifie
     for k, node in enumerate(model.graph.node):
         if node.domain == _PLACEHOLDER:
             at = {a.name: a.i for a in node.attribute}
-            given = tree_attributes(classifiers[at["number"]], at["forest"])
             new = helper.make_node(
                 "TreeEnsembleRegressor",
                 node.input,
                 node.output,
                 name=f"trees_{k}",
                 domain="ai.onnx.ml",
-                **given,
+                **tree_attributes(classifiers[at["number"]], at["forest"]),
             )
             model.graph.node[k].CopyFrom(new)
     kept = [o for o in model.opset_import if o.domain != _PLACEHOLDER]
