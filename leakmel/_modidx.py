@@ -3610,8 +3610,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'leakmel/learn/predict/onnx_export.py'),
                                                    'leakmel.learn.predict.onnx_export.quantized_model': ( 'learn/predict/onnx_export.html#quantized_model',
                                                                                                           'leakmel/learn/predict/onnx_export.py'),
-                                                   'leakmel.learn.predict.onnx_export.tolerance_of': ( 'learn/predict/onnx_export.html#tolerance_of',
-                                                                                                       'leakmel/learn/predict/onnx_export.py'),
                                                    'leakmel.learn.predict.onnx_export.tree_attributes': ( 'learn/predict/onnx_export.html#tree_attributes',
                                                                                                           'leakmel/learn/predict/onnx_export.py'),
                                                    'leakmel.learn.predict.onnx_export.write_synthetic': ( 'learn/predict/onnx_export.html#write_synthetic',

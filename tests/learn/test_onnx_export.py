@@ -39,7 +39,6 @@ from leakmel.learn.predict.onnx_export import (
     check_recordings,
     compare_model,
     divide_recordings,
-    tolerance_of,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
@@ -189,15 +188,6 @@ def test_without_held_out_scores_there_is_no_probability(detectors, tmp_path):
     assert "no recordings were given" in done.text
 
 
-def test_tolerance_is_wider_where_one_segment_or_one_tree_counts(detectors):
-    cnn = detectors["cnn"]
-    found = [
-        tolerance_of(d)
-        for d in (cnn, replace(cnn, vote="any_long"), detectors["spectral"], detectors["blend"])
-    ]
-    assert found == [0.001, 0.01, 0.01, 0.01]
-
-
 def test_a_model_that_differs_leaves_no_file(detectors, checked, models, tmp_path, monkeypatch):
     detector = detectors["cnn"]
     right, calibration = models(detector), fit_calibration(detector.held_out)
@@ -226,7 +216,7 @@ def test_segments_that_differ_are_refused_though_their_mean_does_not(detectors, 
             replace(checked, segment_scores=checked.segment_scores + apart),
             None,
             0.5,
-            tolerance_of(detectors["cnn"]),
+            TOLERANCE,
         )
     near = replace(checked, segment_scores=checked.segment_scores + apart / 2)
     assert compare_model(model, near, None, 0.5, TOLERANCE).segment_score > TOLERANCE

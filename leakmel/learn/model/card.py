@@ -54,7 +54,10 @@ class EvaluationRecord:
 
     def replaces(self, other: "EvaluationRecord") -> bool:
         "Whether another record is of the same test set."
-        return (self.kind, self.data_set) == (other.kind, other.data_set)
+        names = (
+            ("kind", "data_set") if other.data_set else ("kind", "method", "recordings", "leaks", "groups")
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __str__(self) -> str:
         groups = "" if self.by == "recording" else f" of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
@@ -139,8 +142,7 @@ NEVER_EVALUATED = "Never evaluated: how well it detects leaks is unknown"
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     "Return the evaluation that says most: one with an interval, a test set before a cross-validation, the latest."
-    ranked = [(e.auc_low is not None, e.kind == TEST_SET, k) for k, e in enumerate(evaluations)]
-    return evaluations[max(ranked)[2]] if ranked else None
+    return max(reversed(evaluations), key=lambda e: (e.auc_low is not None, e.kind == TEST_SET), default=None)
 
 
 def evaluation_text(evaluations: Sequence[EvaluationRecord]) -> str:

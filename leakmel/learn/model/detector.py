@@ -140,8 +140,7 @@ def from_plain(
     weights: Mapping[str, Tensor],
 ) -> Classifier:  # raises ValueError, TypeError, LookupError, RuntimeError for values of another kind
     "Make the classifier that a model file stores."
-    n_bytes = sum(w.untyped_storage().nbytes() for w in weights.values())
-    classifier = _unfitted(head, n_bytes)
+    classifier = _unfitted(head, sum(w.untyped_storage().nbytes() for w in weights.values()))
     classifier.load_state_dict(weights)
     for part in classifier.modules():
         if isinstance(part, SpectralClassifier):
@@ -315,8 +314,7 @@ class Detector:
             values["held_out"] = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out}
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
-        write_whole(target, plain_bytes(values), sync=sync, look=look)
-        return target
+        return write_whole(target, plain_bytes(values), sync=sync, look=look)
 
     def __repr__(self) -> str:
         features = "features of the earlier system"

@@ -319,8 +319,7 @@ def loss_weights(
 ) -> LossWeights:
     "Return the weights of a training."
     k = task.leak_in_model
-    classes = [1.0] * len(class_counts)
-    leak = classes
+    classes = leak = [1.0] * len(class_counts)
     if settings.class_weights == "balanced":
         classes = balanced_weights(class_counts)
         rest, mine = balanced_weights([sum(class_counts) - class_counts[k], class_counts[k]])

@@ -444,11 +444,11 @@ def levels(
     ds: Segments,
 ) -> np.ndarray | None:  # [n, 1] dB re full scale; None if a data set does not store it
     "Return the level of every recording."
-    out = np.empty(len(ds.rows))
-    for source, places, rows in ds.by_source(ds.rows):
-        if "files/rms_db" not in source.file:
-            return None
-        out[places] = source.file["files/rms_db"][:][rows]
+    if not all("files/rms_db" in source.file for source in ds.sources):
+        return None
+    out = np.concatenate([source.file["files/rms_db"][:] for source in ds.sources]).astype(np.float64)[
+        ds.rows
+    ]
     return np.maximum(np.where(np.isfinite(out), out, _SILENT_DB), _SILENT_DB)[:, None]
 
 

@@ -223,8 +223,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -287,11 +286,10 @@ def onnx_model(
     originals = [m for m in detector.classifier.modules() if isinstance(m, SpectralClassifier)]
     for number, part in enumerate(spectral):
         vars(part)["tree_probabilities"] = partial(_placeholder, number, part.settings.n_classes)
-    samples = torch.zeros(2, required_spec(detector).n_samples)
     with _quiet():
         exported = torch.onnx.export(
             program,
-            (samples,),
+            (torch.zeros(2, program.features.spec.n_samples),),
             dynamo=True,
             opset_version=18,
             input_names=[INPUT],
@@ -342,8 +340,7 @@ def quantized_model(
             per_channel=True,
             extra_options={"CalibTensorRangeSymmetric": False},
         )
-        found = onnx.load(out)
-    return _finished(found, model.producer_version)
+        return _finished(onnx.load(out), model.producer_version)
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0d000004
 @dataclass(frozen=True, eq=False)
@@ -402,8 +399,14 @@ def check_recordings(
         mtimes_ns=listing.mtimes_ns[chosen],
         label_ids=listing.label_ids[chosen],
     )
-    manifest = Manifest(listing.folder, ("",), (some,))
-    done = predict(folder, detector, manifest=manifest, length="spec", device="cpu", progress=progress)
+    done = predict(
+        folder,
+        detector,
+        manifest=Manifest(listing.folder, ("",), (some,)),
+        length="spec",
+        device="cpu",
+        progress=progress,
+    )
     samples: dict[int, np.ndarray] = {}
     with LocalCopies(listing.folder) as copies, copies.of(done.scored.paths) as local:
         for i, path in enumerate(done.scored.paths):
@@ -498,11 +501,6 @@ TOLERANCE_INT8 = (
 TOLERANCE_SEGMENT_INT8 = 0.2
 
 
-def tolerance_of(detector: Detector) -> float:
-    "Return the largest difference of scores that is accepted."
-    return TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE
-
-
 @dataclass(frozen=True)
 class OnnxCheck:
     "Differences between an ONNX model and `predict`."
@@ -547,11 +545,12 @@ def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dic
     for rows in (right.not_in_training, np.arange(len(right))):
         some = right.part(rows)
         if some.truth is not None and 0 < some.truth.sum() < len(some):
-            figures = {"": leak_metrics(some.truth, score[rows], threshold)}
-            figures["_predict"] = leak_metrics(some.truth, some.score, threshold)
-            names = ("auc", "balanced_accuracy")
-            found = {f"{n}{of}": values[n] for of, values in figures.items() for n in names}
-            return found | {"rated": len(some), "rated_in_training": some.n_in_training}
+            both = {
+                "": leak_metrics(some.truth, score[rows], threshold),
+                "_predict": leak_metrics(some.truth, some.score, threshold),
+            }
+            figures = {f"{n}{of}": own[n] for of, own in both.items() for n in ("auc", "balanced_accuracy")}
+            return figures | {"rated": len(some), "rated_in_training": some.n_in_training}
     return {}
 
 
@@ -751,13 +750,13 @@ def export_onnx(
     made = onnx_model(detector, calibration, version=__version__)
     right = check_recordings(recordings, detector, most=most, progress=progress)
     facts = (calibration, detector.threshold)
-    whole, small = compare_model(made, right, *facts, tolerance_of(detector)), None
+    tolerance = TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE
+    whole, small = compare_model(made, right, *facts, tolerance), None
     if int8:
         apart = None if check is None else check_recordings(check, detector, most=most, progress=progress)
         ranges, right = divide_recordings(right, apart)
         made = quantized_model(made, ranges)
-        allowed = (TOLERANCE_INT8, TOLERANCE_SEGMENT_INT8)
-        small = compare_model(made, right, *facts, *allowed, ranges=len(ranges))
+        small = compare_model(made, right, *facts, TOLERANCE_INT8, TOLERANCE_SEGMENT_INT8, len(ranges))
     set_model_props(made, metadata_of(detector, calibration, digest, whole, small))
     content = made.SerializeToString()
     write_whole(path, content, look=look)
