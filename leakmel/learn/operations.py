@@ -106,7 +106,7 @@ class _Training(Operation):
         from leakmel.audio.labels import read_labels
         from leakmel.learn.data.segments import Segments, close_opened, make_task, open_sources
         from leakmel.learn.data.splits import DEFAULT_SHARES, group_split, without_validation
-        from leakmel.learn.model.devices import pick_device
+        from leakmel.learn.model.files import pick_device
 
         pick_device(self.device)
         sets = self.find(data, testing, run)
@@ -151,8 +151,7 @@ class _Training(Operation):
         self, note: str, files: Mapping[str, Path], given: Mapping[str, Any], out: Path
     ) -> dict[str, str]:
         "Return the rows of a plan."
-        from leakmel.learn.model.devices import pick_device
-        from leakmel.learn.model.files import list_checkpoints
+        from leakmel.learn.model.files import list_checkpoints, pick_device
 
         rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
         if (split := given.get("split")) is not None:
@@ -464,7 +463,7 @@ class Evaluate(Operation):
     def plan(self, run: Run) -> DetectorPlan:
         "Find detector and data sets, and choose the folder."
         from leakmel.learn.model.detector import load_detector
-        from leakmel.learn.model.devices import pick_device
+        from leakmel.learn.model.files import pick_device
         from leakmel.learn.plans import PARTS, find_data_sets, find_model, find_test_sets
 
         if self.figures and not self._writes(run):
@@ -588,7 +587,7 @@ class Predict(Operation):
         "Find the recordings and the model, choose the rule and the file."
         from leakmel.dataset.run.pipeline import find_data
         from leakmel.learn.model.detector import load_detector
-        from leakmel.learn.model.devices import pick_device
+        from leakmel.learn.model.files import pick_device
         from leakmel.learn.plans import find_model
         from leakmel.learn.predict.predict import rule_of
 
@@ -779,8 +778,7 @@ class Retrain(Operation):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find champion and data sets."
-        from leakmel.learn.model.devices import pick_device
-        from leakmel.learn.model.files import CHAMPION_FILE
+        from leakmel.learn.model.files import CHAMPION_FILE, pick_device
         from leakmel.learn.plans import find_data_set, find_model
 
         for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):

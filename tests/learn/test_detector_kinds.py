@@ -20,10 +20,10 @@ import leakmel as lm
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode
 from leakmel.learn.data import segments
-from leakmel.learn.data.segments import Segments, make_task
+from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task
 from leakmel.learn.data.splits import Split
 from leakmel.learn.metrics.significance import Groups
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings
+from leakmel.learn.model.detector import BlendClassifier, BlendSettings
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.files import load_plain
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -37,7 +37,7 @@ from leakmel.learn.model.spectral import (
     window_numbers,
 )
 from leakmel.learn.retrain.rounds import fine_tune, round_settings
-from leakmel.learn.retrain.rounds import SegmentSubset, whole_recordings
+from leakmel.learn.retrain.rounds import SegmentSubset
 from leakmel.learn.train import folds as folds_module
 from leakmel.learn.train.folds import make_folds
 from leakmel.learn.train.state import TrainingData
@@ -484,9 +484,11 @@ def test_a_fitted_challenger_has_the_decision_of_the_validation_recordings(sets,
         Segments(sets["training"], level="recording", task=champion.task) as old,
         Segments(sets["validation"], level="recording", task=champion.task) as validation,
     ):
-        items = SegmentSubset([whole_recordings(old, np.arange(len(old)))], champion.task)
+        whole = np.where(old.segment_mask, old.labels[:, None], LEFT_OUT)
+        items = SegmentSubset([(old, whole)], champion.task)
         settings = round_settings(champion, None)
         challenger = fine_tune(champion, items, validation, settings, tmp_path, show="none")
+        challenger.save(tmp_path / "model.pt")
         scores = challenger.recording_scores(score_rows(challenger, validation))
         truth = validation.labels == champion.task.leak_in_model
     saved = load_detector(tmp_path / "model.pt")

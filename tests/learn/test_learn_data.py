@@ -28,7 +28,7 @@ from leakmel.dataset.file.reader import MelDataset
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data import segments as data
 from leakmel.learn.data import segments as loaders
-from leakmel.learn.model.baselines import baseline_features
+from leakmel.learn.model.spectral import baseline_features
 from leakmel.learn.data.segments import (
     LEFT_OUT,
     LEVELS,

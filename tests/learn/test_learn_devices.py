@@ -24,7 +24,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments, make_task
 from leakmel.learn.model.detector import Detector, class_scores, score_rows
-from leakmel.learn.model.devices import AdaptiveBatches, pick_device
+from leakmel.learn.model.files import AdaptiveBatches, pick_device
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.model.net import LeakNet, NetSettings

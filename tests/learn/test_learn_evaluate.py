@@ -42,7 +42,7 @@ from leakmel.learn.metrics.significance import (
     source_of_pieces,
 )
 from leakmel.learn.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
-from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
+from leakmel.learn.model.spectral import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import spectral_features

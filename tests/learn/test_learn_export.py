@@ -19,7 +19,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.learn.model import files
 from leakmel.learn.model.files import plain_bytes
 from leakmel.learn.model.detector import Detector, load_detector, image_shape
-from leakmel.learn.model.onnx_graph import MelFeatures, SamplesToProbability
+from leakmel.learn.predict.onnx_export import MelFeatures, SamplesToProbability
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.data.segments import make_task
 from leakmel.mel.spec import compare, reference_features, reference_log_mel

@@ -16,7 +16,7 @@ import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.learn.data.segments import make_task
 from leakmel.learn.metrics.metrics import DecisionRule
-from leakmel.learn.model import classifiers
+from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -119,7 +119,7 @@ def test_errors_without_message_are_distinguished(honest, monkeypatch, error, ki
     def failing(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(classifiers, "LeakNet", failing)
+    monkeypatch.setattr(detector_module, "LeakNet", failing)
     with raises(code, kind):
         load_detector(honest)
 

@@ -415,7 +415,7 @@ def test_interrupted_round_keeps_its_provenance(small_sets, trained, tmp_path, m
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounds._RoundInProgress, "conclude", interrupted)
+    monkeypatch.setattr(rounds, "conclude", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.retrain(
             trained,

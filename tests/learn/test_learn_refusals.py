@@ -17,7 +17,7 @@ from leakmel.core.errors import MachineError, OutputError, UsageError
 from leakmel.learn.data import segments as loaders
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.metrics.significance import Difference, interval_from_draws
-from leakmel.learn.model.devices import pick_device
+from leakmel.learn.model.files import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
 from leakmel.core.operation import Run, make
 from leakmel.learn.operations import Train

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,27 +35,26 @@ from leakmel.learn.model.files import (
     champion_file,
     read_lineage,
     round_folder,
+    write_lineage,
 )
 from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.retrain import rounds
 from leakmel.learn.retrain.rounds import (
-    EarlierLabelsWarning,
     RoundRules,
-    begin_lineage,
-    champion_entry,
     check_overlap,
     compare_models,
     decide,
     finish_interrupted_round,
     retrain,
+    save_champion,
     weights_digest,
 )
 from leakmel.learn.retrain.rounds import UNLABELLED, apply_human_labels, labels_by_content
 from leakmel.learn.retrain.rounds import read_human_labels, recording_paths
 from leakmel.learn.retrain.rounds import draw_replay, select_segments, confident_segments
-from leakmel.learn.retrain.rounds import LabelledSegments, SegmentSubset, part_digest, whole_recordings
+from leakmel.learn.retrain.rounds import SegmentSubset, part_digest
 from leakmel.learn.train import loop
 from leakmel.learn.train.loop import CheckpointSettings
 
@@ -140,7 +138,7 @@ def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE
         )
         segment_mask = np.ones(scores.shape[:2], bool)
 
-    output = None if human is None else np.array(human)
+    output = np.full(len(scores), UNLABELLED) if human is None else np.array(human)
     return select_segments(fresh(task=task), Rows(), scores, output, **how)  # type: ignore[arg-type]
 
 
@@ -152,12 +150,12 @@ def three_class_scores(*leak_scores: list[float], hum: float = 0.75) -> np.ndarr
 
 def test_classes_follow_the_vote_and_the_likeliest_other_class():
     found = select(three_class_scores([0.9, 0.8, 0.1, 0.6], [0.1, 0.2, 0.9, 0.0]))
-    assert found.choice.classes.tolist() == [1, 0]
-    assert found.choice.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
-    assert select(three_class_scores([0.1, 0.2, 0.3, 0.2], hum=0.2)).choice.classes.tolist() == [2]
+    assert found.classes.tolist() == [1, 0]
+    assert found.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
+    assert select(three_class_scores([0.1, 0.2, 0.3, 0.2], hum=0.2)).classes.tolist() == [2]
     mixed = three_class_scores([0.0, 0.0, 0.6, 0.6])
     mixed[0, :2] = 0, 0, 1  # the trusted segments are quiet, the others hum
-    assert select(mixed).choice.classes.tolist() == [2]
+    assert select(mixed).classes.tolist() == [2]
 
 
 def test_human_labels_override_predictions():
@@ -165,30 +163,22 @@ def test_human_labels_override_predictions():
         [0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9]
     )
     found = select(scores, [2, 1, LEFT_OUT, UNLABELLED])
-    assert found.choice.classes.tolist() == [2, 1, LEFT_OUT, 1]
-    assert found.choice.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
-    assert found.n_overruled == 3
+    assert found.classes.tolist() == [2, 1, LEFT_OUT, 1]
+    assert found.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
+    assert np.count_nonzero(found.by_human & (found.classes != found.predicted)) == 3
     assert found.by_human.tolist() == [True, True, True, False]
     half = select(scores, [2, 1, LEFT_OUT, UNLABELLED], keep_share_human=0.5)
-    assert half.choice.kept[0].tolist() == [False, False, True, True], (
+    assert half.kept[0].tolist() == [False, False, True, True], (
         "of what a person calls normal, the bottom half"
     )
-    assert half.choice.kept[1].tolist() == [False, True, True, False], (
-        "of what a person calls a leak, the top half"
-    )
-    assert found.counts(THREE)["LEAK"] == {
-        "recordings": 2,
-        "by_human": 1,
-        "segments": 6,
-        "segments_by_human": 4,
-    }
+    assert half.kept[1].tolist() == [False, True, True, False], "of what a person calls a leak, the top half"
 
 
 def test_human_label_corrects_the_training_class():
     "A pump that starts halfway, which the detector takes for a leak: half of the segments would leave the pump out."
     pump = three_class_scores([0.05, 0.1, 0.9, 0.95], hum=0.5)
-    assert select(pump, [0]).choice.kept[0].all()
-    assert select(pump, [0], keep_share_human=0.5).choice.kept[0].tolist() == [True, True, False, False]
+    assert select(pump, [0]).kept[0].all()
+    assert select(pump, [0], keep_share_human=0.5).kept[0].tolist() == [True, True, False, False]
     assert RoundRules().keep_share_human == 1.0
 
 
@@ -215,18 +205,14 @@ def test_replay_is_a_share_of_each_class(networks):
     with recordings(networks[0]["training"], TASK) as old:
         n = [int((old.labels == k).sum()) for k in (0, 1)]
         for share in (0.25, 0.5, 1.0):
-            again = draw_replay(old, share, seed=3)
-            drawn = again.kept.any(1)
-            assert again.kept[drawn].all(), "whole recordings"
+            drawn = draw_replay(old, share, seed=3)
             assert [int((drawn & (old.labels == k)).sum()) for k in (0, 1)] == [round(share * m) for m in n]
-        assert np.array_equal(draw_replay(old, 0.5, 3, 1).kept, draw_replay(old, 0.5, 3, 1).kept)
-        assert not np.array_equal(draw_replay(old, 0.5, 3, 1).kept, draw_replay(old, 0.5, 3, 2).kept), (
+        assert np.array_equal(draw_replay(old, 0.5, 3, 1), draw_replay(old, 0.5, 3, 1))
+        assert not np.array_equal(draw_replay(old, 0.5, 3, 1), draw_replay(old, 0.5, 3, 2)), (
             "another round, other recordings"
         )
-        assert [int((draw_replay(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [
-            1,
-            1,
-        ], "no class is left out"
+        few = draw_replay(old, 1e-6)
+        assert [int((few & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], "no class is left out"
     with (
         recordings(networks[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
         raises("class-missing", says="NOLEAK"),
@@ -242,8 +228,10 @@ def test_selected_items_can_be_loaded_and_resumed(networks, kind):
     with recordings(networks[0]["training"], TASK) as old, recordings(networks[1]["training"]) as new:
         rng = np.random.default_rng(0)
         kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
+        whole = np.full((len(old), old.row_shape[0]), LEFT_OUT)
+        whole[[1, 5]] = old.labels[[1, 5], None]
         picked = SegmentSubset(
-            [LabelledSegments(new, kept, classes), whole_recordings(old, np.array([1, 5]))],
+            [(new, np.where(kept, classes[:, None], LEFT_OUT)), (old, whole)],
             TASK,
             preload_to_ram=kind == "device",
         )
@@ -351,7 +339,7 @@ def compare(one: np.ndarray, other: np.ndarray, n_groups: int = 12) -> Any:
     truth = np.arange(len(one)) % 2 == 0
     groups = Groups("sensor", np.arange(len(one)) // 2 % n_groups, tuple(f"{k:02}" for k in range(n_groups)))
     detector = fresh()
-    return compare_models(truth, groups, detector, detector, (one[:, None], other[:, None]))
+    return compare_models(truth, groups, detector, detector, (one[:, None], other[:, None]), RoundRules())
 
 
 def test_only_a_paired_interval_above_0_replaces_the_champion():
@@ -476,7 +464,9 @@ def test_the_record_is_complete(one_round, networks):
             sum(round(0.5 * int((old.labels == k).sum())) for k in (0, 1)),
         )
     assert sum(c["recordings"] for c in record["kept"].values()) == n_new
-    assert sum(c["by_human"] for c in record["kept"].values()) == 2
+    assert [c["by_human"] for c in record["kept"].values()] == [1, 1]
+    changed = [h["class"] != h["predicted"] for h in record["human_labels"]]
+    assert record["overruled"] == sum(changed)
     assert sum(c["segments"] for c in record["kept"].values()) == (n_new - 2) * -(-n_long // 2) + 2 * n_long
     assert record["replay"] == {"recordings": n_again, "segments": n_again * n_long}
     assert sum(c["segments_by_human"] for c in record["kept"].values()) == 2 * n_long
@@ -572,14 +562,10 @@ def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def labels_table(
-    path: Path, choice: LabelledSegments, label: Callable[[int], str], n: int | None = None
-) -> Path:
-    "A table in which people label the first recordings, by the class that each was held for."
-    lines = [
-        f"{os.fsdecode(p)},{label(k)}\n"
-        for p, k in zip(recording_paths(choice.recordings), choice.classes.tolist())
-    ]
+def labels_table(path: Path, of: Segments, n: int | None = None) -> Path:
+    "A table in which people give the first recordings the other class."
+    pairs = zip(recording_paths(of), of.labels.tolist())
+    lines = [f"{os.fsdecode(p)},{TASK.model_names[1 - k]}\n" for p, k in pairs]
     path.write_text("path,label\n" + "".join(lines[:n]))
     return path
 
@@ -599,11 +585,7 @@ def test_human_labels_apply_to_replayed_recordings(networks, tmp_path, monkeypat
     path, seen = networks[0]["training"], learned_by(monkeypatch)
     given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
     with recordings(path, TASK) as old:
-        table = labels_table(
-            tmp_path / "heard.csv",
-            whole_recordings(old, np.arange(len(old))),
-            lambda k: TASK.model_names[1 - k],
-        )
+        table = labels_table(tmp_path / "heard.csv", old)
         wanted, n, n_long = {k: {1 - int(c)} for k, c in enumerate(old.labels)}, len(old), old.row_shape[0]
     by_rule(monkeypatch, True)
     first = retrain(**given_, human_labels=table)
@@ -624,9 +606,7 @@ def test_new_recordings_in_replay_data_are_trained_from_replay(networks, tmp_pat
     )
     with recordings(path, TASK) as old:
         n, n_long, labels = len(old), old.row_shape[0], old.labels
-        heard = labels_table(
-            tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k], 3
-        )
+        heard = labels_table(tmp_path / "heard.csv", old, 3)
     by_rule(monkeypatch, True)
     with raises("nothing-to-learn", says=f"{n} of {n}"):
         retrain(**given_ | {"new_data": path})
@@ -651,9 +631,7 @@ def test_labels_of_a_rejected_round_are_forgotten(networks, tmp_path, monkeypatc
     given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
     with recordings(path, TASK) as old:
         n, n_long, labels = len(old), old.row_shape[0], old.labels
-        table = labels_table(
-            tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k]
-        )
+        table = labels_table(tmp_path / "heard.csv", old)
     by_rule(monkeypatch, False)
     retrain(**given_ | {"new_data": path}, human_labels=table)
     other = networks[1]["validation"]
@@ -673,10 +651,8 @@ def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
         with raises("not-a-round", path=won.folder / RECORD):
             retrain(**given_)
     (won.folder / RECORD).unlink()
-    for _ in range(2):
-        with pytest.warns(EarlierLabelsWarning, match="labels by people of this round are not known"):
-            assert retrain(**given_ | {"resume": "never"}).number == 2
-        (round_folder(tmp_path, 2) / RECORD).unlink()
+    with raises("not-a-round", path=won.folder / RECORD):
+        retrain(**given_)
     assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
 
 
@@ -744,7 +720,8 @@ def test_challengers_are_compared_with_the_champion_by_group_bootstrap(networks,
         scores = score_rows(one.challenger, ds), score_rows(two.challenger, ds)
         groups = recording_groups(recordings_of(ds))
         truth = ds.labels == TASK.leak_in_model
-        right = compare_models(truth, groups, one.challenger, two.challenger, scores, n_draws=200)
+        rules = RoundRules(n_draws=200)
+        right = compare_models(truth, groups, one.challenger, two.challenger, scores, rules)
     assert len(groups) > 5
     assert two.record["metrics"] == {"testing": right.summary}
 
@@ -953,9 +930,9 @@ def test_damaged_folder_is_reported(networks, tmp_path):
 )
 def test_damaged_record_is_reported(tmp_path, wrong):
     "A round decided, and was interrupted before the champion was named."
-    lineage = begin_lineage(tmp_path, fresh(), "the test set")
-    fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
-    own = asdict(champion_entry(tmp_path, 1, fresh(1)))
+    lineage = Lineage((save_champion(tmp_path, 0, fresh()),), "the test set")
+    write_lineage(tmp_path, lineage)
+    own = asdict(save_champion(tmp_path, 1, fresh(1)))
     record = {"replaced": True, "champion": asdict(lineage.current)} | (
         wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong}
     )

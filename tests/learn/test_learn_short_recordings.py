@@ -30,7 +30,7 @@ from leakmel.learn.data.segments import (
     segments_per_row,
 )
 from leakmel.learn.data.segments import make_task
-from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
+from leakmel.learn.model.spectral import baseline_features, fit_logistic, levels
 from leakmel.learn.metrics.metrics import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows

@@ -30,7 +30,7 @@ from leakmel.learn.model.net import (
     micro_batch_loss,
 )
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
-from leakmel.learn.model.devices import is_out_of_memory
+from leakmel.learn.model.files import is_out_of_memory
 from leakmel.learn.train import step
 from leakmel.learn.train.state import differences, training_identity
 from leakmel.learn.train.step import (

@@ -30,7 +30,7 @@ from leakmel.dataset.run.config import PipelineConfig, this_machine, tuned_path,
 from leakmel.dataset.run.existing import read_state, state_path
 from leakmel.dataset.run.modes import list_cache
 from leakmel.insight.dashboard import read_run
-from leakmel.learn.model.files import latest_checkpoint, save_checkpoint
+from leakmel.learn.model.files import Lineage, latest_checkpoint, save_checkpoint, write_lineage
 from leakmel.learn.model.files import model_file
 from leakmel.learn.nightly.history import HISTORY_FILE
 from leakmel.learn.nightly.run import nightly
@@ -126,9 +126,9 @@ def search(tmp: Path) -> Case:
 
 
 def champion(tmp: Path) -> Case:
-    from leakmel.learn.retrain.rounds import begin_lineage
+    from leakmel.learn.retrain.rounds import save_champion
 
-    begin_lineage(tmp, made_detector(), "testing")
+    write_lineage(tmp, Lineage((save_champion(tmp, 0, made_detector()),), "testing"))
     return Case(path=tmp / "champion.json", use=lambda: model_file(tmp))
 
 

@@ -68,14 +68,12 @@ from leakmel.learn.metrics.metrics import (
     reliability,
     vote_scores,
 )
-from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
+from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import TEST_SET, evaluation_record
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
-from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import require_result
+from leakmel.learn.model.files import CHAMPION_FILE, model_file, pick_device, require_result
 from leakmel.learn.model.card import Overlap, find_overlap
-from leakmel.learn.model.files import CHAMPION_FILE, model_file
 from leakmel.learn.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 

@@ -53,8 +53,8 @@ from leakmel.learn.metrics.significance import (
     plain,
     score_model,
 )
-from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features
-from leakmel.learn.model.devices import pick_device
+from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features
+from leakmel.learn.model.files import pick_device
 from leakmel.learn.model.files import require_result
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.folds import (

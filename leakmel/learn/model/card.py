@@ -13,7 +13,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
@@ -61,9 +60,7 @@ class EvaluationRecord:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __str__(self) -> str:
-        of = f"{self.recordings:,} recordings"
-        if self.by != "recording":
-            of += f" of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
+        groups = "" if self.by == "recording" else f" of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
@@ -72,10 +69,11 @@ class EvaluationRecord:
             False: "not shown to be better than the baselines",
             None: "not comparable with the baselines",
         }[self.beats]
-        in_folds = self.kind == CROSS_VALIDATION
-        where = "In cross-validation inside its training set" if in_folds else "On a test set"
+        where = {CROSS_VALIDATION: "In cross-validation inside its training set"}.get(
+            self.kind, "On a test set"
+        )
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
-        return f"{where} ({of}, {self.method}): {auc}, {result}{leaky}"
+        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {result}{leaky}"
 
 
 def evaluation_record(
@@ -118,21 +116,14 @@ def record_from_plain(
 ) -> EvaluationRecord:  # raises TypeError, LookupError, UsageError
     "Make the record that a model file stores; its texts can be shown in a terminal."
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
-    shown = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()}
-    found: dict[str, Any] = shown | texts
+    shown: dict[str, Any] = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()}
     kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
-    check_types({n: found.get(n) for n in kinds}, kinds)
-    return EvaluationRecord(**found)
-
-
-def held_out_to_plain(scores: HeldOutScores) -> dict[str, Any]:
-    "Return the values that a model file holds."
-    arrays = {n: torch.from_numpy(getattr(scores, n)) for n in ("score", "truth", "group")}
-    return arrays | {"by": scores.by, "method": scores.method}
+    check_types({n: shown.get(n) for n in kinds}, kinds)
+    return EvaluationRecord(**shown | texts)
 
 
 def held_out_from_plain(
-    values: Mapping[str, Any] | None,  # of `held_out_to_plain`; None: a file without them
+    values: Mapping[str, Any] | None,  # as `Detector.save` writes them; None: a file without them
 ) -> HeldOutScores | None:  # raises LookupError, AttributeError, ValueError
     "Read the held-out scores of a model file."
     if values is None:
@@ -151,14 +142,12 @@ NEVER_EVALUATED = "Never evaluated: how well it detects leaks is unknown"
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     "Return the evaluation that says most: one with an interval, a test set before a cross-validation, the latest."
-    ranked = [(e.auc_low is not None, e.kind == TEST_SET, k) for k, e in enumerate(evaluations)]
-    return evaluations[max(ranked)[2]] if ranked else None
+    return max(reversed(evaluations), key=lambda e: (e.auc_low is not None, e.kind == TEST_SET), default=None)
 
 
 def evaluation_text(evaluations: Sequence[EvaluationRecord]) -> str:
     "Say in a sentence how a detector was evaluated."
-    found = best_evaluation(evaluations)
-    return NEVER_EVALUATED if found is None else str(found)
+    return str(best_evaluation(evaluations) or NEVER_EVALUATED)
 
 
 def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
@@ -188,14 +177,12 @@ def next_steps(
     "List what to do next with this data set, the most useful first."
     found = best_evaluation(evaluations)
     evaluate = f"`leakmel evaluate TEST_SET --model {model}`"
-    if found is None and data is None:
+    if found is None:
         return [
             f"Evaluate the detector on recordings of other sensors, as a test set: {evaluate}. "
             "The training set has too few sensors with each label to hold some of them out."
-        ]
-    if found is None:
-        return [
-            f"Evaluate the detector: `leakmel train {data} --cross-validate` for a small set, or {evaluate}."
+            if data is None
+            else f"Evaluate the detector: `leakmel train {data} --cross-validate` for a small set, or {evaluate}."
         ]
     by = found.by
     pairs = ((found.groups_with_leak, "with a leak"), (found.groups_without_leak, "without a leak"))
@@ -283,9 +270,6 @@ class Provenance:
             np.union1d(self.recordings, other.recordings), self.is_complete and other.is_complete
         )
 
-    def __repr__(self) -> str:
-        return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
-
 # %% ../../../nbs/learn/model/card.ipynb #508a8552
 def _content_digests(ds: Segments) -> np.ndarray | None:
     "Digests of the samples of the chosen recordings, empty for silent ones; None where they are not known."
@@ -298,12 +282,9 @@ def provenance_of(
     parts: Iterable[Segments],  # for training and for validation; at any level
 ) -> Provenance:
     "Return the provenance of training and validation data."
-    found = Provenance(is_complete=True)
-    for ds in parts:
-        content_digests = _content_digests(ds)
-        marks = _short_digests([] if content_digests is None else content_digests)
-        found |= Provenance(np.setdiff1d(marks, [0]), content_digests is not None)
-    return found
+    found = [_content_digests(ds) for ds in parts]
+    marks = _short_digests(digest for own in found if own is not None for digest in own)
+    return Provenance(np.setdiff1d(marks, [0]), all(own is not None for own in found))
 
 # %% ../../../nbs/learn/model/card.ipynb #678177e5
 @dataclass(frozen=True)
@@ -335,15 +316,3 @@ def find_overlap(
         return None
     n_in_training = int(provenance.contains(content_digests).sum())
     return Overlap(len(content_digests), n_in_training, int((content_digests != "").sum()) - n_in_training)
-
-# %% ../../../nbs/learn/model/card.ipynb #25c67d63
-def provenance_to_plain(provenance: Provenance) -> dict[str, Any]:
-    "Return the values that a detector's file holds."
-    return {"recordings": torch.from_numpy(provenance.recordings), "is_all": provenance.is_complete}
-
-
-def provenance_from_plain(
-    values: Mapping[str, Any],  # as `provenance_to_plain` made them
-) -> Provenance:  # other values raise what Python raises
-    "Read the values of a detector's file."
-    return Provenance(np.setdiff1d(values["recordings"].numpy(), [0]), values["is_all"] is True)

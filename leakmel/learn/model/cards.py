@@ -230,13 +230,12 @@ def model_card(
     scores = detector.held_out
     if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
         scores = None
-    training = detector.record.get("training")
     return filled(
         _MODEL_CARD.lstrip(),
         d=detector,
         name=name,
         evaluation_text=evaluation_text,
-        training=training if isinstance(training, dict) else {},
+        training=detector.record.get("training"),
         budgets=[] if scores is None else [alarm_threshold(scores, n) for n in (1, 5, 10)],
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
@@ -248,10 +247,8 @@ def model_card(
 
 def _names(path: Path, is_model: bool) -> tuple[str, str]:
     "Return the names of card and metadata."
-    if is_model:
-        stem = "model" if path.name == "model.pt" else path.stem
-        return f"{stem}_card.md", f"{stem}_croissant.json"
-    return f"{path.name}.card.md", f"{path.name}.croissant.json"
+    begin = f"{path.stem}_" if is_model else f"{path.name}."
+    return f"{begin}card.md", f"{begin}croissant.json"
 
 
 def is_card(f: BinaryIO) -> bool:

@@ -6,19 +6,20 @@
 __all__ = []
 
 # %% ../../../nbs/learn/model/detector.ipynb #a4e28ae7
-import json, os, re
-from collections.abc import Callable
+import json, math, os, re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
+from leakmel.core.files import write_whole
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.segments import Segments, Task, open_loader
@@ -27,18 +28,127 @@ from leakmel.learn.model.card import (
     EvaluationRecord,
     Provenance,
     held_out_from_plain,
-    held_out_to_plain,
-    provenance_from_plain,
-    provenance_to_plain,
     record_from_plain,
 )
-from leakmel.learn.model.devices import AdaptiveBatches, memory_guard
-from leakmel.core.files import write_whole
-from leakmel.learn.model.files import champion_file, load_plain, plain_bytes, require_kind
-from leakmel.learn.model import classifiers
-from leakmel.learn.model.classifiers import BlendClassifier, Classifier
+from leakmel.learn.model.files import (
+    AdaptiveBatches,
+    champion_file,
+    load_plain,
+    memory_guard,
+    plain_bytes,
+    require_kind,
+)
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.model.spectral import SpectralClassifier
+from leakmel.learn.model.spectral import SpectralClassifier, SpectralSettings
+
+# %% ../../../nbs/learn/model/detector.ipynb #cl000005
+_MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
+
+
+def platt(
+    probability: Tensor,  # of a leak, 0 to 1
+    slope: Tensor | float,
+    offset: Tensor | float,
+) -> Tensor:  # 0 to 1
+    "Apply a calibration line to the logit of probabilities (Platt 1999)."
+    p = probability.clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
+    return (slope * p.logit() + offset).sigmoid()
+
+
+@dataclass(frozen=True)
+class BlendSettings:
+    "Settings of a blend; plain values."
+
+    leak: int  # number of the leak class
+    slopes: tuple[float, ...]  # of each member
+    offsets: tuple[float, ...]
+
+
+class BlendClassifier(nn.Module):
+    "Mean of calibrated classifiers."
+
+    kind = "blend"
+
+    def __init__(
+        self,
+        settings: BlendSettings,
+        members: Sequence["LeakNet | SpectralClassifier"],  # as many as there are slopes
+    ):
+        super().__init__()
+        sizes = [member.settings.n_classes for member in members]
+        is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0
+        is_whole &= all(map(math.isfinite, (*settings.slopes, *settings.offsets)))
+        if not is_whole or not 0 <= settings.leak < min(sizes):
+            raise UsageError(
+                "the members of a blend do not fit its calibrations or its leak class",
+                code="invalid-net",
+                found=f"{len(sizes)} members of {sizes} classes, {settings}",
+            )
+        self.settings = settings
+        self.members = nn.ModuleList(members)
+
+    @property
+    def n_parameters(self) -> int:
+        "Number of fitted values of all members."
+        return sum(cast(LeakNet, m).n_parameters for m in self.members)
+
+    def class_probabilities(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB
+        mask: Tensor | None = None,  # [B, L] bool, segments that the recording has; None: all
+    ) -> Tensor:  # [B, L, K] float32
+        "Return the probability of each class in each long segment."
+        s = self.settings
+        found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
+        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
+        leak = sum(leaks[1:], leaks[0])[..., None] / len(leaks)
+        is_leak = torch.arange(found[0].shape[-1], device=rows.device) == s.leak
+        others = torch.where(is_leak, 0, sum(found[1:], found[0]))
+        return torch.where(is_leak, leak, (1 - leak) * others / others.sum(-1, keepdim=True).clamp_min(1e-12))
+
+# %% ../../../nbs/learn/model/detector.ipynb #cl000006
+Classifier = LeakNet | SpectralClassifier | BlendClassifier
+
+
+def to_plain(
+    classifier: Classifier,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:  # kind and settings; tensors
+    "Return what a model file stores of a classifier."
+    weights = {name: v.detach().cpu().contiguous() for name, v in classifier.state_dict().items()}
+    head: dict[str, Any] = {"kind": classifier.kind, "settings": asdict(classifier.settings)}
+    if isinstance(classifier, BlendClassifier):
+        head["members"] = [to_plain(member)[0] for member in classifier.members]  # type: ignore[arg-type]
+    return head, weights
+
+
+def _unfitted(head: Mapping[str, Any], n_bytes: int) -> Classifier:
+    "Make a classifier of stored settings, without its tensors; raises ValueError, TypeError, LookupError."
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in head["settings"].items()}
+    if head["kind"] == "cnn":
+        return LeakNet(NetSettings(**values))
+    if head["kind"] == "spectral":
+        sizes = SpectralSettings(**values)
+        if sizes.n_bytes > n_bytes:  # before memory is taken for what a file only claims to hold
+            raise ValueError(f"{n_bytes:,} bytes of tensors, not {sizes.n_bytes:,}")
+        return SpectralClassifier(sizes)
+    members = [_unfitted(member, n_bytes) for member in head["members"]]
+    return BlendClassifier(BlendSettings(**values), members)  # type: ignore[arg-type]
+
+
+def from_plain(
+    head: Mapping[str, Any],  # of `to_plain`
+    weights: Mapping[str, Tensor],
+) -> Classifier:  # raises ValueError, TypeError, LookupError, RuntimeError for values of another kind
+    "Make the classifier that a model file stores."
+    classifier = _unfitted(head, sum(w.untyped_storage().nbytes() for w in weights.values()))
+    classifier.load_state_dict(weights)
+    for part in classifier.modules():
+        if isinstance(part, SpectralClassifier):
+            part.check()
+    for value in classifier.state_dict().values():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ValueError("weights that are not finite")
+    return classifier.eval()
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 2"
@@ -186,7 +296,7 @@ class Detector:
     ) -> Path:
         "Write the detector to a file, as a whole or not at all; replaces another detector, and raises OutputError for anything else."
         head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
-        about, weights = classifiers.to_plain(self.classifier)
+        about, weights = to_plain(self.classifier)
         head |= {"classifier": about, "task": asdict(self.task)}
         head["spec"] = self.spec and self.spec.to_dict()
         head["evaluations"] = [asdict(e) for e in self.evaluations]
@@ -194,22 +304,26 @@ class Detector:
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": provenance_to_plain(self.provenance),
+            "seen": {
+                "recordings": torch.from_numpy(self.provenance.recordings),
+                "is_all": self.provenance.is_complete,
+            },
         }
         if self.held_out is not None:
-            values["held_out"] = held_out_to_plain(self.held_out)
+            held_out = vars(self.held_out).items()
+            values["held_out"] = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out}
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
-        write_whole(target, plain_bytes(values), sync=sync, look=look)
-        return target
+        return write_whole(target, plain_bytes(values), sync=sync, look=look)
 
     def __repr__(self) -> str:
         features = "features of the earlier system"
         if self.spec is not None:
             features = f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
-        size = f"{self.classifier.n_parameters:,} parameters"
-        rule = f"{self.vote} >= {self.threshold:.3f} ({self.threshold_from})"
-        return f"Detector({self.kind}; {self.task}; {features}; {size}; {rule})"
+        return (
+            f"Detector({self.kind}; {self.task}; {features}; {self.classifier.n_parameters:,} parameters; "
+            f"{self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
+        )
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -248,12 +362,12 @@ def load_detector(
         )
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
-            head = json.loads(values["detector"])
+            head, seen = json.loads(values["detector"]), values["seen"]
             return Detector(
-                classifier=classifiers.from_plain(head["classifier"], values["weights"]).to(device),
+                classifier=from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
-                provenance=provenance_from_plain(values["seen"]),
+                provenance=Provenance(np.setdiff1d(seen["recordings"].numpy(), [0]), seen["is_all"] is True),
                 held_out=held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(record_from_plain, head["evaluations"])),
                 **{name: head[name] for name in _PLAIN_FIELDS},
@@ -298,12 +412,11 @@ def check_features(
     ds: Segments,
 ) -> None:  # raises DataError where the net was trained on other features
     "Check that a data set holds the features that a detector was trained on."
-    nets = [m for m in detector.members if isinstance(m, LeakNet)]
-    n_mels = detector.members[0].settings.n_mels
+    bands, width = image_shape(ds.row_shape)
+    settings = [member.settings for member in detector.members]
     for source in ds.sources:
         if detector.spec is None or source.legacy:
-            bands, width = image_shape(ds.row_shape)
-            if bands != n_mels or any(net.settings.width != width for net in nets):
+            if any(s.n_mels != bands or getattr(s, "width", width) != width for s in settings):
                 raise DataError(
                     "the rows do not have the shape that the detector expects",
                     code="features-differ",
@@ -420,5 +533,6 @@ def score_rows(
     progress: Callable[[int], object] | None = None,
 ) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
     "Compute the probability of a leak in each long segment of each recording."
-    found = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
-    return found[..., detector.task.leak_in_model]
+    return class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)[
+        ..., detector.task.leak_in_model
+    ]

@@ -177,12 +177,11 @@ def band_statistics(
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
-    rows = ds.rows[at]
     segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
     total = np.zeros(ds.row_shape[2])
     squares = np.zeros(ds.row_shape[2])
     n = 0
-    for source, mine, numbers in ds.by_source(rows):
+    for source, mine, numbers in ds.by_source(ds.rows[at]):
         for k in range(0, len(mine), 64):
             part = slice(k, k + 64)
             read = read_rows(source.mels, numbers[part])[segment_mask[mine[part]]].astype(np.float64)
@@ -320,8 +319,7 @@ def loss_weights(
 ) -> LossWeights:
     "Return the weights of a training."
     k = task.leak_in_model
-    classes = [1.0] * len(class_counts)
-    leak = classes
+    classes = leak = [1.0] * len(class_counts)
     if settings.class_weights == "balanced":
         classes = balanced_weights(class_counts)
         rest, mine = balanced_weights([sum(class_counts) - class_counts[k], class_counts[k]])

@@ -222,11 +222,12 @@ def with_length(
     is_small = n_items < SMALL_SET
     batch = settings.batch_size or (64 if is_small else 256)
     channels = settings.channels or ((24, 48, 64) if is_small else (48, 96, 192, 384))
-    share = settings.epoch_share
-    if not share:
-        share = max(0.0 if is_small else 0.2, MIN_STEPS * batch / (settings.epochs * max(1, n_items)))
+    usual = max(0.0 if is_small else 0.2, MIN_STEPS * batch / (settings.epochs * max(1, n_items)))
     return replace(
-        settings, batch_size=max(batch, settings.accumulation), channels=channels, epoch_share=share
+        settings,
+        batch_size=max(batch, settings.accumulation),
+        channels=channels,
+        epoch_share=settings.epoch_share or usual,
     )
 
 # %% ../../../nbs/learn/model/settings.ipynb #cede3bbf

@@ -33,9 +33,8 @@ from leakmel.core.store import LocalCopies
 from leakmel.dataset.file.schema import Rejected
 from leakmel.insight.page_figures import png_bytes
 from leakmel.insight.plots import Trace, f32, label_colour, styled_figure
-from leakmel.learn.model import classifiers
 from leakmel.learn.model.card import evaluation_result, evaluation_text
-from leakmel.learn.model.detector import Detector, required_spec
+from leakmel.learn.model.detector import Detector, required_spec, to_plain
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.nightly.history import History, HistoryEntry, night_of
 from leakmel.learn.nightly.nights import (
@@ -72,7 +71,7 @@ def model_digest(
     detector: Detector,
 ) -> str:  # 32 hexadecimal digits
     "Return the digest of all parts of a detector that its scores depend on."
-    head, tensors = classifiers.to_plain(detector.classifier)
+    head, tensors = to_plain(detector.classifier)
     decision = [detector.vote, detector.share, detector.task.leak_in_model]
     found = blake2b(
         json.dumps([head, required_spec(detector).to_dict(), *decision], sort_keys=True).encode(),

@@ -32,9 +32,7 @@ from leakmel.learn.data.segments import LENGTHS, covered_samples
 from leakmel.learn.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
 from leakmel.learn.model.card import EvaluationRecord, evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
-from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import require_kind
-from leakmel.learn.model.files import model_file
+from leakmel.learn.model.files import model_file, pick_device, require_kind
 from leakmel.learn.model.card import Provenance
 from leakmel.dataset.export.formats import path_columns, require_package, write_table
 from leakmel.learn.predict.readers import ParsedNames, RecordingList, find_recordings

@@ -29,7 +29,7 @@ from leakmel.mel.device_engine import open_chain
 from leakmel.mel.engines import DEVICE_ENGINES, ENGINES, COMPARISON_ENGINES, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.learn.model.detector import Detector, required_spec
-from leakmel.learn.model.devices import AdaptiveBatches, memory_guard
+from leakmel.learn.model.files import AdaptiveBatches, memory_guard
 from leakmel.learn.predict.readers import RecordingList, RecordingReaders, RowBlock
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #5c0ed004

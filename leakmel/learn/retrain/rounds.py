@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from leakmel import __version__
 from leakmel.audio.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
@@ -23,25 +24,42 @@ from leakmel.core.comparison import match_texts
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
-from leakmel.core.run_plan import RowTable
+from leakmel.core.run_plan import RowTable, user_path
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
-from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task, find_label, source_list
+from leakmel.learn.data.segments import (
+    LEFT_OUT,
+    DataSource,
+    Segments,
+    Task,
+    close_opened,
+    find_label,
+    source_list,
+)
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
-from leakmel.learn.metrics.significance import Bootstrap, Difference, differences
-from leakmel.learn.metrics.metrics import FIGURES, DecisionRule, HeldOutScores, choose_rule, segments_needed
+from leakmel.learn.metrics.metrics import DecisionRule, HeldOutScores, choose_rule, segments_needed
 from leakmel.learn.metrics.significance import (
+    Bootstrap,
+    Difference,
     Groups,
     ScoredModel,
+    differences,
     figure_title,
-    plain,
     recording_groups,
     score_model,
 )
+from leakmel.learn.model.card import Provenance, find_overlap, provenance_of
 from leakmel.learn.model.cards import update_card
-from leakmel.learn.model.classifiers import BlendClassifier, Classifier
-from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows
-from leakmel.learn.model.devices import pick_device
+from leakmel.learn.model.detector import (
+    BlendClassifier,
+    Classifier,
+    Detector,
+    check_features,
+    class_scores,
+    load_champion,
+    load_detector,
+    score_rows,
+)
 from leakmel.learn.model.files import (
     MODEL,
     RECORD,
@@ -49,23 +67,18 @@ from leakmel.learn.model.files import (
     Lineage,
     finished_rounds,
     model_file,
+    pick_device,
     read_lineage,
     require_digest,
     round_folder,
     write_lineage,
 )
-from leakmel.learn.model.detector import load_champion
 from leakmel.learn.model.net import LeakNet
-from leakmel.learn.model.card import provenance_of
-from leakmel.learn.model.card import Provenance, find_overlap
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.train.state import TooShortWarning, TrainingData, row_digests, too_short
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.learn.train.state import TrainingState
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #910813c8
 _NETWORK_SETTINGS = ("channels", "dropout")
@@ -80,7 +93,6 @@ def round_settings(
     TrainSettings
 ):  # the net is the champion's in any case; names and values change what None gives; raises UsageError
     "Return the settings of a training that starts from a champion."
-    nets = [m.settings for m in champion.members if isinstance(m, LeakNet)]
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError(
@@ -98,7 +110,12 @@ def round_settings(
             "learning_rate": max(before.learning_rate / 4, 1e-9),
         }
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
-    fixed = {name: getattr(net, name) for net in nets for name in _NETWORK_SETTINGS}
+    fixed = {
+        name: getattr(member.settings, name)
+        for member in champion.members
+        if isinstance(member, LeakNet)
+        for name in _NETWORK_SETTINGS
+    }
     return settings_from(asdict(settings) | fixed | {"detector": "cnn"})
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #caf108e8
@@ -114,21 +131,23 @@ def open_parts(
     validation: Part | None,
 ) -> Iterator[dict[str, Segments]]:  # by name; raises UsageError, DataError
     "Open the recordings of a round as the champion sees them; those that were open stay open."
+    parts: dict[str, Segments] = {}
+    given = {"new recordings": new, "replay": old, "validation": validation, "testing": testing}
     with ExitStack() as stack:
-
-        def opened(part: Part, task: Task | None) -> Segments:
-            given = source_list(part.sources if isinstance(part, Segments) else part)
-            found = Segments(
-                given,
+        for name, part in given.items():
+            if part is None:
+                continue
+            sources = source_list(part.sources if isinstance(part, Segments) else part)
+            task = None if name == "new recordings" else champion.task
+            parts[name] = found = Segments(
+                sources,
                 level="recording",
                 rows=part.rows if isinstance(part, Segments) else None,
                 task=task,
                 with_labels=task is not None,
                 preload_to_ram=False,
             )
-            for source, own in zip(found.sources, given):
-                if source is not own:
-                    stack.callback(source.close)
+            stack.callback(close_opened, found.sources, sources)
             if isinstance(part, Segments):
                 found.n_too_short += part.n_too_short  # its rows are those that are left
             check_features(champion, found)
@@ -139,17 +158,7 @@ def open_parts(
                     path=found.sources[0].path,
                     found=too_short(found) or None,
                 )
-            return found
-
-        task = champion.task
-        parts = {"new recordings": opened(new, None), "replay": opened(old, task)}
-        if validation is not None:
-            parts["validation"] = opened(validation, task)
-        parts["testing"] = opened(testing, task)
-        # the record names them: what has no names is refused before the training
-        recording_paths(parts["new recordings"])
-        for name, ds in parts.items():
-            if note := too_short(ds):
+            if note := too_short(found):
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
 
@@ -164,7 +173,7 @@ def read_human_labels(
 ) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
     "Read a table of labels by people."
     current = read_labels(table)
-    paths = [os.fsdecode(p) for p in recording_paths(recordings)]
+    paths = recording_paths(recordings)
     file = None if isinstance(table, CurrentLabels) else table
     if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, paths))):
         raise DataError(
@@ -176,11 +185,12 @@ def read_human_labels(
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
     check_paths(current, paths, file)
-    found = relabel(current, paths, _column(recordings, "digest"), [""] * len(paths))
+    digests = recordings_of(recordings).reindex(columns=["digest"], fill_value="").fillna("")["digest"]
+    found = relabel(current, paths, digests.tolist(), [""] * len(paths))
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:
-            number = find_label(found.labels[i], task.class_names)
+            classes[i] = task.to_model[find_label(found.labels[i], task.class_names)]
         except UsageError as e:
             raise DataError(
                 f"the label of {show_path(paths[i])} is unknown",
@@ -189,28 +199,18 @@ def read_human_labels(
                 found=repr(found.labels[i]),
                 expected=e.expected,
             ) from e
-        classes[i] = task.to_model[number]
     return classes
-
-
-def _column(recordings: Segments, name: str) -> list[str]:
-    "Return a column of the chosen recordings, with empty texts where a data set does not have it."
-    found = [text for source in recordings.sources for text in source.files.get(name, [""] * len(source))]
-    return [found[k] for k in recordings.rows]
 
 
 def recording_paths(
     recordings: Segments,
-) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
+) -> list[str]:  # [n] of the chosen rows; raises DataError for data sets without recordings
     "Return the path of each recording."
-    for source in recordings.sources:
-        if "path" not in source.files:
-            raise DataError(
-                "the data set does not store the paths of its recordings",
-                code="paths-missing",
-                path=source.path,
-            )
-    return [os.fsencode(p) for p in _column(recordings, "path")]
+    if nameless := [source.path for source in recordings.sources if "path" not in source.files]:
+        raise DataError(
+            "the data set does not store the paths of its recordings", code="paths-missing", path=nameless[0]
+        )
+    return recordings_of(recordings)["path"].tolist()
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #fc15f3da
 def content_digests(
@@ -248,32 +248,14 @@ def apply_human_labels(
     known = zip(content_digests(recordings), classes.tolist())
     return np.array([labels.get(content, k) for content, k in known], np.int64)
 
-# %% ../../../nbs/learn/retrain/rounds.ipynb #8ff51637
-@dataclass(frozen=True, eq=False)
-class LabelledSegments:
-    "Long segments of some recordings, and the class of each recording."
-
-    recordings: Segments  # level "recording"
-    kept: np.ndarray  # [n, L] bool; none behind the end of a recording
-    classes: np.ndarray  # [n] int64, classes of the model; -1: left out
-
-
-def whole_recordings(
-    recordings: Segments,  # level "recording", with a task
-    rows: np.ndarray,  # [n] int, places in `recordings.rows`
-) -> LabelledSegments:
-    "Select all existing segments of recordings, with the classes of their labels."
-    kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
-    kept[rows] = recordings.segment_mask[rows]
-    return LabelledSegments(recordings, kept, recordings.labels)
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #871dc7a3
 class SegmentSubset(Segments):
-    "Selected segments as training items; closing it closes no data set."
+    "Selected segments as training items."
 
     def __init__(
         self,
-        choices: Sequence[LabelledSegments],  # one at least
+        # one or more: recordings, and [n, L] int64, the class of each of their long segments; -1: left out
+        choices: Sequence[tuple[Segments, np.ndarray]],
         task: Task,
         *,
         preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
@@ -281,10 +263,16 @@ class SegmentSubset(Segments):
     ):
         self.level = "long"
         self.task = task
-        self.row_shape = choices[0].recordings.row_shape
-        self.sources = [source for c in choices for source in c.recordings.sources]
+        self.row_shape = choices[0][0].row_shape
+        self.sources = [source for ds, _ in choices for source in ds.sources]
         self.starts = np.cumsum([0, *map(len, self.sources)])
-        self.rows, self.numbers, self.labels = _items_of(choices)
+        of_all = [np.full((int(ds.starts[-1]), self.row_shape[0]), LEFT_OUT) for ds, _ in choices]
+        for own, (ds, classes) in zip(of_all, choices):
+            own[ds.rows] = classes
+        every = np.concatenate(of_all).ravel()
+        self.numbers = np.flatnonzero(every != LEFT_OUT)
+        self.labels = every[self.numbers]
+        self.rows = self.numbers // self.row_shape[0]
         self.n_too_short = 0
         self.preload(preload_to_ram, progress)
 
@@ -296,24 +284,6 @@ class SegmentSubset(Segments):
     def places(self, items: np.ndarray) -> np.ndarray:
         "[B] where items lie among all items of the data sets."
         return self.numbers[np.asarray(items, np.int64)]
-
-    def close(self) -> None:
-        "Release the memory; the data sets stay open."
-        self.preloaded = None
-
-
-def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
-    "[3, n] int64 row, number and class of each item, counted through the data sets of all choices."
-    found = []
-    before = 0
-    for c in choices:
-        at, segment = np.nonzero(c.kept & (c.classes != LEFT_OUT)[:, None])
-        row = before + c.recordings.rows[at]
-        number = row * c.kept.shape[1] + segment
-        items = np.stack([row, number, c.classes[at]])
-        found.append(items[:, np.argsort(number, kind="stable")].astype(np.int64))
-        before += int(c.recordings.starts[-1])
-    return np.concatenate(found, axis=1)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
 def source_digest(
@@ -349,36 +319,19 @@ def confident_segments(
 class Selection:
     "Training segments selected from new recordings."
 
-    choice: LabelledSegments
+    recordings: Segments  # level "recording"
+    kept: np.ndarray  # [n, L] bool; none behind the end of a recording
+    classes: np.ndarray  # [n] int64, classes of the model; -1: left out
     score: np.ndarray  # [n] of each recording, by the detector's vote
     by_human: np.ndarray  # [n] bool, whose class a person gave
     predicted: np.ndarray  # [n] int64, class that the detector alone would have given
-
-    @property
-    def n_overruled(self) -> int:
-        "Recordings whose label by a person differs from the prediction."
-        return int(np.count_nonzero(self.by_human & (self.choice.classes != self.predicted)))
-
-    def counts(self, task: Task) -> dict[str, dict[str, int]]:
-        "For each class: recordings and long segments, and those of recordings whose class a person gave."
-        kept = self.choice.kept
-        of_class = {name: self.choice.classes == k for k, name in enumerate(task.model_names)}
-        return {
-            name: {
-                "recordings": int(mine.sum()),
-                "by_human": int((mine & self.by_human).sum()),
-                "segments": int(kept[mine].sum()),
-                "segments_by_human": int(kept[mine & self.by_human].sum()),
-            }
-            for name, mine in of_class.items()
-        }
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #94f0b1c1
 def select_segments(
     detector: Detector,
     recordings: Segments,  # level "recording"
     scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
-    human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: not labelled
+    human: np.ndarray,  # [n] classes of `read_human_labels`; -2: not labelled
     *,
     keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
     keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
@@ -388,7 +341,6 @@ def select_segments(
     of_leak = np.where(recordings.segment_mask, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
-    human = np.full(len(score), UNLABELLED, np.int64) if human is None else human
     by_human = human != UNLABELLED
     trusted = confident_segments(of_leak, is_leak, np.full(len(score), keep_share))
     mean = np.where(trusted[..., None], scores, 0).sum(1)
@@ -397,7 +349,7 @@ def select_segments(
     classes = np.where(by_human, human, predicted)
     kept = confident_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
     kept[classes == LEFT_OUT] = False
-    return Selection(LabelledSegments(recordings, kept, classes), score, by_human, predicted)
+    return Selection(recordings, kept, classes, score, by_human, predicted)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e89c0e48
 def draw_replay(
@@ -405,10 +357,10 @@ def draw_replay(
     share: float = 0.5,  # of them, above 0 to 1
     seed: int = 0,
     round_number: int = 1,  # another one draws others
-) -> LabelledSegments:  # raises DataError where a class has no recording
+) -> np.ndarray:  # [n] bool; raises DataError where a class has no recording
     "Draw whole recordings of the old training data."
     rng = np.random.default_rng([seed, round_number])
-    chosen = []
+    drawn = np.zeros(len(old.rows), bool)
     for k, name in enumerate(old.task.model_names if old.task else ()):
         mine = np.flatnonzero(old.labels == k)
         if not len(mine):
@@ -418,8 +370,8 @@ def draw_replay(
                 path=old.sources[0].path,
                 remedy="replay the data set that the detector was trained on",
             )
-        chosen.append(rng.permutation(mine)[: max(1, round(share * len(mine)))])
-    return whole_recordings(old, np.sort(np.concatenate(chosen)))
+        drawn[rng.permutation(mine)[: max(1, round(share * len(mine)))]] = True
+    return drawn
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #bf6bbdf5
 def selection_csv(
@@ -427,18 +379,15 @@ def selection_csv(
     task: Task,
 ) -> str:
     "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
-    import pandas as pd
-
-    choice = selection.choice
     names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
     columns = {
-        "path": list(map(show_path, recording_paths(choice.recordings))),
-        "class": names[choice.classes],
+        "path": list(map(show_path, recording_paths(selection.recordings))),
+        "class": names[selection.classes],
         "by": np.where(selection.by_human, "human", "prediction"),
         "predicted": names[selection.predicted],
         "score": [repr(float(s)) for s in selection.score],
-        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in choice.kept],
-        "row": choice.recordings.rows,
+        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in selection.kept],
+        "row": selection.recordings.rows,
     }
     return pd.DataFrame(columns).to_csv(index=False)
 
@@ -447,70 +396,18 @@ def weights_digest(
     detector: Detector,
 ) -> str:
     "Return the digest of the weights of a detector."
-    state = detector.classifier.state_dict()
-    values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
-    return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
+    state = sorted(detector.classifier.state_dict().items())
+    values = ((name, t.detach().cpu().float().contiguous().numpy()) for name, t in state)
+    return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values))
 
 
-def _fine_tune_net(
-    champion: Detector,
-    items: SegmentSubset,
-    validation: Segments | None,
-    settings: TrainSettings,
-    folder: Path,
-    *,
-    resume: str,
-    device: str,
-    checkpoints: CheckpointSettings | None,
-    show: str,
-) -> Detector:
-    "Train a network, starting from the weights of the champion."
-    chosen = digest_of(items.numbers.tobytes() + items.labels.tobytes())
-    learned = " ".join([weights_digest(champion), chosen, *map(source_digest, items.sources)])
-    identity = {
-        "task": json.dumps(asdict(champion.task)),
-        "training": digest_of(learned.encode()),
-        "validation": "" if validation is None else part_digest(validation),
-    }
-    data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
-    state = TrainingState(data, settings, pick_device(device), show=show)
-    run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
-    run.state.stepper.net.load_state_dict(champion.classifier.state_dict())
-    return train_network(run, resume, show=show).detector
-
-
-def _refit_spectral(champion: Detector, items: SegmentSubset, seed: int) -> SpectralClassifier:
+def _refit_spectral(old: SpectralClassifier, items: SegmentSubset, seed: int) -> SpectralClassifier:
     "Fit a spectral classifier on the selected segments."
-    old = next(m for m in champion.members if isinstance(m, SpectralClassifier)).settings
     rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
-    n_long = items.row_shape[0]
-    mask = np.zeros((len(rows), n_long), bool)
-    mask[code, items.numbers % n_long] = True
-    features = spectral_features(items, rows=rows, mask=mask, keep_level=old.keep_level)
-    return fit_spectral(features, items.labels[first], old.n_classes, seed=seed % (1 << 32))
-
-
-def _with_decision(
-    detector: Detector, validation: Segments | None, settings: TrainSettings, device: str
-) -> Detector:
-    "Choose vote and thresholds on validation, and add its scores; without validation the thresholds are 0.5."
-    if validation is None:
-        is_auto = settings.vote == "auto"
-        rule = DecisionRule() if is_auto else DecisionRule(settings.vote, settings.vote_share)
-        return replace(detector, **rule.options())
-    segments = score_rows(detector, validation, device=pick_device(device))
-    is_leak = validation.labels == detector.task.leak_in_model
-    rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share)
-    detector = replace(detector, **rule.options())
-    groups = recording_groups(recordings_of(validation))
-    held_out = HeldOutScores(
-        np.clip(detector.recording_scores(segments), 0, 1),
-        is_leak,
-        groups.code.astype(np.int64),
-        groups.by,
-        f"{len(is_leak):,} validation recordings",
-    )
-    return replace(detector, held_out=held_out)
+    mask = np.zeros((len(rows), items.row_shape[0]), bool)
+    mask[code, items.numbers % items.row_shape[0]] = True
+    features = spectral_features(items, rows=rows, mask=mask, keep_level=old.settings.keep_level)
+    return fit_spectral(features, items.labels[first], old.settings.n_classes, seed=seed % (1 << 32))
 
 
 def fine_tune(
@@ -519,25 +416,42 @@ def fine_tune(
     validation: Segments
     | None,  # level "recording": selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
     settings: TrainSettings,  # of `round_settings`
-    folder: Path,
+    folder: Path,  # of checkpoints, history and summary of a network
     *,
     resume: str = "auto",  # as for `train`
-    device: str = "auto",
+    device: str = "cpu",
     checkpoints: CheckpointSettings | None = None,
     show: str = "auto",  # as for Progress
-) -> Detector:  # also in the folder, as model.pt; raises what `train` raises
+) -> Detector:  # raises what `train` raises
     "Train a challenger: a network starts from the weights of the champion, a spectral classifier is fitted again."
-    how: dict[str, Any] = {"resume": resume, "device": device, "checkpoints": checkpoints, "show": show}
-    if champion.kind == "cnn":
-        return _fine_tune_net(champion, items, validation, settings, folder, **how)
-    spectral = _refit_spectral(champion, items, settings.seed)
-    classifier: Classifier = spectral
+    members: list[Any] = []
     record = champion.record
-    if isinstance(champion.classifier, BlendClassifier):
-        net = next(m for m in champion.members if isinstance(m, LeakNet))
-        tuned = _fine_tune_net(replace(champion, classifier=net), items, validation, settings, folder, **how)
-        classifier = BlendClassifier(champion.classifier.settings, [spectral, *tuned.members])
+    for member in champion.members:
+        if isinstance(member, SpectralClassifier):
+            members.append(_refit_spectral(member, items, settings.seed))
+            continue
+        learned = [
+            weights_digest(replace(champion, classifier=member)),
+            digest_of(items.numbers.tobytes() + items.labels.tobytes()),
+            *map(source_digest, items.sources),
+        ]
+        identity = {
+            "task": json.dumps(asdict(champion.task)),
+            "training": digest_of(" ".join(learned).encode()),
+            "validation": "" if validation is None else part_digest(validation),
+        }
+        data = TrainingData(items, validation, champion.task, None, identity, champion.provenance)
+        state = TrainingState(data, settings, device, show=show)
+        run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
+        state.stepper.net.load_state_dict(member.state_dict())
+        tuned = train_network(run, resume, show=show).detector
+        if champion.kind == "cnn":
+            return tuned
         record = tuned.record
+        members.append(tuned.classifier)
+    classifier: Classifier = members[0]
+    if isinstance(champion.classifier, BlendClassifier):
+        classifier = BlendClassifier(champion.classifier.settings, members)
     challenger = replace(
         champion,
         classifier=classifier,
@@ -546,10 +460,21 @@ def fine_tune(
         held_out=None,  # those of the champion, as its evaluations
         evaluations=(),
     )
-    challenger = _with_decision(challenger, validation, settings, device)
-    folder.mkdir(parents=True, exist_ok=True)
-    update_card(challenger, challenger.save(folder / MODEL))
-    return challenger
+    rule = DecisionRule() if settings.vote == "auto" else DecisionRule(settings.vote, settings.vote_share)
+    if validation is None:
+        return replace(challenger, **rule.options())
+    segments = score_rows(challenger, validation, device=device)
+    rule = choose_rule(validation.is_leak, segments, settings.vote, settings.vote_share)
+    challenger = replace(challenger, **rule.options())
+    groups = recording_groups(recordings_of(validation))
+    held_out = HeldOutScores(
+        np.clip(challenger.recording_scores(segments), 0, 1),
+        validation.is_leak,
+        groups.code.astype(np.int64),
+        groups.by,
+        f"{len(validation.rows):,} validation recordings",
+    )
+    return replace(challenger, held_out=held_out)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
@@ -564,33 +489,14 @@ class Comparison:
     @property
     def summary(self) -> dict[str, Any]:
         "Plain values."
-        apart = {
-            f: {
-                "value": plain(d.value),
-                "low": plain(d.interval.low),
-                "high": plain(d.interval.high),
-                "note": d.interval.note,
-            }
-            for f, d in self.differences.items()
-        }
         return {
             "recordings": len(self.groups.code),
             "leaks": self.champion.counts.true_leak + self.champion.counts.missed_leak,
             "groups": {"by": self.groups.by, "n": len(self.groups), "note": self.groups.note},
             "champion": self.champion.summary,
             "challenger": self.challenger.summary,
-            "differences": apart,
+            "differences": {f: d.summary for f, d in self.differences.items()},
         }
-
-    def table(self) -> "pd.DataFrame":
-        "Figures of both, and the difference with its interval."
-        import pandas as pd
-
-        rows = {
-            figure_title(f): (self.champion.figures[f], self.challenger.figures[f], str(self.differences[f]))
-            for f in FIGURES
-        }
-        return pd.DataFrame.from_dict(rows, orient="index", columns=["champion", "challenger", "difference"])
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #bddbb1a9
 def compare_models(
@@ -599,12 +505,10 @@ def compare_models(
     champion: Detector,
     challenger: Detector,
     scores: tuple[np.ndarray, np.ndarray],  # [n, L] of champion and challenger
-    *,
-    n_draws: int = 2000,
-    seed: int = 0,
+    rules: RoundRules,  # of which the bootstrap draws count
 ) -> Comparison:
     "Compare two detectors on the same recordings, each with its own vote and threshold."
-    boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
+    boot = Bootstrap(truth, groups, n_draws=rules.n_draws, seed=rules.seed)
     one, other = (
         score_model(
             boot,
@@ -616,8 +520,7 @@ def compare_models(
         )
         for name, d, s in zip(("champion", "challenger"), (champion, challenger), scores)
     )
-    apart = differences(boot, other, one)
-    return Comparison(groups, one, other, apart)
+    return Comparison(groups, one, other, differences(boot, other, one))
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #238bb84c
 def decide(
@@ -652,14 +555,14 @@ def check_overlap(
     trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
     evaluated: Segments,
     provenance: Provenance | None = None,  # training recordings of the champion
-) -> list[str]:  # sentences on what training and test share; raises DataError for shared recordings
+) -> list[str]:  # stamps on what training and test share; raises DataError for shared recordings
     "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
-    import pandas as pd
-
-    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
-    mine = recordings_table(evaluated.sources, progress="none").iloc[evaluated.rows]
-    both = pd.concat([*tables.values(), mine], ignore_index=True)
-    part = np.repeat([0, 1], [len(both) - len(mine), len(mine)])
+    tables = (
+        recordings_table(ds.sources, progress="none").iloc[ds.rows]
+        for ds in (*trained_on.values(), evaluated)
+    )
+    both = pd.concat(tables, ignore_index=True)
+    part = (np.arange(len(both)) >= len(both) - len(evaluated.rows)).astype(np.int64)
     found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
     if twice := [s for s in found if s.kind == "content"]:
         raise DataError(
@@ -669,7 +572,8 @@ def check_overlap(
             remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
     overlap = find_overlap(provenance or Provenance(), evaluated)
-    return [*map(str, found), *([overlap.text] if overlap is not None and overlap.n_in_training else [])]
+    known = [overlap.text] if overlap is not None and overlap.n_in_training else []
+    return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #260442b4
 def _part_record(ds: Segments) -> dict[str, Any]:
@@ -686,70 +590,76 @@ def items_record(
     parts: Mapping[str, Segments],  # of `open_parts`
     task: Task,
     selection: Selection,  # of the new recordings
-    replay: LabelledSegments,
+    replayed: np.ndarray,  # [n, L] int64, class of each replayed long segment; -1: none
 ) -> dict[str, Any]:
     "Return the training items and their recordings as plain values."
-    new = parts["new recordings"]
-    classes = selection.choice.classes
+    new, by_human = parts["new recordings"], selection.by_human
     names = [*map(show_path, task.model_names), ""]  # the last one: left out
     paths, content = recording_paths(new), content_digests(new)
     people = [
         {
             "path": show_path(paths[k]),
-            "class": names[classes[k]],
+            "class": names[selection.classes[k]],
             "predicted": names[selection.predicted[k]],
             "content": content[k],  # which samples that is about, empty where that is not known
         }
-        for k in np.flatnonzero(selection.by_human).tolist()
+        for k in np.flatnonzero(by_human).tolist()
     ]
     sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
-    n_left = int(np.count_nonzero((classes == LEFT_OUT) & ~selection.by_human))
+    of_class = {name: selection.classes == k for k, name in enumerate(task.model_names)}
+    is_replayed = replayed != LEFT_OUT
     return {
-        "new": _part_record(new) | {"sources": sources, "left_to_replay": n_left},
+        "new": _part_record(new)
+        | {
+            "sources": sources,
+            "left_to_replay": int(np.count_nonzero((selection.classes == LEFT_OUT) & ~by_human)),
+        },
         "old": _part_record(parts["replay"]),
         "validation": _part_record(parts["validation"]) if "validation" in parts else None,
         "testing": {"testing": _part_record(parts["testing"])},
-        "kept": selection.counts(task),
-        "overruled": selection.n_overruled,
-        "replay": {"recordings": int(replay.kept.any(1).sum()), "segments": int(replay.kept.sum())},
+        "kept": {
+            name: {
+                "recordings": int(mine.sum()),
+                "by_human": int((mine & by_human).sum()),
+                "segments": int(selection.kept[mine].sum()),
+                "segments_by_human": int(selection.kept[mine & by_human].sum()),
+            }
+            for name, mine in of_class.items()
+        },
+        "overruled": int(np.count_nonzero(by_human & (selection.classes != selection.predicted))),
+        "replay": {"recordings": int(is_replayed.any(1).sum()), "segments": int(is_replayed.sum())},
         "human_labels": people,
     }
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
-class EarlierLabelsWarning(UserWarning):
-    "Warning: the record of an earlier round is missing, so its labels by people are not known."
-
-
-def _record_error(path: Path, why: Exception, remedy: str) -> DataError:
-    return DataError(
-        "the file is not the record of a round",
-        code="not-a-round",
-        path=path,
-        found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
-        remedy=remedy,
-    )
+@contextmanager
+def record_errors(folder: Path, number: int) -> Iterator[Path]:
+    "Give the path of the record of a round; what reading it raises becomes a DataError."
+    path = round_folder(folder, number) / RECORD
+    try:
+        yield path
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        raise DataError(
+            "the file is not the record of a round",
+            code="not-a-round",
+            path=path,
+            found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
+            remedy="restore it from a copy, or start in another folder",
+        ) from e
 
 
 def earlier_labels(
     folder: Path,  # of all rounds
     lineage: Lineage | None,  # None: no round was begun
     task: Task,
-) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a damaged record
+) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a missing or damaged record
     "Return the labels by people of the rounds whose challenger became champion."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
-    numbers = [c.round for c in lineage.champions if c.round] if lineage else []
-    for path in [round_folder(folder, number) / RECORD for number in numbers]:
-        if not os.path.lexists(path):
-            text = f"{show_path(path)} is missing: the labels by people of this round are not known"
-            warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
-            continue
-        try:
-            given = [(p["content"], p["class"]) for p in read_own_json(path)["human_labels"]]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-            remedy = "restore it from a copy, or move it away: its labels by people are then not known"
-            raise _record_error(path, e, remedy) from e
-        found |= {content: known[name] for content, name in given if content and name in known}
+    for champion in lineage.champions[1:] if lineage else ():
+        with record_errors(folder, champion.round) as path:
+            given = ((p["content"], p["class"]) for p in read_own_json(path)["human_labels"])
+            found |= {content: known[name] for content, name in given if content and name in known}
     return found
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #6bc81004
@@ -767,15 +677,20 @@ class Round(RowTable):
     duels: dict[str, Comparison]  # "testing" -> challenger against champion
     record: dict[str, Any]  # plain values, as in record.json
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         "Figures of both on the test set, as a table."
-        return self.duels["testing"].table()
+        duel = self.duels["testing"]
+        rows = {
+            figure_title(f): (duel.champion.figures[f], duel.challenger.figures[f], str(d))
+            for f, d in duel.differences.items()
+        }
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["champion", "challenger", "difference"])
 
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Yield pairs of a name and a text."
-        r = self.record
+    def rows(self) -> list[tuple[str, str]]:
+        "Return pairs of a name and a text."
+        r, duel = self.record, self.duels["testing"]
         figure = r["rules"]["metric"]
-        kept = [
+        new = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
         ]
@@ -783,37 +698,25 @@ class Round(RowTable):
             "too_short": "too short, left out",
             "left_to_replay": "in the replay data and learned from there",
         }
-        left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
-        for stamp in r["stamps"]:
-            yield "BEWARE", stamp
-        yield "decision", self.reason
-        yield "new", "; ".join([*kept, *left])
-        yield (
-            "replayed",
-            f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
-        )
-        for name, c in self.duels.items():
-            both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (c.champion, c.challenger))
-            yield name, f"{figure} {both}, difference {c.differences[figure]}"
-        yield "record", show_path(self.folder / RECORD)
+        new += [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
+        both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (duel.champion, duel.challenger))
+        return [
+            *(("BEWARE", stamp) for stamp in r["stamps"]),
+            ("decision", self.reason),
+            ("new", "; ".join(new)),
+            (
+                "replayed",
+                f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
+            ),
+            ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
+            ("record", show_path(self.folder / RECORD)),
+        ]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #3d1b41a7
-def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
-    "Return the champion entry of the model of a round."
-    file = round_folder(folder, number) / MODEL
+def save_champion(folder: Path, number: int, detector: Detector) -> Champion:
+    "Write the model of a round, and return its entry as a champion."
+    file = detector.save(round_folder(folder, number) / MODEL)
     return Champion(number, digest_of(file.read_bytes()), weights_digest(detector))
-
-
-def begin_lineage(
-    folder: Path,
-    champion: Detector,
-    testing: str,  # digest of the recordings that judge
-) -> Lineage:
-    "Make a detector the first champion."
-    champion.save(round_folder(folder, 0) / MODEL)
-    lineage = Lineage((champion_entry(folder, 0, champion),), testing)
-    write_lineage(folder, lineage)
-    return lineage
 
 
 def finish_interrupted_round(
@@ -826,149 +729,109 @@ def finish_interrupted_round(
     number = max(finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
-    path = round_folder(folder, number) / RECORD
-    try:
+    with record_errors(folder, number) as path:
         record = read_own_json(path)
         if not record["replaced"] or record["champion"] != asdict(lineage.current):
             return lineage
         winner = Champion(**record["challenger"])
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        remedy = "move the folder of this round away; the champion before this round stays champion"
-        raise _record_error(path, e, remedy) from e
     require_digest(folder / winner.model, winner.digest)
     lineage = lineage.follow(winner)
     write_lineage(folder, lineage)
     return lineage
 
 
-@dataclass(frozen=True, eq=False)
-class _RoundInProgress:
-    "Round in progress, with open recordings."
-
-    folder: Path  # of all rounds
-    number: int
-    champion: Detector
-    parts: dict[str, Segments]  # of `open_parts`
-    rules: RoundRules
-    settings: TrainSettings
-    groups: Groups  # of the test set
-    device: str
-    show: str  # as for Progress
-
-    def scores(self, score: Callable[..., np.ndarray], detector: Detector, ds: Segments, label: str) -> Any:
-        "[n, L, K] or [n, L] scores of recordings."
-        with Progress(len(ds.rows), label=label, show=self.show) as bar:
-            return score(detector, ds, device=self.device, progress=bar.update)
-
-    def overlap(self, allow_leaky: bool) -> list[str]:  # stamps, which belong to every figure
-        "Refuse test recordings in the training data, and warn of what else both share."
-        learned = {name: ds for name, ds in self.parts.items() if name != "testing"}
-        shared = check_overlap(learned, self.parts["testing"], provenance=self.champion.provenance)
-        stamps = [f"{LEAKY_SPLIT} testing: {text}" for text in shared]
-        if stamps and not allow_leaky:
-            warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
-        return stamps
-
-    def choose_items(
-        self, human: str | os.PathLike | None, earlier: Mapping[str, int]
-    ) -> tuple[Selection, LabelledSegments]:  # of new and of replayed recordings
-        "Choose the training items: predict, apply labels by people, select, draw."
-        new, old = self.parts["new recordings"], self.parts["replay"]
-        labels = np.full(len(new.rows), UNLABELLED)
-        if human is not None:
-            labels = read_human_labels(human, new, self.champion.task)
-        known = {**earlier, **labels_by_content(new, labels)}
-        found = select_segments(
-            self.champion,
-            new,
-            self.scores(class_scores, self.champion, new, "predicting"),
-            apply_human_labels(new, labels, known),
-            keep_share=self.rules.keep_share,
-            keep_share_human=self.rules.keep_share_human,
+def choose_items(
+    champion: Detector,
+    parts: Mapping[str, Segments],  # of `open_parts`
+    scores: np.ndarray,  # [n, L, K] of the new recordings
+    human: LabelTable | None,
+    earlier: Mapping[str, int],  # of `earlier_labels`
+    rules: RoundRules,
+    number: int,  # of the round
+) -> tuple[Selection, np.ndarray]:  # of new recordings; [n, L] int64 class of each replayed segment, -1: none
+    "Choose the training items: apply labels by people, select, draw."
+    new, old = parts["new recordings"], parts["replay"]
+    labels = np.full(len(new.rows), UNLABELLED)
+    if human is not None:
+        labels = read_human_labels(human, new, champion.task)
+    known = {**earlier, **labels_by_content(new, labels)}
+    found = select_segments(
+        champion,
+        new,
+        scores,
+        apply_human_labels(new, labels, known),
+        keep_share=rules.keep_share,
+        keep_share_human=rules.keep_share_human,
+    )
+    held = set(content_digests(old)) - {""}
+    left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
+    found = replace(found, kept=found.kept & ~left[:, None], classes=np.where(left, LEFT_OUT, found.classes))
+    if not found.kept.any():
+        raise DataError(
+            "no new recording is left to train on",
+            code="nothing-to-learn",
+            path=new.sources[0].path,
+            found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels",
+            remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
         )
-        held = set(content_digests(old)) - {""}
-        left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
-        kept = found.choice.kept & ~left[:, None]
-        if not kept.any():
-            raise DataError(
-                "no new recording is left to train on",
-                code="nothing-to-learn",
-                path=new.sources[0].path,
-                found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels",
-                remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
-            )
-        choice = LabelledSegments(new, kept, np.where(left, LEFT_OUT, found.choice.classes))
-        replay = draw_replay(old, self.rules.replay_share, self.rules.seed, self.number)
-        classes = apply_human_labels(old, replay.classes, known)
-        replayed = replay.kept & (classes != LEFT_OUT)[:, None]
-        return replace(found, choice=choice), LabelledSegments(old, replayed, classes)
+    drawn = draw_replay(old, rules.replay_share, rules.seed, number)[:, None] & old.segment_mask
+    return found, np.where(drawn, apply_human_labels(old, old.labels, known)[:, None], LEFT_OUT)
 
-    def compare(self, challenger: Detector) -> Comparison:
-        "Compare the challenger with the champion on the test recordings."
-        testing = self.parts["testing"]
-        return compare_models(
-            testing.labels == self.champion.task.leak_in_model,
-            self.groups,
-            self.champion,
-            challenger,
-            (
-                self.scores(score_rows, self.champion, testing, "testing, champion"),
-                self.scores(score_rows, challenger, testing, "testing, challenger"),
-            ),
-            n_draws=self.rules.n_draws,
-            seed=self.rules.seed,
-        )
 
-    def conclude(
-        self,
-        lineage: Lineage,
-        challenger: Detector,
-        selection: Selection,
-        replay: LabelledSegments,
-        stamps: list[str],
-    ) -> Round:
-        "Compare, write the record, and replace the champion if the challenger wins."
-        here = round_folder(self.folder, self.number)
-        task = self.champion.task
-        kept = selection_csv(selection, task).encode("utf-8", "backslashreplace")
-        learned = items_record(self.parts, task, selection, replay)
-        before = asdict(lineage.current)
-        challenger.record = challenger.record | {
-            "training": {"new": learned["kept"], "replayed_segments": learned["replay"]["segments"]},
-            "round": {"number": self.number, "champion": before},
-        }
-        update_card(challenger, challenger.save(here / MODEL))
-        found = self.compare(challenger)
-        replaced, why = decide(found, self.rules.metric)
-        reason = f"{why} {test_set_reuse_note(self.number)}"
-        winner = champion_entry(self.folder, self.number, challenger)
-        record = {
-            "format": "leakmel round 3",
-            "number": self.number,
-            "leakmel_version": __version__,
-            "replaced": replaced,
-            "reason": reason,
-            "challengers_judged": self.number,
-            "metrics": {"testing": found.summary},
-            "champion": before,
-            "challenger": asdict(winner),
-            "stamps": stamps,
-            "rules": asdict(self.rules),
-            "settings": json.loads(json.dumps(asdict(self.settings))),
-            "kept_digest": digest_of(kept),
-            **learned,
-        }
-        write_whole(here / "kept.csv", kept)
-        write_whole(here / RECORD, sealed_json(record))
-        if replaced:  # after the record, from which an interrupted round is finished
-            write_lineage(self.folder, lineage.follow(winner))
-        rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
-        announce(reason, show=self.show)
-        champion = challenger if replaced else self.champion
-        duels = {"testing": found}
-        return Round(self.number, here, replaced, reason, champion, challenger, selection, duels, record)
+def conclude(
+    folder: Path,  # of all rounds
+    number: int,
+    lineage: Lineage,
+    champion: Detector,
+    challenger: Detector,
+    selection: Selection,
+    found: Comparison,
+    facts: Mapping[str, Any],  # more entries of the record: rules, settings, what was learned
+    show: str,  # as for Progress
+) -> Round:
+    "Decide, write the record, and replace the champion if the challenger wins."
+    here = round_folder(folder, number)
+    replaced, why = decide(found, facts["rules"]["metric"])
+    reason = f"{why} {test_set_reuse_note(number)}"
+    challenger.record = challenger.record | {
+        "training": {"new": facts["kept"], "replayed_segments": facts["replay"]["segments"]},
+        "round": {"number": number, "champion": asdict(lineage.current)},
+    }
+    winner = save_champion(folder, number, challenger)
+    update_card(challenger, here / MODEL)
+    kept = selection_csv(selection, champion.task).encode("utf-8", "backslashreplace")
+    record = {
+        "format": "leakmel round 3",
+        "number": number,
+        "leakmel_version": __version__,
+        "replaced": replaced,
+        "reason": reason,
+        "challengers_judged": number,
+        "metrics": {"testing": found.summary},
+        "champion": asdict(lineage.current),
+        "challenger": asdict(winner),
+        "kept_digest": digest_of(kept),
+        **facts,
+    }
+    write_whole(here / "kept.csv", kept)
+    write_whole(here / RECORD, sealed_json(record))
+    if replaced:  # after the record, from which an interrupted round is finished
+        write_lineage(folder, lineage.follow(winner))
+    rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
+    announce(reason, show=show)
+    return Round(
+        number=number,
+        folder=here,
+        replaced=replaced,
+        reason=reason,
+        champion=challenger if replaced else champion,
+        challenger=challenger,
+        selection=selection,
+        duels={"testing": found},
+        record=record,
+    )
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
@@ -1000,7 +863,7 @@ def _check_test_set(
 ) -> str:
     "Check the test recordings and return their digest."
     for name in [name for name in ("testing", "validation") if name in parts]:
-        is_leak = parts[name].labels == champion.task.leak_in_model
+        is_leak = parts[name].is_leak
         if not 0 < is_leak.sum() < len(is_leak):
             raise DataError(
                 f"all recordings of {name} belong to one class",
@@ -1057,44 +920,67 @@ def retrain(
             expected=", ".join(RESUME),
         )
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = Path(os.path.abspath(os.path.expanduser(out)))
+    folder = user_path(out)
     device = pick_device(device)
+    rules = rules or RoundRules()
+
+    def scored(score: Callable[..., np.ndarray], detector: Detector, ds: Segments, label: str) -> np.ndarray:
+        with Progress(len(ds.rows), label=label, show=show) as bar:
+            return score(detector, ds, device=device, progress=bar.update)
+
     with folder_lock(folder, "round"):
         lineage = finish_interrupted_round(folder)
+        number = max(finished_rounds(folder), default=0) + 1
         holder = _champion(folder, lineage, champion)
-        before = [*finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]
         with open_parts(holder, new_data, replay, testing, validation) as parts:
             digest = _check_test_set(folder, lineage, holder, parts)
-            r = _RoundInProgress(
-                folder=folder,
-                number=max(before, default=0) + 1,
-                champion=holder,
-                parts=parts,
-                rules=rules or RoundRules(),
-                settings=round_settings(holder, settings),
-                groups=recording_groups(recordings_of(parts["testing"]), group),
-                device=device,
-                show=show,
-            )
+            own = round_settings(holder, settings)
+            new, test = parts["new recordings"], parts["testing"]
+            groups = recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, lineage, holder.task)
-            stamps = r.overlap(allow_leaky_split)
-            selection, replayed = r.choose_items(human_labels, earlier)
-            lineage = lineage or begin_lineage(folder, holder, digest)
-            items = SegmentSubset(
-                [selection.choice, replayed],
-                holder.task,
-                preload_to_ram=r.settings.preload_to_ram,
-                progress=show,
+            stamps = check_overlap(
+                {name: ds for name, ds in parts.items() if name != "testing"}, test, holder.provenance
             )
+            if stamps and not allow_leaky_split:
+                warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
+            selection, again = choose_items(
+                holder,
+                parts,
+                scored(class_scores, holder, new, "predicting"),
+                human_labels,
+                earlier,
+                rules,
+                number,
+            )
+            facts = {
+                "stamps": stamps,
+                "rules": asdict(rules),
+                "settings": json.loads(json.dumps(asdict(own))),
+                **items_record(parts, holder.task, selection, again),
+            }
+            if lineage is None:
+                lineage = Lineage((save_champion(folder, 0, holder),), digest)
+                write_lineage(folder, lineage)
+            taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
             challenger = fine_tune(
                 holder,
-                items,
+                SegmentSubset(
+                    [(new, taught), (parts["replay"], again)],
+                    holder.task,
+                    preload_to_ram=own.preload_to_ram,
+                    progress=show,
+                ),
                 parts.get("validation"),
-                r.settings,
-                round_folder(folder, r.number),
+                own,
+                round_folder(folder, number),
                 resume=resume,
                 device=device,
                 checkpoints=checkpoints,
                 show=show,
             )
-            return r.conclude(lineage, challenger, selection, replayed, stamps)
+            both = (
+                scored(score_rows, holder, test, "testing, champion"),
+                scored(score_rows, challenger, test, "testing, challenger"),
+            )
+            found = compare_models(test.is_leak, groups, holder, challenger, both, rules)
+            return conclude(folder, number, lineage, holder, challenger, selection, found, facts, show)

@@ -38,8 +38,7 @@ from leakmel.insight.page_figures import Section, write_report
 from leakmel.insight.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.learn.data.splits import LeakySplitWarning, Split
 from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.devices import pick_device
-from leakmel.learn.model.files import latest_checkpoint, remove_file
+from leakmel.learn.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.train.loop import folder_lock, train
 from leakmel.learn.train.state import (

@@ -41,12 +41,18 @@ from leakmel.learn.metrics.significance import (
     source_of_pieces,
 )
 from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
-from leakmel.learn.model.baselines import BASELINE_TITLES, baseline_features, fold_baselines, judge
+from leakmel.learn.model.spectral import (
+    BASELINE_TITLES,
+    SpectralFeatures,
+    baseline_features,
+    fit_spectral,
+    fold_baselines,
+    judge,
+    spectral_features,
+)
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
-from leakmel.learn.model.classifiers import BlendClassifier, BlendSettings, platt
-from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
-from leakmel.learn.model.spectral import SpectralFeatures, fit_spectral, spectral_features
 from leakmel.learn.train.state import TrainingData
 from leakmel.learn.train.state import TrainingState, detector_facts, detector_of
 

@@ -32,11 +32,11 @@ from leakmel.learn.data.splits import Split, recordings_table
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
 from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.files import (
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
+    pick_device,
     remove_file,
     require_kind,
     save_checkpoint,

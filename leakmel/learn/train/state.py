@@ -44,7 +44,7 @@ from leakmel.learn.metrics.metrics import DecisionRule, choose_rule, leak_metric
 from leakmel.learn.metrics.significance import plain
 from leakmel.learn.model.card import Provenance, provenance_of
 from leakmel.learn.model.detector import Detector, image_shape, score_rows
-from leakmel.learn.model.devices import memory_guard
+from leakmel.learn.model.files import memory_guard
 from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.learn.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
 from leakmel.learn.data.segments import Batch, Task
-from leakmel.learn.model.devices import AdaptiveBatches, keep_freed_memory, memory_guard
+from leakmel.learn.model.files import AdaptiveBatches, keep_freed_memory, memory_guard
 from leakmel.learn.model.net import (
     LeakNet,
     augment,
