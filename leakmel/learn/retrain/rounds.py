@@ -943,15 +943,8 @@ def retrain(
             )
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
-            selection, again = choose_items(
-                holder,
-                parts,
-                scored(class_scores, holder, new, "predicting"),
-                human_labels,
-                earlier,
-                rules,
-                number,
-            )
+            scores = scored(class_scores, holder, new, "predicting")
+            selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
             facts = {
                 "stamps": stamps,
                 "rules": asdict(rules),
@@ -962,22 +955,11 @@ def retrain(
                 lineage = Lineage((save_champion(folder, 0, holder),), digest)
                 write_lineage(folder, lineage)
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
-            challenger = fine_tune(
-                holder,
-                SegmentSubset(
-                    [(new, taught), (parts["replay"], again)],
-                    holder.task,
-                    preload_to_ram=own.preload_to_ram,
-                    progress=show,
-                ),
-                parts.get("validation"),
-                own,
-                round_folder(folder, number),
-                resume=resume,
-                device=device,
-                checkpoints=checkpoints,
-                show=show,
-            )
+            pieces = [(new, taught), (parts["replay"], again)]
+            items = SegmentSubset(pieces, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
+            how: dict[str, Any] = dict(resume=resume, device=device, checkpoints=checkpoints, show=show)
+            here = round_folder(folder, number)
+            challenger = fine_tune(holder, items, parts.get("validation"), own, here, **how)
             both = (
                 scored(score_rows, holder, test, "testing, champion"),
                 scored(score_rows, challenger, test, "testing, challenger"),

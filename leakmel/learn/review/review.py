@@ -749,10 +749,8 @@ class ReviewApp:
             continuous_update=False,  # sent whole when the field is left, before the click that stores it
             layout={"width": "360px"},
         )
-        self.html = {
-            name: w.HTML(layout={"width": "100%"})
-            for name in ("status", "facts", "sound", "other_sound", "disagreements")
-        }
+        places = ("status", "facts", "sound", "other_sound", "disagreements")
+        self.html = {name: w.HTML(layout={"width": "100%"}) for name in places}
         self.buttons = {}
         for key, (title, colour) in names.items():
             look = {"button_style": colour, "layout": {"width": "auto", "min_width": "100px"}}
